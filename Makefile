@@ -1,0 +1,37 @@
+# Everything runs in .venv, which each target makes for itself. `make demo` and `make test` are all a newcomer needs.
+PYTHON ?= python3
+BIN := .venv/bin
+# An index of CPU builds, for machines whose package index would answer with CUDA packages: see CONTRIBUTING.md.
+PIP_FLAGS ?=
+
+.PHONY: demo test check format test-slow bench clean
+
+demo: .venv/installed
+	$(BIN)/rally train digits
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/installed
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/architecture
+
+format: .venv/installed
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "rallypoint needs Python 3.11 or newer, found %d.%d: make PYTHON=python3.12" % v[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

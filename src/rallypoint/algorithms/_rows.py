@@ -1,0 +1,90 @@
+"""Arithmetic over trained tokens: picked out of ragged rows, summed along them, normalised in groups, put back.
+
+Owns: how to do this without padding and without a loop over rows. Invariants: all arithmetic is float64;
+numbers outside the mask are never read, so that a NaN there cannot leak; `sums_to_row_end` gives a row the
+same bits whichever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+MIN_STD = 1e-6
+"""A standard deviation is never taken for less than this: rounding noise is not a signal."""
+
+
+def trained_tokens(
+    loss_mask: Bool[Tensor, " T"], offsets: Int[Tensor, " B1"]
+) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+    """Return the positions of the N trained tokens, and the row of each.
+
+    >>> mask = torch.tensor([False, True, True, False, True, True])
+    >>> [part.tolist() for part in trained_tokens(mask, torch.tensor([0, 3, 3, 6]))]
+    [[1, 2, 4, 5], [0, 0, 2, 2]]
+    """
+    positions = loss_mask.nonzero().squeeze(-1)
+    rows = torch.searchsorted(offsets, positions, right=True) - 1
+    return positions, rows
+
+
+def put_back(x: Float[Tensor, " N"], positions: Int[Tensor, " N"], like: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Return zeros of the shape and type of `like`, with x at the positions."""
+    return torch.zeros_like(like).index_copy_(0, positions, x.to(like.dtype))
+
+
+def sums_to_row_end(x: Float[Tensor, " N"], rows: Int[Tensor, " N"], *, decay: float) -> Float[Tensor, " N"]:
+    """Return y[n] = x[n] + decay * y[n+1], where y is 0 after the last token of each row.
+
+    Two rows of two and four tokens; after the first pass each sum covers two tokens, after the second
+    four, and so on, so that rows of n tokens need log2(n) passes.
+
+    >>> x = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 8.0])
+    >>> sums_to_row_end(x, torch.tensor([0, 0, 1, 1, 1, 1]), decay=0.5).tolist()
+    [1.5, 1.0, 2.0, 2.0, 4.0, 8.0]
+    """
+    sums, stride = x.to(torch.float64), 1
+    while bool((same_row := rows[stride:] == rows[:-stride]).any()):
+        beyond = torch.where(same_row, sums[stride:], 0.0)
+        sums = torch.cat([sums[:-stride] + decay**stride * beyond, sums[-stride:]])
+        stride *= 2
+    return sums
+
+
+def numbered(groups: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], int]:
+    """Return the same groups, numbered 0, 1, 2 in the order of their names, and how many there are.
+
+    >>> group, num_groups = numbered(torch.tensor([5, 2, 5, 9]))
+    >>> group.tolist(), num_groups
+    ([1, 0, 1, 2], 3)
+    """
+    unique = torch.unique(groups, return_inverse=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    names, group = cast("tuple[Tensor, Tensor]", unique)
+    return group, len(names)
+
+
+def normalized_in_groups(
+    x: Float[Tensor, " N"], groups: Int[Tensor, " N"], *, normalize_std: bool
+) -> Float[Tensor, " N"]:
+    """Return x minus its group's mean, and if asked divided by its group's (population) std.
+
+    Groups of equal numbers give exactly 0: the mean of three times 0.1 is not 0.1 in floating point, and
+    dividing by the std would blow the difference up.
+
+    >>> x = torch.tensor([1.0, 0.1, 3.0, 0.1, 0.1, 7.0])
+    >>> normalized_in_groups(x, torch.tensor([5, 2, 5, 2, 2, 9]), normalize_std=True).tolist()
+    [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    """
+    group, num_groups = numbered(groups)
+    x, zeros = x.to(torch.float64), torch.zeros(num_groups, dtype=torch.float64, device=x.device)
+    count = zeros.index_add(0, group, torch.ones_like(x))
+    centered = x - (zeros.index_add(0, group, x) / count)[group]
+    if normalize_std:
+        std = (zeros.index_add(0, group, centered.square()) / count).sqrt().clamp_min(MIN_STD)
+        centered = centered / std[group]
+    smallest = zeros.scatter_reduce(0, group, x, "amin", include_self=False)
+    largest = zeros.scatter_reduce(0, group, x, "amax", include_self=False)
+    return torch.where((smallest == largest)[group], 0.0, centered)

@@ -1,0 +1,170 @@
+"""How much better each sampled token was than expected: GAE with a critic, group-relative without.
+
+Owns: advantages and returns from rewards. Must not know: who computed values and logprobs, or what the
+loss does with the result. Only tokens with `loss_mask` True are time steps; in a multi-turn row the first
+token of a turn follows the last trained token of the turn before. Everything else gets 0. Arithmetic is
+float64, results have the type of the input. The carrier-level functions stand in `weigh`.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rallypoint.algorithms._rows import (
+    MIN_STD,
+    normalized_in_groups,
+    numbered,
+    put_back,
+    sums_to_row_end,
+    trained_tokens,
+)
+
+
+def gae_advantages(
+    token_rewards: Float[Tensor, " T"],
+    values: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    *,
+    discount: float,
+    gae_lambda: float,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438).
+
+        delta[t]      = token_rewards[t] + discount * values[t+1] - values[t]
+        advantages[t] = delta[t] + discount * gae_lambda * advantages[t+1]
+        returns[t]    = advantages[t] + values[t]
+
+    t+1 is the next trained token of the row; after the last one value and advantage are 0.
+
+    One row of two turns, with an observation of one token between them, after a prompt of one token:
+
+    >>> advantages, returns = gae_advantages(
+    ...     token_rewards=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]),
+    ...     values=torch.tensor([9.0, 0.5, 0.25, 9.0, 0.5, 0.75]),
+    ...     loss_mask=torch.tensor([False, True, True, False, True, True]),
+    ...     offsets=torch.tensor([0, 6]),
+    ...     discount=1.0,
+    ...     gae_lambda=0.5,
+    ... )
+    >>> advantages.tolist()
+    [0.0, -0.03125, 0.4375, 0.0, 0.375, 0.25]
+    >>> returns.tolist()
+    [0.0, 0.46875, 0.6875, 0.0, 0.875, 1.0]
+
+    Args:
+        token_rewards: [T] the reward that arrives with each token.
+        values: [T] of the state in which token t was chosen.
+        loss_mask: [T] True at trained tokens, which are the time steps.
+        offsets: [B+1] where rows begin and end; a row without trained tokens is legal.
+        discount: gamma in the paper.
+        gae_lambda: lambda in the paper; 1 is Monte Carlo, 0 is one-step temporal difference.
+    """
+    positions, rows = trained_tokens(loss_mask, offsets)
+    rewards, state_values = token_rewards[positions].double(), values[positions].double()
+    next_values = torch.zeros_like(state_values)
+    next_values[:-1] = torch.where(rows[1:] == rows[:-1], state_values[1:], 0.0)
+    deltas = rewards + discount * next_values - state_values
+    advantages = sums_to_row_end(deltas, rows, decay=discount * gae_lambda)
+    return put_back(advantages, positions, values), put_back(advantages + state_values, positions, values)
+
+
+def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Return x with mean 0 and (population) standard deviation 1 over the mask, and 0 elsewhere.
+
+    A std below 1e-6 is taken for 1e-6. Mean and std are those of what is passed in: pass the whole step's
+    batch, not one rank's part.
+
+    >>> mask = torch.tensor([True, False, True, True, False, True])
+    >>> whiten(torch.tensor([1.0, 50.0, 1.0, 5.0, 50.0, 5.0]), mask).tolist()
+    [-1.0, 0.0, -1.0, 1.0, 0.0, 1.0]
+
+    Args:
+        x: [T].
+        mask: [T] True where x counts; all False is legal.
+    """
+    positions = mask.nonzero().squeeze(-1)
+    if len(positions) == 0:
+        return torch.zeros_like(x)
+    centered = x[positions].double()
+    centered = centered - centered.mean()
+    return put_back(centered / centered.square().mean().sqrt().clamp_min(MIN_STD), positions, x)
+
+
+def group_relative_advantages(
+    scores: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, normalize_std: bool
+) -> Float[Tensor, " B"]:
+    """Return how much better each rollout was than the mean of its group.
+
+        advantages[b] = (scores[b] - mean of the group) / std of the group
+
+    With `normalize_std` this is GRPO (DeepSeekMath, arXiv 2402.03300); without the division it is
+    Dr. GRPO (arXiv 2503.20783). The std is the population's, divided by the members and not by one less,
+    and one below 1e-6 is taken for 1e-6. A group whose scores are all equal, as that of a single member
+    is, gets exactly 0.
+
+    Three groups, one of which lost a member, in any order:
+
+    >>> scores = torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0, 7.0])
+    >>> groups = torch.tensor([5, 2, 5, 2, 2, 9])
+    >>> group_relative_advantages(scores, groups, normalize_std=True).tolist()
+    [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+    Args:
+        scores: [B] one number per rollout that exists; a failed rollout has no row.
+        groups: [B] int64 which prompt; need be neither sorted nor adjacent nor of equal size.
+        normalize_std: divide by the group's standard deviation.
+    """
+    return normalized_in_groups(scores, groups, normalize_std=normalize_std).to(scores.dtype)
+
+
+def group_relative_token_advantages(
+    token_rewards: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    groups: Int[Tensor, " B"],
+    *,
+    normalize_std: bool,
+    discount: float,
+) -> Float[Tensor, " T"]:
+    """Return group-relative advantages under process supervision (DeepSeekMath, section 4.1.3).
+
+        normalized[t] = (token_rewards[t] - mean) / std     over all trained tokens of the group's rollouts
+        advantages[t] = normalized[t] + discount * advantages[t+1]      to the end of the row
+
+    The paper has a discount of 1. With less, a token answers less for the rewards after it, and with 0 only
+    for its own, which is right where every token earns its reward by itself. The paper normalises over
+    reasoning steps; here every trained token is a step, and one without a reward
+    of its own counts as a reward of 0. Std and equal rewards are treated as in `group_relative_advantages`,
+    and so is a group in which only one rollout has trained tokens: it gets exactly 0.
+
+    One group of two rows, each with a prompt of one token:
+
+    >>> group_relative_token_advantages(
+    ...     token_rewards=torch.tensor([0.0, 3.0, 1.0, 0.0, 1.0, 3.0]),
+    ...     loss_mask=torch.tensor([False, True, True, False, True, True]),
+    ...     offsets=torch.tensor([0, 3, 6]),
+    ...     groups=torch.tensor([4, 4]),
+    ...     normalize_std=True,
+    ...     discount=1.0,
+    ... ).tolist()
+    [0.0, 0.0, -1.0, 0.0, 0.0, 1.0]
+
+    Args:
+        token_rewards: [T] the reward that arrives with each token.
+        loss_mask: [T] True at trained tokens.
+        offsets: [B+1] where rows begin and end.
+        groups: [B] int64 which prompt.
+        normalize_std: divide by the group's standard deviation.
+        discount: of the rewards that come after a token.
+    """
+    positions, rows = trained_tokens(loss_mask, offsets)
+    normalized = normalized_in_groups(token_rewards[positions], groups[rows], normalize_std=normalize_std)
+    group, num_groups = numbered(groups)
+    has_tokens = torch.zeros_like(groups).index_fill(0, rows, 1)
+    num_members = groups.new_zeros(num_groups).index_add(0, group, has_tokens)
+    alone = (num_members == 1)[group]
+    advantages = sums_to_row_end(torch.where(alone[rows], 0.0, normalized), rows, decay=discount)
+    return put_back(advantages, positions, token_rewards)

@@ -1,0 +1,78 @@
+"""Kullback-Leibler divergence to the reference, estimated from the sampled tokens alone.
+
+Owns: the three estimators, and where a run lets the divergence act. Must not know: what else is in the
+reward or the loss. Frame of reference: everything is per token and aligned with the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut off here before `exp`: e**20 = 4.9e8 is far outside every trust region, and finite."""
+
+KLEstimator = Literal["k1", "k2", "k3"]
+"""Schulman's three estimators of a KL divergence from one sample."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KL:
+    """The pull towards the reference: how strong, how estimated, and where it acts."""
+
+    coef: float
+    """What the divergence is multiplied with; beta in the papers."""
+    estimator: KLEstimator
+    """k1, k2 or k3."""
+    placement: Literal["reward", "loss"]
+    """`reward` (InstructGPT, arXiv 2203.02155) subtracts it from every trained token's reward;
+    `loss` (DeepSeekMath, arXiv 2402.03300) adds it to the actor's loss."""
+
+    def __post_init__(self) -> None:
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "kl: k1 in the loss does not pull towards the reference, because its gradient is that of "
+                "logprobs, whose expectation is zero: use the estimator k2 or k3, or the placement 'reward'"
+            )
+
+
+def kl_penalty(
+    logprobs: Float[Tensor, " T"], reference_logprobs: Float[Tensor, " T"], estimator: KLEstimator
+) -> Float[Tensor, " T"]:
+    """Return each token's estimate of KL(policy || reference), for tokens sampled by the policy.
+
+    With d = reference_logprobs - logprobs (J. Schulman, http://joschu.net/blog/kl-approx.html):
+
+        k1 = -d                 unbiased, but often negative
+        k2 = d**2 / 2           biased, never negative; its gradient is unbiased
+        k3 = exp(d) - 1 - d     unbiased, never negative
+
+    In k3, d is cut off at 20 so that it cannot overflow: above that it is constant, about 4.9e8, and its
+    gradient is zero. d is not cut off below, where k3 is the straight line -1 - d.
+
+    >>> policy = torch.tensor([0.5, 0.25, 0.25]).log()
+    >>> reference = torch.tensor([0.25, 0.25, 0.5]).log()
+    >>> for estimator in ("k1", "k2", "k3"):
+    ...     print(estimator, [round(k, 4) for k in kl_penalty(policy, reference, estimator).tolist()])
+    k1 [0.6931, 0.0, -0.6931]
+    k2 [0.2402, 0.0, 0.2402]
+    k3 [0.1931, 0.0, 0.3069]
+
+    Args:
+        logprobs: [T] of the policy that sampled the tokens.
+        reference_logprobs: [T] of the same tokens, by the reference.
+        estimator: k1, k2 or k3.
+    """
+    log_ratio = reference_logprobs - logprobs
+    match estimator:
+        case "k1":
+            return logprobs - reference_logprobs
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case "k3":
+            log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+            return torch.expm1(log_ratio) - log_ratio

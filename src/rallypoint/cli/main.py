@@ -1,0 +1,141 @@
+"""The command `rally`: parses and prints, decides nothing.
+
+Every command imports what it needs when it runs, so that `rally --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rallypoint import __version__
+from rallypoint.errors import RallyError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train language models by reinforcement learning, from a laptop to a cluster.",
+)
+
+Config = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a .yaml file, or a run folder.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example actor.optimizer.lr=3e-4")
+]
+
+
+@app.command()
+def train(
+    recipe: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint of this run (or recipe's newest run)."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print batches, placement and memory, and start nothing.")
+    ] = False,
+) -> None:
+    """Train a model."""
+    if dry_run:
+        from rallypoint.cli.show import print_plan
+
+        print_plan(recipe, overrides or [])
+        return
+    from rallypoint.cli.train import train as run_training
+
+    raise typer.Exit(run_training(recipe, overrides or [], resume=resume))
+
+
+@app.command()
+def config(
+    recipe: Config,
+    overrides: Overrides = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Also print what each key means, and its range.")] = False,
+) -> None:
+    """Print every key of a config with its value and where it was set."""
+    from rallypoint.cli.show import print_config
+
+    print_config(recipe, overrides or [], explain=explain)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that ship with rallypoint."""
+    from rallypoint.cli.show import print_recipes
+
+    print_recipes()
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder, or any Hugging Face folder.")],
+    data: Annotated[list[str], typer.Argument(help="Parquet or jsonl files.")],
+    reward: Annotated[
+        str | None, typer.Option(help="file.py:function; by default the one that the run was trained with.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 1.0,
+    num_samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Score a checkpoint on a data set."""
+    from rallypoint.cli.use import evaluate as run_evaluation
+
+    run_evaluation(
+        checkpoint,
+        data,
+        reward=reward,
+        temperature=temperature,
+        num_samples=num_samples,
+        max_response_tokens=max_response_tokens,
+        max_prompts=max_prompts,
+        seed=seed,
+    )
+
+
+@app.command()
+def chat(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder, or any Hugging Face folder.")],
+    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.0,
+    max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Talk to a checkpoint."""
+    from rallypoint.cli.use import chat as run_chat
+
+    run_chat(checkpoint, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"rallypoint {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train language models by reinforcement learning, from a laptop to a cluster."""
+    del version
+
+
+def run() -> None:
+    """Run the command line: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RallyError as error:
+        from rallypoint.cli.report import report
+
+        sys.exit(report(error))
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,44 @@
+"""`rally train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.preflight import load_checked
+from rallypoint.recipes.run_folder import create_run, newest_run, open_run, write_config
+
+
+def train(recipe: str, overrides: Sequence[str], *, resume: bool) -> int:
+    """Train, and return the exit status: 0 when all steps are done, 130 when interrupted."""
+    if resume:
+        path = Path(recipe) if (Path(recipe) / "config.yaml").is_file() else _newest(recipe, overrides)
+        loaded, folder = load_checked(str(path), overrides), open_run(path)
+        write_config(folder, loaded.config)
+    else:
+        loaded = load_checked(recipe, overrides)
+        if Path(recipe).is_dir():
+            raise ConfigError((f"{recipe} is the folder of a run: resume it with --resume, or name a recipe",))
+        folder = create_run(loaded)
+
+    # Only now torch, and with it the seconds that importing takes: the config is right.
+    from rallypoint.observability import make_progress
+    from rallypoint.recipes.loop import summarise
+    from rallypoint.recipes.loop import train as run
+
+    console = Console()
+    with make_progress(console) as progress:
+        finished = run(loaded, folder, progress, resume=resume)
+        if finished:
+            progress.finish(summarise(folder))
+    if not finished:
+        console.print(f"interrupted, nothing is lost; go on with: rally train {folder.path} --resume", soft_wrap=True)
+    return 0 if finished else 130
+
+
+def _newest(recipe: str, overrides: Sequence[str]) -> Path:
+    config = load_checked(recipe, overrides).config
+    return newest_run(Path(recipe).stem, Path(config.trainer.runs_dir).expanduser())

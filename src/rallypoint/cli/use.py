@@ -1,0 +1,81 @@
+"""`rally eval` and `rally chat`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from rallypoint.environments.scoring import describe_failures
+from rallypoint.errors import ModelError
+from rallypoint.recipes.use import Conversation, find_trained
+from rallypoint.recipes.use import evaluate as score
+
+
+def evaluate(
+    checkpoint: str,
+    data: Sequence[str],
+    *,
+    reward: str | None,
+    temperature: float,
+    num_samples: int,
+    max_response_tokens: int | None,
+    max_prompts: int | None,
+    seed: int,
+) -> None:
+    """Print the mean score and the best and worst response."""
+    console = Console(highlight=False)
+    trained, began = find_trained(checkpoint), time.monotonic()
+    result = score(
+        trained,
+        data,
+        reward=reward,
+        temperature=temperature,
+        num_samples=num_samples,
+        max_response_tokens=max_response_tokens,
+        max_prompts=max_prompts,
+        seed=seed,
+        say=console.print,
+    )
+    seconds = time.monotonic() - began
+    console.print(f"[bold]score {result.mean:.4f}[/]  {len(result.scores)} responses to {result.num_prompts} prompts")
+    console.print(
+        f"temperature {temperature:g}  {result.num_tokens:,} tokens  {result.num_truncated} truncated  {seconds:.1f} s"
+    )
+    for word, (example, response, value) in (("best", result.best), ("worst", result.worst)):
+        prompt = example.prompt[-1].content
+        console.print(f"{word:5} {value:.3f}  {escape(repr(prompt))} -> {escape(repr(response))}", soft_wrap=True)
+    if result.failures:
+        console.print(escape(describe_failures(result.failures)), soft_wrap=True)
+
+
+def chat(checkpoint: str, *, temperature: float, max_response_tokens: int, seed: int) -> None:
+    """Read lines, print answers as they are sampled; an empty line begins anew, end of input ends."""
+    console = Console(highlight=False)
+    conversation = Conversation(
+        find_trained(checkpoint), temperature=temperature, max_response_tokens=max_response_tokens, seed=seed
+    )
+    console.print("Empty line: a new conversation. Ctrl-D: end.", style="dim")
+    while True:
+        try:
+            line = console.input("[bold]you>[/] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if not line:
+            conversation.forget()
+            continue
+        try:
+            for piece in conversation.ask(line):
+                console.out(_printable(piece), end="")
+        except ModelError as error:
+            conversation.forget()
+            console.print(f"[red]{escape(str(error))}[/]", soft_wrap=True)
+        console.print()
+
+
+def _printable(text: str) -> str:
+    """Drop what would steer the terminal: a model's output is not trusted."""
+    return "".join(character for character in text if character.isprintable() or character in "\n\t")

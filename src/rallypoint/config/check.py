@@ -1,0 +1,177 @@
+"""Contradictions between keys: each is one function that yields problems, with the keys it looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from rallypoint.config.source import COMMAND_LINE
+from rallypoint.config.tree import UNUSED_SECTIONS, RunConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, and the keys that it follows from (the first is the one to change)."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield everything in which single right keys do not fit together."""
+    yield from _either_or(config)
+    yield from _algorithm(config)
+    yield from _batch(config)
+    yield from _schedule(config)
+    yield from _created_model(config)
+    yield from _placement(config)
+    for section in UNUSED_SECTIONS[config.recipe]:
+        for name, origin in origins.items():
+            if origin == COMMAND_LINE and name.startswith(f"{section}."):
+                yield Problem((name, "recipe"), f"{name} has no effect: recipe={config.recipe} does not read {section}")
+
+
+def _either_or(config: RunConfig) -> Iterator[Problem]:
+    model, data = config.model, config.data
+    if model.path is None and model.create is None:
+        yield Problem(
+            ("model.path", "model.create"), "model.path: required, but not set; expected a Hugging Face folder"
+        )
+    if model.path is not None and model.create is not None:
+        yield Problem(
+            ("model.path", "model.create"),
+            f"model.path={model.path!r} contradicts model.create, which makes a new model: add model.create=null",
+        )
+    if not data.train and data.generate is None:
+        yield Problem(
+            ("data.train", "data.generate"), "data.train: required, but not set; expected parquet or jsonl files"
+        )
+    if data.train and data.generate is not None:
+        yield Problem(
+            ("data.train", "data.generate"),
+            f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: add data.generate=null",
+        )
+    if data.validation and data.generate is not None and not data.train:
+        yield Problem(
+            ("data.validation", "data.generate"),
+            "data.validation contradicts data.generate, which makes validation prompts too: add data.generate=null",
+        )
+
+
+def _algorithm(config: RunConfig) -> Iterator[Problem]:
+    size = config.rollout.group_size
+    if config.recipe == "grpo" and size == 1:
+        yield Problem(
+            ("rollout.group_size", "recipe"),
+            "rollout.group_size=1: recipe=grpo compares the rollouts of a group, and a group of one has nothing to "
+            "compare; expected at least 2, usually 8",
+        )
+    if config.kl is not None and config.kl.placement == "loss" and config.kl.estimator == "k1":
+        yield Problem(
+            ("kl.estimator", "kl.placement"),
+            "kl.estimator='k1' does not pull towards the reference when kl.placement=loss (the mean of its gradient is "
+            "zero); expected k2 or k3, or kl.placement=reward",
+        )
+    if config.actor.dual_clip is not None and config.actor.dual_clip <= 1 + config.actor.clip_high:
+        yield Problem(
+            ("actor.dual_clip", "actor.clip_high"),
+            f"actor.dual_clip={config.actor.dual_clip} must be above 1 + actor.clip_high = {1 + config.actor.clip_high:g}",
+        )
+    if config.reward.function == "digits" and config.data.generate is None:
+        yield Problem(
+            ("reward.function", "data.generate"),
+            "reward.function='digits' scores the digit tasks of data.generate, which is off; expected file.py:function",
+        )
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    rows = config.num_rows
+    learners = [("actor", config.actor.num_mini_batches)]
+    if config.recipe == "ppo":
+        learners.append(("critic", config.critic.num_mini_batches))
+    for role, num_mini_batches in learners:
+        if num_mini_batches > rows:
+            yield Problem(
+                (f"{role}.num_mini_batches", "rollout.num_prompts", "rollout.group_size"),
+                f"{role}.num_mini_batches={num_mini_batches} is more than the {rows} rows of a step "
+                f"(rollout.num_prompts={config.rollout.num_prompts} x rollout.group_size={config.rollout.group_size})",
+            )
+    cap = config.engine.max_tokens_per_micro_batch
+    if cap < config.max_row_tokens:
+        yield Problem(
+            ("engine.max_tokens_per_micro_batch", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"engine.max_tokens_per_micro_batch={cap} is less than one row can have: expected at least "
+            f"{config.max_row_tokens} (data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens})",
+        )
+    if config.rollout.max_batch_rows < config.rollout.group_size:
+        yield Problem(
+            ("rollout.max_batch_rows", "rollout.group_size"),
+            f"rollout.max_batch_rows={config.rollout.max_batch_rows} is less than one group: expected at least "
+            f"rollout.group_size={config.rollout.group_size}",
+        )
+    generate = config.data.generate
+    if generate is not None and generate.task != "sum" and config.rollout.max_response_tokens < generate.num_digits:
+        yield Problem(
+            ("rollout.max_response_tokens", "data.generate.num_digits"),
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} cannot hold an answer of "
+            f"data.generate.num_digits={generate.num_digits} digits",
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
+        if optimizer.warmup_steps >= config.trainer.num_steps and optimizer.warmup_steps > 0:
+            yield Problem(
+                (f"{role}.optimizer.warmup_steps", "trainer.num_steps"),
+                f"{role}.optimizer.warmup_steps={optimizer.warmup_steps} leaves no step at the full rate: expected less "
+                f"than trainer.num_steps={config.trainer.num_steps}",
+            )
+
+
+def _created_model(config: RunConfig) -> Iterator[Problem]:
+    made = config.model.create
+    if made is None:
+        return
+    if made.hidden_size % made.num_heads or (made.hidden_size // made.num_heads) % 2:
+        fits = [n for n in range(1, 65) if made.hidden_size % n == 0 and (made.hidden_size // n) % 2 == 0]
+        yield Problem(
+            ("model.create.num_heads", "model.create.hidden_size"),
+            f"model.create.num_heads={made.num_heads} does not divide model.create.hidden_size={made.hidden_size} into "
+            f"even parts; choose one of {', '.join(map(str, fits))}",
+        )
+    if made.num_heads % made.num_key_value_heads:
+        fits = [n for n in range(1, made.num_heads + 1) if made.num_heads % n == 0]
+        yield Problem(
+            ("model.create.num_key_value_heads", "model.create.num_heads"),
+            f"model.create.num_key_value_heads={made.num_key_value_heads} does not divide model.create.num_heads="
+            f"{made.num_heads}; choose one of {', '.join(map(str, fits))}",
+        )
+
+
+def _placement(config: RunConfig) -> Iterator[Problem]:
+    pools = config.cluster.pools
+    if not pools:
+        yield Problem(("cluster.pools",), "cluster.pools is empty; expected at least one pool, such as {main: [1]}")
+        return
+    whole = True
+    for name, nodes in pools.items():
+        if not nodes or min(nodes) < 1:
+            whole = False
+            yield Problem(
+                (f"cluster.pools.{name}",),
+                f"cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, such as [2]",
+            )
+    for role, placement in config.roles.items():
+        key = f"{role}.placement"
+        if placement.pool not in pools:
+            yield Problem(
+                (f"{key}.pool", "cluster.pools"),
+                f"{key}.pool={placement.pool!r} is not in cluster.pools, which has {', '.join(pools)}",
+            )
+        elif whole and placement.num_ranks is not None and placement.num_ranks > sum(pools[placement.pool]):
+            yield Problem(
+                (f"{key}.num_ranks", "cluster.pools"),
+                f"{key}.num_ranks={placement.num_ranks} is more ranks than pool {placement.pool!r} has bundles "
+                f"(cluster.pools.{placement.pool}={list(pools[placement.pool])} makes {sum(pools[placement.pool])})",
+            )

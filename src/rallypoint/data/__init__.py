@@ -1,0 +1,28 @@
+"""Data sets, prompts and tokenizers: everything that comes before the first token is sampled.
+
+Importing this package imports neither torch nor transformers nor pyarrow; they come with the first call
+that needs them.
+"""
+
+from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
+from rallypoint.data.digits import DigitsTask, make_digits, score_digits
+from rallypoint.data.files import check_dataset_path
+from rallypoint.data.stream import PromptStream
+from rallypoint.data.tokenizer import EncodedPrompts, encode_prompts, load_tokenizer, make_digits_tokenizer
+
+__all__ = [
+    "Dataset",
+    "DigitsTask",
+    "EncodedPrompts",
+    "Example",
+    "JSONValue",
+    "Message",
+    "PromptStream",
+    "check_dataset_path",
+    "encode_prompts",
+    "load_dataset",
+    "load_tokenizer",
+    "make_digits",
+    "make_digits_tokenizer",
+    "score_digits",
+]

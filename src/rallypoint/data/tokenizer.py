@@ -1,0 +1,210 @@
+"""Text to token ids: loading a tokenizer, making the one of the digits tasks, encoding prompts.
+
+Owns: what a usable tokenizer is. Must not know: models, tensors. transformers is imported when a tokenizer
+is needed and not before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from rallypoint.data.dataset import Example
+from rallypoint.data.files import Problems
+from rallypoint.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_EOS = "<eos>"
+_PLAIN_NAMES = ("<unk>", "<system>", "<user>", "<assistant>")
+_CHARACTERS = "0123456789+-= ,"
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message.role not in ["system", "user", "assistant"] -%}
+        {{- raise_exception("the digits tokenizer knows no role " + message.role) -}}
+    {%- endif -%}
+    {{- "<" + message.role + ">" + message.content -}}
+    {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
+"""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+_PROMPTS_PER_CALL = 1024
+
+
+def make_digits_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the digits tasks: one token a character, 20 ids in all.
+
+    `<eos>` is its only special token, and stands in for padding as well. The names of the roles are ordinary
+    tokens, so that `decode(skip_special_tokens=True)` shows them where an untrained policy samples one: the
+    text of a response then still has one symbol for each of its tokens, which `score_digits` relies on.
+
+    >>> tokenizer = make_digits_tokenizer()
+    >>> prompt = tokenizer.apply_chat_template([{"role": "user", "content": "31"}], add_generation_prompt=True)
+    >>> tokenizer.convert_ids_to_tokens(prompt["input_ids"])
+    ['<user>', '3', '1', '<assistant>']
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [_EOS, *_PLAIN_NAMES, *_CHARACTERS]
+    backend = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in _PLAIN_NAMES])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=_EOS, pad_token=_EOS, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder, or of a model on the Hugging Face hub when no such folder exists.
+
+    Raises:
+        ModelError: it cannot be loaded, or lacks a chat template or an end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(folder).expanduser()
+    is_local = path.exists()
+    if is_local:
+        _check_folder(path)
+    elif isinstance(folder, Path) or _looks_like_path(folder):
+        raise ModelError(f"model folder {folder} does not exist")
+    where = str(path) if is_local else str(folder)
+    try:
+        tokenizer = cast(
+            "PreTrainedTokenizerBase",
+            AutoTokenizer.from_pretrained(where, local_files_only=is_local, trust_remote_code=trust_remote_code),
+        )
+    except Exception as error:  # the tokenizers library raises bare `Exception` for a file it cannot read
+        raise ModelError(_explain_load_failure(where, is_local, error)) from error
+    config_file = f"{where}/tokenizer_config.json"
+    if len(tokenizer) == 0 or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(f"{where}: the tokenizer has no vocabulary; save the model's own with save_pretrained")
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"{where}: the tokenizer has no chat template, as is usual for base models; put a chat_template.jinja "
+            f"beside tokenizer.json, or the key 'chat_template' into {config_file}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{where}: the tokenizer has no end-of-sequence token, so that no response could end; "
+            f"name it with the key 'eos_token' in {config_file}"
+        )
+    return tokenizer
+
+
+def _looks_like_path(name: str) -> bool:
+    """Say whether a name cannot be a hub id, which is `name` or `organisation/name`."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelError(f"{path} is a file, expected a model folder with config.json and tokenizer.json")
+    if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{path} has no tokenizer (no tokenizer.json, tokenizer.model or vocab.json); "
+            "copy it from the model this one was made from, with tokenizer.save_pretrained"
+        )
+
+
+def _explain_load_failure(where: str, is_local: bool, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if "trust_remote_code" in str(error):
+        return f"{where}: its tokenizer is code of its own; set trust_remote_code to true if you trust its author"
+    if is_local:
+        return f"{where}: its tokenizer cannot be read; tokenizer.json or tokenizer_config.json is damaged: {reason}"
+    return (
+        f"{where!r} is neither a folder here ({Path(where).absolute()} does not exist) "
+        f"nor a model that the Hugging Face hub could give us: {reason}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedPrompts:
+    """Prompts that fit, as token ids, beside the examples they came from."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    examples: tuple[Example, ...]
+    """One for each entry of `token_ids`."""
+    dropped: tuple[str, ...]
+    """Names of the examples that were too long; always empty with on_too_long="error"."""
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    max_prompt_tokens: int,
+    on_too_long: Literal["error", "drop"] = "error",
+) -> EncodedPrompts:
+    """Write every prompt in the tokenizer's chat template, with the cue for the assistant, as token ids.
+
+    Raises:
+        DataError: a prompt has no tokens, or more than max_prompt_tokens (with on_too_long="error"), or cannot be
+            written in the template; or none is left. All such examples are named together.
+    """
+    problems = Problems()
+    kept: list[tuple[tuple[int, ...], Example]] = []
+    dropped: list[str] = []
+    for example, ids in _encode(tokenizer, examples, problems):
+        if not ids:
+            problems.add(f"{example.name}: the chat template makes no token of the prompt")
+        elif len(ids) <= max_prompt_tokens:
+            kept.append((ids, example))
+        elif on_too_long == "drop":
+            dropped.append(example.name)
+        else:
+            problems.add(
+                f"{example.name}: the prompt has {len(ids)} tokens, but max_prompt_tokens is {max_prompt_tokens}; "
+                "raise it, or drop such prompts"
+            )
+    problems.raise_any()
+    if not kept:
+        raise DataError(f"no prompt is left: all {len(dropped)} are longer than {max_prompt_tokens} tokens")
+    return EncodedPrompts(
+        token_ids=tuple(ids for ids, _ in kept),
+        examples=tuple(example for _, example in kept),
+        dropped=tuple(dropped),
+    )
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], problems: Problems
+) -> Iterator[tuple[Example, tuple[int, ...]]]:
+    from jinja2 import TemplateError
+
+    def encode(part: Sequence[Example]) -> Iterator[tuple[Example, tuple[int, ...]]]:
+        conversations = [
+            [{"role": message.role, "content": message.content} for message in example.prompt] for example in part
+        ]
+        rows = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
+        for example, row in zip(part, cast("list[list[int]]", rows), strict=True):
+            yield example, tuple(row)
+
+    for start in range(0, len(examples), _PROMPTS_PER_CALL):
+        part = examples[start : start + _PROMPTS_PER_CALL]
+        try:
+            yield from encode(part)
+        except TemplateError:
+            # One of them does not fit the template; the others of this part are encoded one by one beside it.
+            for example in part:
+                try:
+                    yield from encode([example])
+                except TemplateError as error:
+                    problems.add(f"{example.name}: the prompt does not fit the chat template: {error}")

@@ -1,0 +1,16 @@
+"""One rank of training."""
+
+from rallypoint.engine.engine import Engine
+from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs
+from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+
+__all__ = [
+    "Engine",
+    "TokenOutputs",
+    "critic_values",
+    "learning_rate",
+    "make_optimizer",
+    "optimizer_tensors",
+    "policy_outputs",
+    "restore_optimizer",
+]

@@ -1,0 +1,130 @@
+"""One rank of training: a model, its optimizer, and passes over packed micro-batches.
+
+Owns: cutting rows into micro-batches under the token cap, adding up gradients over micro-batches and
+ranks, one optimizer step, and refusing to step on numbers that are not finite. Must not know: which
+loss it minimises, who calls it, or Ray. Invariant: losses are sums over a denominator that the caller
+counted over all ranks, so no cut of the batch changes the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rallypoint.config import OptimizerConfig
+from rallypoint.data.packing import pack_rows
+from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.optimizer import learning_rate, make_optimizer
+from rallypoint.errors import NotFiniteError
+from rallypoint.parallel import Collective
+from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
+
+BatchT = TypeVar("BatchT", bound=Sequences)
+
+Loss = Callable[[BatchT, Tensor], tuple[Tensor, Metrics]]
+"""(rows of a micro-batch, positions of their trained tokens) -> sum of the loss, metrics."""
+
+
+class Engine(Generic[BatchT]):
+    """A model that is evaluated and trained on rows of any length."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        optimizer: OptimizerConfig | None,
+        collective: Collective,
+        max_tokens_per_micro_batch: int,
+    ) -> None:
+        self.model = model
+        self.optimizer = None if optimizer is None else make_optimizer(model, optimizer)
+        self._optimizer_config = optimizer
+        self._collective = collective
+        self._max_tokens = max_tokens_per_micro_batch
+        model.requires_grad_(optimizer is not None)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequences, outputs: Callable[[Sequences, Tensor], Tensor]) -> PerToken:
+        """Compute one number for every trained token, without gradients.
+
+        Args:
+            batch: any rows.
+            outputs: (rows of a micro-batch, positions) -> [N] numbers.
+
+        Returns:
+            The numbers in the batch's own order, zero for tokens that are not trained.
+        """
+        values = torch.zeros(batch.num_tokens)
+        for rows, part in self._micro_batches(batch):
+            positions = trained_positions(part)
+            if len(positions):
+                everywhere = torch.zeros(part.num_tokens)
+                everywhere[positions] = outputs(part, positions).cpu()
+                _scatter_rows(values, batch.offsets, rows, everywhere)
+        return PerToken(offsets=batch.offsets, values=values)
+
+    def train(self, batch: BatchT, loss: Loss[BatchT], *, denominator: float, step: int, num_steps: int) -> Metrics:
+        """Take one optimizer step on the rows of all ranks together.
+
+        Args:
+            batch: this rank's rows; may be empty, the step is taken all the same.
+            loss: returns a sum over the trained tokens of a micro-batch.
+            denominator: what the sum over all ranks is divided by.
+            step: the training step, from 1, for the learning rate.
+            num_steps: of the whole run.
+
+        Raises:
+            NotFiniteError: a loss or the gradient is NaN or infinite; the weights are left untouched.
+        """
+        assert self.optimizer is not None, "an engine without optimizer evaluates only"
+        assert self._optimizer_config is not None, "the optimizer was made from it"
+        self.optimizer.zero_grad(set_to_none=False)
+        measured: list[Metrics] = []
+        for rows, part in self._micro_batches(batch):
+            positions = trained_positions(part)
+            if not len(positions):
+                continue
+            total, metrics = loss(part, positions)
+            if not math.isfinite(total.item()):
+                raise NotFiniteError(f"the loss is {total.item()} for {_name_rows(batch, rows)}")
+            (total / denominator).backward()
+            measured.append(metrics)
+        norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm)
+        rate = learning_rate(self._optimizer_config, step, num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        # Every rank measured the same norm and rate, and `Last` keeps one of them.
+        return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
+
+    def _reduce_and_clip(self, max_norm: float) -> float:
+        """Sum gradients over the ranks, scale them down to a global norm, and return the norm before."""
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        self._collective.all_reduce_sum(gradients)
+        norm = torch.nn.utils.clip_grad_norm_(weights, max_norm).item()
+        if not math.isfinite(norm):
+            raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
+        return norm
+
+    def _micro_batches(self, batch: BatchT) -> Iterator[tuple[list[int], BatchT]]:
+        for rows in pack_rows(batch.lengths.tolist(), self._max_tokens):
+            yield rows, batch.rows(rows)
+
+
+def _scatter_rows(into: Tensor, offsets: Tensor, rows: list[int], values: Tensor) -> None:
+    """Write the tokens of some rows, lying end to end, to their places in the whole stream."""
+    into[token_index(offsets, torch.tensor(rows))] = values
+
+
+def _name_rows(batch: Sequences, rows: list[int]) -> str:
+    names = [f"prompt {int(batch.prompt_index[row])} sample {int(batch.sample_index[row])}" for row in rows[:5]]
+    return ", ".join(names) + (f" or one of {len(rows) - 5} more" if len(rows) > 5 else "")

@@ -1,0 +1,73 @@
+"""The forward pass over packed rows, and the one place where positions are shifted by one.
+
+The hidden state at position t predicts token t + 1. Carriers speak of the token itself (`logprobs[t]`
+is about token t), so what a pass computes at `source = target - 1` is stored at `target`.
+
+    position          0     1     2     3
+    tokens            5     6     7     8
+    loss_mask         F     F     T     T       target = [2, 3]
+    hidden state      h0    h1    h2    h3      source = [1, 2]: h1 chose token 7, h2 chose token 8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rallypoint.models import PackedRows, value_head
+from rallypoint.types import Sequences
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What a policy says of the trained tokens of some rows; N is their number, in order."""
+
+    logprobs: Tensor
+    """[N] float32, at the temperature of the rollouts."""
+    entropy: Tensor
+    """[N] float32, in nats, of the distribution that the token was drawn from."""
+
+
+def trained_positions(batch: Sequences) -> Tensor:
+    """Return the positions of the trained tokens in the stream: [N] int64.
+
+    Raises:
+        ValueError: the first token of a row is marked as trained; nothing precedes it.
+    """
+    firsts = batch.offsets[:-1][batch.lengths > 0]
+    if bool(batch.loss_mask[firsts].any()):
+        raise ValueError("loss_mask is True for the first token of a row, which no state has chosen")
+    return torch.nonzero(batch.loss_mask).flatten()
+
+
+def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor) -> Tensor:
+    """Run the backbone over a packed stream and return the states that chose some tokens: [N, E]."""
+    device = model.device
+    rows = PackedRows(batch.offsets, device)
+    output = model.base_model(
+        input_ids=batch.tokens.to(device).unsqueeze(0),
+        position_ids=rows.position_ids,
+        use_cache=False,
+        rows=rows,
+    )
+    return output.last_hidden_state.squeeze(0).index_select(0, (positions - 1).to(device))
+
+
+def policy_outputs(model: PreTrainedModel, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
+    """Return logprobs and entropies of the tokens at some positions, at a sampling temperature."""
+    states = hidden_states(model, batch, positions)
+    logits = model.get_output_embeddings()(states).float() / temperature
+    everything = logits.log_softmax(-1)
+    targets = batch.tokens[positions].to(logits.device)
+    logprobs = everything.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+
+def critic_values(model: PreTrainedModel, batch: Sequences, positions: Tensor) -> Tensor:
+    """Return the value of the state in which each token was chosen: [N] float32."""
+    states = hidden_states(model, batch, positions)
+    return value_head(model)(states).float().squeeze(-1)

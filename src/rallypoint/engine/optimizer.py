@@ -1,0 +1,72 @@
+"""AdamW with a learning-rate schedule that is a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rallypoint.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Return the rate of a training step, counted from 1.
+
+    Linear up to `lr` over `warmup_steps`, then constant, or from `lr` down towards `final_lr_fraction`, which
+    would be reached one step after the last: the last step still counts.
+
+    >>> config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
+    >>> [learning_rate(config, step, num_steps=6) for step in range(1, 7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = min(1.0, (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.schedule]
+    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * decay)
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return AdamW over a model's weights; decay is for matrices only, as is usual."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the state of every weight under `weight/what`, such as `lm_head.weight/exp_avg`."""
+    return {
+        f"{name}/{what}": value
+        for name, weight in model.named_parameters()
+        for what, value in optimizer.state.get(weight, {}).items()
+    }
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` returned.
+
+    Raises:
+        ValueError: the state is of another model; the names that differ are listed.
+    """
+    weights = dict(model.named_parameters())
+    unknown = sorted({name.rpartition("/")[0] for name in tensors} - set(weights))
+    lacking = sorted(set(weights) - {name.rpartition("/")[0] for name in tensors}) if tensors else []
+    if unknown or lacking:
+        raise ValueError(f"optimizer state of another model: unknown {unknown[:5]}, lacking {lacking[:5]}")
+    for name, value in tensors.items():
+        weight_name, _, what = name.rpartition("/")
+        optimizer.state[weights[weight_name]][what] = value.clone()

@@ -1,0 +1,65 @@
+"""Small models with random weights, saved as ordinary Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+def create_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    architecture: Literal["llama", "qwen3"],
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_key_value_heads: int,
+    intermediate_size: int,
+    tie_embeddings: bool,
+    initializer_range: float,
+    max_positions: int,
+    seed: int,
+) -> None:
+    """Write a model and its tokenizer to a folder that `from_pretrained` opens.
+
+    Args:
+        folder: is made if it is not there.
+        tokenizer: decides the size of the vocabulary and the special tokens.
+        architecture: the family in transformers.
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers.
+        num_heads: attention heads; must divide hidden_size.
+        num_key_value_heads: must divide num_heads.
+        intermediate_size: width inside the MLP.
+        tie_embeddings: whether input and output embeddings are one matrix.
+        initializer_range: standard deviation of the initial weights.
+        max_positions: longest row that the model declares to support, in tokens.
+        seed: of the weights.
+    """
+    make_config, make_model = FAMILIES[architecture]
+    torch.manual_seed(seed)
+    config = make_config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=intermediate_size,
+        tie_word_embeddings=tie_embeddings,
+        initializer_range=initializer_range,
+        max_position_embeddings=max_positions,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = make_model(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

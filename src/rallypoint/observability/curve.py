@@ -1,0 +1,188 @@
+"""The picture of a run: reward and validation score over the steps, and what went with them.
+
+Read from the run's metrics.jsonl alone, so that it can be drawn again at any time. matplotlib is an
+extra and is imported only here, inside `save_curve`, without its global state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
+from rallypoint.observability.reports import REWARD, VALIDATION
+from rallypoint.observability.spans import TIME_PREFIX, top_level
+from rallypoint.observability.text import finite_mean, resample
+from rallypoint.observability.theme import phase_colours
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOT_HINT = "pip install 'rallypoint[plot]'"
+
+REWARD_LIGHT, REWARD_LINE, SCORE, THIRD = "#8ecae6", "#0072b2", "#d55e00", "#009e73"
+INK, FAINT = "#333333", "#b8b8b8"
+MAX_POINTS = 400
+"""More than this many steps are drawn as means of neighbours."""
+
+Record = Mapping[str, float]
+
+
+def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
+    """Draw the learning curve of a metrics file and return its path; None where matplotlib is missing.
+
+    `PLOT_HINT` says how to install it. A file without steps gives an empty picture that says so.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    records = read_metrics(metrics_path)
+    figure = Figure(figsize=(9.0, 5.4), dpi=130, facecolor="white")
+    FigureCanvasAgg(figure)
+    small = _small_panels(records)
+    heights = [3.0, 1.15] if small else [1.0]
+    grid = figure.add_gridspec(
+        len(heights),
+        max(len(small), 1),
+        height_ratios=heights,
+        hspace=0.46,
+        wspace=0.24,
+        left=0.05,
+        right=0.93,
+        top=0.865,
+        bottom=0.06,
+    )
+    _draw_scores(figure.add_subplot(grid[0, :]), records)
+    for column, name in enumerate(small):
+        axes = figure.add_subplot(grid[1, column])
+        if name == TIME_PREFIX:
+            _draw_time(axes, records, small[name])
+        else:
+            _draw_line(axes, *_series(records, name), small[name])
+    _headings(figure, records, title)
+    part = png_path.with_name(png_path.name + ".part")
+    figure.savefig(part, format="png")
+    part.replace(png_path)
+    return png_path
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return a centred moving average over an eighth of the series; at the ends, of the side there is.
+
+    >>> smooth([0.0, 3.0] * 8)[4:6]
+    [2.0, 1.0]
+    """
+    reach = len(values) // 16
+    return [finite_mean(values[max(0, at - reach) : at + reach + 1]) for at in range(len(values))]
+
+
+def _series(records: Sequence[Record], name: str) -> tuple[list[float], list[float]]:
+    """Return steps and values of one scalar where it is finite, thinned to what a picture can show."""
+    points = [(record[STEP], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    return resample(steps, MAX_POINTS), resample(values, MAX_POINTS)
+
+
+def _small_panels(records: Sequence[Record]) -> dict[str, str]:
+    """Choose what stands below the curve: entropy, a KL, the time of a step; only what was measured."""
+    names = {name for record in records for name in record}
+    kl = "kl/reference_mean" if "kl/reference_mean" in names else "actor/approx_kl"
+    titles = {"actor/entropy": "entropy, nats per token", kl: "KL to the reference, nats per token"}
+    if kl == "actor/approx_kl":
+        titles[kl] = "KL of one update, nats per token"
+    chosen = {name: title for name, title in titles.items() if name in names}
+    if any(name.startswith(TIME_PREFIX) for name in names):
+        chosen[TIME_PREFIX] = "seconds of a step"
+    return chosen
+
+
+def _draw_scores(axes: Axes, records: Sequence[Record]) -> None:
+    steps, rewards = _series(records, REWARD)
+    score_steps, scores = _series(records, VALIDATION)
+    if not steps and not scores:
+        axes.text(0.5, 0.5, "no steps yet", ha="center", va="center", color=FAINT, transform=axes.transAxes)
+    if steps:
+        axes.plot(steps, rewards, color=REWARD_LIGHT, linewidth=0.9, alpha=0.75, label="reward of a step")
+        axes.plot(steps, smooth(rewards), color=REWARD_LINE, linewidth=2.0, label="reward, moving average")
+    if scores:
+        axes.plot(
+            score_steps,
+            scores,
+            color=SCORE,
+            linewidth=1.4,
+            marker="o",
+            markersize=4.5,
+            markeredgecolor="white",
+            markeredgewidth=0.7,
+            clip_on=False,
+            zorder=3,
+            label="validation score",
+        )
+    values = [*rewards, *scores]
+    if values and min(values) >= 0 and max(values) <= 1:
+        axes.set_ylim(0, 1.02)
+    _tidy(axes, [*steps, *score_steps])
+    axes.set_xlabel("step", color=INK, fontsize=9, loc="right", labelpad=2)
+    if values:
+        axes.legend(frameon=False, fontsize=9, loc="lower right", labelcolor=INK)
+
+
+def _draw_line(axes: Axes, steps: list[float], values: list[float], title: str) -> None:
+    axes.plot(steps, values, color=THIRD, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smooth(values), color=THIRD, linewidth=1.6)
+    if values and min(values) >= 0:
+        axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    _tidy(axes, steps)
+
+
+def _draw_time(axes: Axes, records: Sequence[Record], title: str) -> None:
+    """Stack the seconds of the phases; each name stands beside them in its own colour."""
+    timed = [record for record in records if any(name.startswith(TIME_PREFIX) for name in record)]
+    names = dict.fromkeys(name for record in timed for name in record if name.startswith(TIME_PREFIX))
+    phases = list(top_level({name.removeprefix(TIME_PREFIX): 0.0 for name in names}))
+    steps = resample([record[STEP] for record in timed], MAX_POINTS)
+    columns = [
+        smooth(resample([record.get(TIME_PREFIX + phase, 0.0) for record in timed], MAX_POINTS)) for phase in phases
+    ]
+    colours = phase_colours(phases)
+    axes.stackplot(steps, columns, colors=[colours[phase] for phase in phases], linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    _tidy(axes, steps)
+    for row, phase in enumerate(reversed(phases)):
+        axes.text(
+            1.02,
+            1.0 - 0.17 * row,
+            phase,
+            fontsize=7.5,
+            va="top",
+            color=colours[phase],
+            weight="bold",
+            transform=axes.transAxes,
+        )
+
+
+def _tidy(axes: Axes, steps: Sequence[float]) -> None:
+    if steps:
+        axes.set_xlim(min(steps), max(*steps, min(steps) + 1))
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=8, length=0)
+
+
+def _headings(figure: Figure, records: Sequence[Record], title: str) -> None:
+    """Write the title, and below it the result in words."""
+    _, scores = _series(records, VALIDATION)
+    parts = [f"validation {scores[0]:.3f} → {scores[-1]:.3f}"] if len(scores) > 1 else []
+    if records:
+        parts.append(f"{records[-1][STEP]:.0f} steps in {records[-1][TIME]:.0f} s")
+    figure.text(0.05, 0.945, title, fontsize=14, weight="bold", color=INK, parse_math=False)
+    figure.text(0.05, 0.903, "   ·   ".join(parts), fontsize=9.5, color="#666666")

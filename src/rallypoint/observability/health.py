@@ -1,0 +1,207 @@
+"""A step's numbers in a few words for a person: what looks wrong, how much, and what to do about it.
+
+The thresholds stand in one table, each with the reason for its height. They are rules of thumb: they
+colour a word on the screen and stop nothing. What must stop a run raises where it is computed.
+
+>>> [f"{item.level}: {item.words}" for item in health({"actor/clip_fraction": 0.4, "rollout/truncated": 0.7})]
+['bad: rollouts truncated', 'watch: clipping a lot']
+>>> health({"actor/clip_fraction": 0.1})[0].words
+'healthy'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+Level = Literal["ok", "watch", "bad"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """One finding about a step."""
+
+    words: str
+    """What a person would say: `entropy collapsed`."""
+    level: Level
+    name: str = ""
+    """The scalar it was read from; empty for `healthy`."""
+    value: float = math.nan
+    """The scalar's value; NaN for `healthy`."""
+    advice: str = ""
+    """What to try, in at most 62 characters: one line of the panel at 80 columns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """When a scalar deserves a word, and why just there."""
+
+    name: str
+    words: str
+    side: Literal["above", "below"]
+    watch: float
+    bad: float
+    advice: str
+    reason: str
+    """Why the thresholds are where they are."""
+    unless_reward: float = math.inf
+    """Said only while `reward/mean` is lower than this (scores from 0 to 1): being good excuses it."""
+
+    def level(self, value: float) -> Level:
+        """Return how bad a value is; equal to a threshold is not beyond it."""
+        sign = 1.0 if self.side == "above" else -1.0
+        if sign * value > sign * self.bad:
+            return "bad"
+        return "watch" if sign * value > sign * self.watch else "ok"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="reward/failed",
+        words="rewards failing",
+        side="above",
+        watch=0.0,
+        bad=0.5,
+        advice="the reward function raised or gave NaN: the logs name samples",
+        reason="a failure is a bug in somebody's code: none is normal; a count of one is past both thresholds",
+    ),
+    Rule(
+        name="rollout/logprob_gap_mean",
+        words="rollout/train gap",
+        side="above",
+        watch=0.02,
+        bad=0.1,
+        advice="sampler and trainer disagree: compare dtype, kernels, weights",
+        reason="two bf16 engines differ by 0.003 to 0.01 per token on average; more is another policy",
+    ),
+    Rule(
+        name="rollout/logprob_gap_max",
+        words="rollout/train outlier",
+        side="above",
+        watch=2.0,
+        bad=5.0,
+        advice="single tokens are judged quite otherwise: look at the masks",
+        reason="rounding moves a rare token by up to about 1 nat; 5 nats is a factor of 150",
+    ),
+    Rule(
+        name="actor/ratio_error",
+        words="ratio not 1 at first",
+        side="above",
+        watch=1e-3,
+        bad=1e-2,
+        advice="old and new logprobs of the same weights differ: a bug",
+        reason="float32 gives 1e-5, bf16 with another packing 1e-3; 1e-2 is noise as large as a PPO step",
+    ),
+    Rule(
+        name="actor/approx_kl",
+        words="kl high",
+        side="above",
+        watch=0.05,
+        bad=0.2,
+        advice="the policy moves far in a step: lower the lr or the epochs",
+        reason="PPO is commonly stopped early at 0.015 to 0.03; at 0.2 the clipped surrogate means nothing",
+    ),
+    Rule(
+        name="actor/clip_fraction",
+        words="clipping a lot",
+        side="above",
+        watch=0.3,
+        bad=0.5,
+        advice="many tokens give no gradient: lower the lr or the epochs",
+        reason="0.05 to 0.2 is usual; beyond a half most of the batch is thrown away",
+    ),
+    Rule(
+        name="actor/entropy",
+        words="entropy collapsed",
+        side="below",
+        watch=0.1,
+        bad=0.02,
+        advice="nothing new is tried: raise entropy bonus or temperature",
+        reason="0.02 nats is one surprise in some 300 tokens: all rollouts of a group are the same text",
+        unless_reward=0.8,
+    ),
+    Rule(
+        name="kl/reference_mean",
+        words="far from reference",
+        side="above",
+        watch=4.0,
+        bad=10.0,
+        advice="raise the KL coefficient, unless the reference knew nothing",
+        reason="from random weights a policy ends ln(V) away, 2.8 nats for 16 tokens; beyond 4 language decays",
+    ),
+    Rule(
+        name="rollout/truncated",
+        words="rollouts truncated",
+        side="above",
+        watch=0.2,
+        bad=0.6,
+        advice="responses hit the length limit: raise it, or reward brevity",
+        reason="a few long answers are normal; when most are cut, the score measures the limit",
+    ),
+    Rule(
+        name="reward/std",
+        words="rewards all equal",
+        side="below",
+        watch=1e-3,
+        bad=1e-6,
+        advice="nothing to learn from: choose easier or harder prompts",
+        reason="a score from 0 to 1 that differs in one rollout of a thousand still has a deviation of 0.03",
+        unless_reward=0.95,
+    ),
+    Rule(
+        name="critic/explained_variance",
+        words="critic blind",
+        side="below",
+        watch=0.0,
+        bad=-1.0,
+        advice="normal in the first steps; later, raise the critic's lr",
+        reason="0 is a critic that knows only the mean; below, its values add noise to the advantages",
+        unless_reward=0.95,
+    ),
+)
+
+MUST_BE_FINITE = (
+    "reward/mean",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/approx_kl",
+    "actor/entropy",
+    "critic/loss",
+    "critic/grad_norm",
+)
+"""Scalars that are a number in every sound step. Others may be NaN: nothing was counted."""
+
+_SEVERITY: dict[Level, int] = {"bad": 0, "watch": 1, "ok": 2}
+
+
+def health(scalars: Mapping[str, float]) -> tuple[Health, ...]:
+    """Return what is worth saying about a step, worst first; `healthy` alone when nothing is.
+
+    Scalars that are missing are fine: GRPO has no critic.
+    """
+    findings = [_not_finite(name, scalars[name]) for name in MUST_BE_FINITE if _is_odd(scalars.get(name))]
+    reward = scalars.get("reward/mean", math.nan)
+    for rule in RULES:
+        value = scalars.get(rule.name, math.nan)
+        level = rule.level(value)
+        if level != "ok" and not reward >= rule.unless_reward:
+            findings.append(Health(words=rule.words, level=level, name=rule.name, value=value, advice=rule.advice))
+    if not findings:
+        return (Health(words="healthy", level="ok"),)
+    return tuple(sorted(findings, key=lambda finding: _SEVERITY[finding.level]))
+
+
+def _is_odd(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
+
+
+def _not_finite(name: str, value: float) -> Health:
+    return Health(
+        words=f"{name} not finite",
+        level="bad",
+        name=name,
+        value=value,
+        advice="stop: was the lr too high, or a batch empty?",
+    )

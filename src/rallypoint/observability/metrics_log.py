@@ -1,0 +1,136 @@
+"""The numbers of a run, one JSON object per line, only ever appended to.
+
+    {"step": 12, "time_s": 8.1, "reward/mean": 0.41, "actor/loss": null, "not_finite": {"actor/loss": "nan"}}
+
+`time_s` counts the seconds that the run has been at work; a resumed run goes on from its last line.
+JSON has no NaN and no infinity: such a value is written as null, and `not_finite` says what it was
+(`nan`, `inf`, `-inf`), so that any JSON reader can read the file and ours loses nothing.
+
+Each line reaches the operating system before `write` returns: a killed process loses no line. At worst
+the last one is torn (no newline at its end), and then it is left out by readers and removed by the
+next writer. Several lines may belong to one step (training, then validation).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rallypoint.errors import RunFolderError
+
+STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
+
+
+class MetricsLog:
+    """Appends to a run's `metrics.jsonl`; continues the file when it is already there."""
+
+    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        if self.path.exists():
+            self._rewrite(_whole_lines(self.path))
+        self._open()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append one line and hand it to the operating system.
+
+        Raises:
+            ValueError: a scalar has one of the names that a line needs for itself.
+        """
+        taken = sorted({STEP, TIME, NOT_FINITE} & scalars.keys())
+        if taken:
+            raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
+        time_s = self._before_s + self._clock() - self._began
+        self._file.write(_encode(step, time_s, scalars))
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps (and a torn last one), for a run that goes on from this step.
+
+        The new file takes the place of the old one at once: a kill in the middle leaves one or the other.
+        """
+        self._file.close()
+        kept = [line for line, record in _records(self.path) if record[STEP] <= step]
+        self._rewrite(kept)
+        self._open()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        """Open for appending, and count the time from where the last line stopped."""
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        records = _records(self.path)
+        self._before_s = records[-1][1][TIME] if records else 0.0
+        self._began = self._clock()
+
+    def _rewrite(self, lines: list[str]) -> None:
+        """Replace the file atomically, unless it already holds just these lines."""
+        text = "".join(line + "\n" for line in lines)
+        if text.encode() == self.path.read_bytes():
+            return
+        part = self.path.with_name(self.path.name + ".part")
+        with part.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """Return the lines of a metrics file, oldest first; NaN and infinities are as they were.
+
+    Raises:
+        RunFolderError: a line that is not the last is damaged.
+    """
+    return [record for _, record in _records(Path(path))]
+
+
+def _encode(step: int, time_s: float, scalars: Mapping[str, float]) -> str:
+    odd = {name: repr(float(value)) for name, value in scalars.items() if not math.isfinite(value)}
+    record: dict[str, object] = {STEP: step, TIME: round(time_s, 3)}
+    record |= {name: None if name in odd else _number(value) for name, value in scalars.items()}
+    if odd:
+        record[NOT_FINITE] = odd
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _number(value: float) -> float:
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines that end in a newline; what follows the last newline was torn by a kill."""
+    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
+
+
+def _records(path: Path) -> list[tuple[str, dict[str, float]]]:
+    return [(line, _decode(path, row, line)) for row, line in enumerate(_whole_lines(path), start=1)]
+
+
+def _decode(path: Path, row: int, line: str) -> dict[str, float]:
+    try:
+        record = json.loads(line)
+        odd = record.pop(NOT_FINITE, {})
+        restored = {name: float(odd.get(name, "nan")) if value is None else value for name, value in record.items()}
+        restored[STEP], restored[TIME] = int(restored[STEP]), float(restored[TIME])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"{path}, line {row} is damaged ({error}): repair or remove the line, the others are whole"
+        ) from error
+    return restored

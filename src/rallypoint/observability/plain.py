@@ -1,0 +1,105 @@
+"""One plain line per step, for log files and pipes: no colour, no control codes, stable columns."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from rallypoint.observability.board import Board, tokens_per_s
+from rallypoint.observability.reports import REWARD, RunInfo, StepReport, Summary
+from rallypoint.observability.summary import print_summary
+from rallypoint.observability.text import clean, clock_time, compact, number
+
+COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("actor/loss", "loss", 7),
+    ("actor/approx_kl", "kl", 6),
+    ("actor/entropy", "entropy", 5),
+)
+"""Scalars in a line, with their short names and widths; one that is missing is a dash in its place."""
+
+LIKENESS: dict[int, str] = str.maketrans({"█": "#", "━": "-", "→": "->", "▲": "!", "·": "-", "…": "..."})
+
+
+class PlainLines:
+    """Writes to the console's file what the panel would draw."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._encoding = console.file, console.encoding
+        self._page = Console(file=io.StringIO(), color_system=None, force_terminal=False, width=80)
+        self._board = Board(clock)
+
+    def start(self, run: RunInfo) -> None:
+        """Write the run's name and folder."""
+        self._board.start(run)
+        parts = [f"{run.algorithm} {run.name}", f"{run.num_steps} steps"]
+        parts += [f"resumed at step {run.first_step}"] if run.first_step > 1 else []
+        parts += [run.detail, str(run.run_dir)]
+        self._write("  ".join(clean(part) for part in parts if part))
+
+    def waiting(self, message: str) -> None:
+        """Write what is being waited for."""
+        self._board.wait(message)
+        self._write(f"{clean(message)} ...")
+
+    def step(self, report: StepReport) -> None:
+        """Write the step's line."""
+        self._board.step(report)
+        self._write(step_line(self._board, report))
+
+    def validation(self, step: int, score: float) -> None:
+        """Write a validation score."""
+        self._board.validate(score)
+        self._write(f"validation after step {step}: {number(score)}")
+
+    def note(self, message: str) -> None:
+        """Write a warning."""
+        self._board.note(message)
+        self._write(f"note: {clean(message)}")
+
+    def finish(self, summary: Summary) -> None:
+        """Write the summary."""
+        with self._page.capture() as page:
+            print_summary(self._page, summary, self._board.notes)
+        self._write(page.get().rstrip("\n"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to give back: a file needs no restoring."""
+
+    def _write(self, line: str) -> None:
+        """Write and flush; a file that cannot take our drawings gets their likeness in ASCII."""
+        if not self._encoding.startswith("utf"):
+            line = line.translate(LIKENESS).encode(self._encoding, "replace").decode(self._encoding)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def step_line(board: Board, report: StepReport) -> str:
+    """Write one step in columns that stay where they are from the first step to the last."""
+    num_steps = board.run.num_steps if board.run is not None else report.step
+    digits = len(str(num_steps))
+    cells = [
+        f"step {report.step:>{digits}}/{num_steps}",
+        _cell("reward", number(report.scalars.get(REWARD)), 5),
+        _cell("val", number(board.validation), 5),
+        *(_cell(label, number(report.scalars.get(name)), width) for name, label, width in COLUMNS),
+        _cell("tok/s", compact(speed) if math.isfinite(speed := tokens_per_s(report)) else "-", 4),
+        f"{report.seconds:>5.2f} s",
+        f"eta {clock_time(board.eta_s)}",
+        ", ".join(finding.words for finding in board.health),
+    ]
+    return "  ".join(cells)
+
+
+def _cell(label: str, value: str, width: int) -> str:
+    return f"{label} {value:>{width}}"

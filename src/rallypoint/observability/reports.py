@@ -1,0 +1,129 @@
+"""What the loop tells a display: plain values, all filled, made of text and numbers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
+from rallypoint.observability.spans import TIME_PREFIX, top_level
+
+VALIDATION, REWARD, REWARD_FAILED = "validation/score", "reward/mean", "reward/failed"
+TOKENS_SAMPLED, TOKENS_TRAINED = "rollout/num_tokens", "actor/num_tokens"
+"""Names in metrics.jsonl under which the summary finds a step's token counts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """What is known of a run before its first step."""
+
+    name: str
+    """The run's name: `digits-0`."""
+    algorithm: str
+    """`ppo`, `grpo`."""
+    num_steps: int
+    run_dir: Path
+    detail: str = ""
+    """A few words on what runs where: `llama 0.4M, 2 workers on ray`."""
+    first_step: int = 1
+    """Larger than 1 when the run was resumed."""
+    rewards: Sequence[float] = ()
+    """Mean rewards of the steps before `first_step`, for a resumed run's sparkline."""
+    validations: Sequence[float] = ()
+    """Validation scores before `first_step`, oldest first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One rollout to look at; its texts are the model's and are shown with care."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one training step did."""
+
+    step: int
+    scalars: Mapping[str, float]
+    spans: Mapping[str, float]
+    """Seconds by phase: `Spans.phases()`. Paths of nested spans are passed over."""
+    seconds: float
+    """Seconds of the whole step."""
+    num_tokens: int
+    """Tokens sampled in this step; divided by `seconds` they are the speed on the screen."""
+    completion: Completion | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A whole run on one screen; `from_metrics` reads the numbers from the run's own file."""
+
+    name: str
+    run_dir: Path
+    num_steps: int
+    """Steps done, over all restarts."""
+    seconds: float
+    """Seconds at work, over all restarts."""
+    validations: Sequence[tuple[int, float]]
+    """(step, score), oldest first."""
+    phases: Mapping[str, float]
+    """Seconds by phase, summed over the steps."""
+    num_tokens_sampled: int = 0
+    num_tokens_trained: int = 0
+    curve: Path | None = None
+    """The picture; None says how to get one."""
+    checkpoints: Sequence[Path] = ()
+    """Oldest first."""
+    commands: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """What to do next, by verb: `{"chat": "rally chat runs/digits/checkpoints/step_000300"}`."""
+    notes: Sequence[str] = ()
+    """What a person should know before trusting the result."""
+
+    @classmethod
+    def from_metrics(
+        cls,
+        metrics_path: Path,
+        *,
+        name: str,
+        run_dir: Path,
+        curve: Path | None = None,
+        checkpoints: Sequence[Path] = (),
+        commands: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> Self:
+        """Sum up a run from its metrics file, so that a resumed run counts what came before, too."""
+        records = read_metrics(metrics_path)
+        phases = top_level(_totals(records, TIME_PREFIX))
+        failed = _total(records, REWARD_FAILED)
+        failures = (f"{failed:.0f} rewards failed; their rollouts were left out",) if failed >= 1 else ()
+        return cls(
+            name=name,
+            run_dir=run_dir,
+            num_steps=int(max((record[STEP] for record in records), default=0)),
+            seconds=records[-1][TIME] if records else 0.0,
+            validations=[(int(record[STEP]), record[VALIDATION]) for record in records if VALIDATION in record],
+            phases=phases,
+            num_tokens_sampled=int(_total(records, TOKENS_SAMPLED)),
+            num_tokens_trained=int(_total(records, TOKENS_TRAINED)),
+            curve=curve,
+            checkpoints=checkpoints,
+            commands=commands or {},
+            notes=(*notes, *failures),
+        )
+
+
+def _total(records: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(value for record in records if math.isfinite(value := record.get(name, 0.0)))
+
+
+def _totals(records: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """Sum every metric below a prefix, under its name without the prefix."""
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(prefix))
+    return {name.removeprefix(prefix): _total(records, name) for name in names}

@@ -1,0 +1,184 @@
+"""Small drawings and tidy words for a terminal: sparklines, stacked bars, numbers, and untrusted text.
+
+Everything here is a pure function of its arguments and knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ELLIPSIS = "…"
+
+_ESCAPES = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[P^_X][^\x1b]*(?:\x1b\\)?|[\x1b\x9b]\[?[0-?]*[ -/]*[@-~]?"
+)
+_SPACES = re.compile(r"\s+")
+_MAX_MARKS = 2
+"""Combining marks that may stand on one letter; languages need two, mischief uses hundreds."""
+
+
+def clean(text: str, max_chars: int = 2000) -> str:
+    r"""Return text that a terminal can print on one line, whatever a model has written.
+
+    Escape sequences go, and so do control, format (bidirectional and zero-width) and unassigned
+    characters; every run of white space becomes one space. Only the head and tail of a very long text are read.
+
+    >>> clean("a\x1b[31mred\x1b[0m\tb\n\u202ec")
+    'ared b c'
+    """
+    if len(text) > 2 * max_chars:
+        text = text[:max_chars] + ELLIPSIS + text[-max_chars:]
+    kept: list[str] = []
+    marks = 0
+    for char in _SPACES.sub(" ", _ESCAPES.sub("", text)):
+        category = unicodedata.category(char)
+        marks = marks + 1 if category in ("Mn", "Me") else 0
+        if category[0] != "C" and marks <= _MAX_MARKS and not "\ufe00" <= char <= "\ufe0f":
+            kept.append(char)
+    return "".join(kept).strip()
+
+
+def shorten(text: str, cells: int) -> str:
+    """Cut the middle out of a text that is wider than so many cells; a wide character takes two.
+
+    >>> shorten("the quick brown fox", 11)
+    'the qu… fox'
+    """
+    if cell_len(text) <= cells:
+        return text
+    if cells <= 1:
+        return ELLIPSIS[: max(cells, 0)]
+    tail_cells = (cells - 1) * 2 // 5
+    head = set_cell_size(text, cells - 1 - tail_cells).rstrip(" ")
+    tail = set_cell_size(text[::-1], tail_cells)[::-1].lstrip(" ") if tail_cells else ""
+    spare = cells - 1 - cell_len(head) - cell_len(tail)
+    if spare and len(tail) < len(text):
+        longer = text[len(text) - len(tail) - 1 :]
+        tail = longer if cell_len(longer) <= cell_len(tail) + spare else tail
+    return head + ELLIPSIS + tail
+
+
+def resample(values: Sequence[float], width: int) -> list[float]:
+    """Return at most `width` values, each the mean of its part; what is not finite is left out.
+
+    >>> resample([1.0, 3.0, 5.0, 7.0], 2)
+    [2.0, 6.0]
+    """
+    if len(values) <= width:
+        return list(values)
+    if width <= 0:
+        return []
+    edges = [column * len(values) // width for column in range(width + 1)]
+    return [finite_mean(values[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+def stretch(values: Sequence[float], width: int) -> list[float]:
+    """Return `width` values, each repeated as often as needed to fill the place.
+
+    >>> stretch([1.0, 2.0], 5)
+    [1.0, 1.0, 1.0, 2.0, 2.0]
+    """
+    if len(values) >= width or not values:
+        return resample(values, width)
+    return [values[column * len(values) // width] for column in range(width)]
+
+
+def sparkline(values: Sequence[float], width: int, height: int = 1) -> list[str]:
+    """Draw values as columns of eighth blocks, `height` rows tall; the first row is the top.
+
+    Columns stand on zero unless a value is negative, so that their heights compare honestly. A column
+    without a finite value is left blank.
+
+    >>> sparkline([0.0, 1.0, 2.0, 4.0], 4)
+    ['▁▂▄█']
+    """
+    columns = resample(values, width)
+    finite = [value for value in columns if math.isfinite(value)]
+    if not finite:
+        return [" " * len(columns)] * height
+    low, high = min(0.0, *finite), max(finite)
+    eighths = [_eighths(value, low, high, 8 * height) for value in columns]
+    return [
+        "".join(BLOCKS[min(8, max(0, column - 8 * row))] for column in eighths) for row in range(height - 1, -1, -1)
+    ]
+
+
+def bar_cells(shares: Mapping[str, float], width: int) -> dict[str, int]:
+    """Split `width` cells by share, so that they add up (largest remainder first).
+
+    >>> bar_cells({"rollout": 0.5, "learn": 0.3, "other": 0.2}, 9)
+    {'rollout': 4, 'learn': 3, 'other': 2}
+    """
+    total = sum(shares.values())
+    if total <= 0 or width <= 0:
+        return dict.fromkeys(shares, 0)
+    exact = {name: width * share / total for name, share in shares.items()}
+    cells = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: cells[name] - exact[name])
+    for name in by_remainder[: width - sum(cells.values())]:
+        cells[name] += 1
+    return cells
+
+
+def finite_mean(values: Sequence[float]) -> float:
+    """Return the mean of the values that are finite; NaN when none is."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def number(value: float | None) -> str:
+    """Write a number in at most seven characters, three digits that matter.
+
+    >>> [number(value) for value in (0.41234, 0.01234, 0.00049, 12.345, -0.5, 61234.0, None)]
+    ['0.412', '0.0123', '0.0005', '12.3', '-0.500', '61k', '-']
+    """
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    size = abs(value)
+    if size >= 1000:
+        return compact(value)
+    if 0 < size < 0.0001:
+        return f"{value:.0e}"
+    digits = next((digits for digits, limit in enumerate((100.0, 10.0, 1.0, 0.1)) if size >= limit), 4)
+    return f"{value:.{3 if size == 0 else digits}f}"
+
+
+def compact(count: float) -> str:
+    """Write a count with a letter for its size.
+
+    >>> [compact(count) for count in (7, 999, 1234, 61234, 1234567, 3.2e9)]
+    ['7', '999', '1.2k', '61k', '1.2M', '3.2G']
+    """
+    if not math.isfinite(count):
+        return str(count)
+    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        scaled = count / size
+        if abs(scaled) >= 0.9995:
+            return f"{scaled:.1f}{letter}" if abs(scaled) < 9.95 else f"{scaled:.0f}{letter}"
+    return f"{count:.0f}"
+
+
+def clock_time(seconds: float) -> str:
+    """Write a duration as hours, minutes and seconds.
+
+    >>> clock_time(62.4), clock_time(90061.0), clock_time(float("nan"))
+    ('0:01:02', '25:01:01', '-:--:--')
+    """
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    whole = max(0, int(seconds))
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def _eighths(value: float, low: float, high: float, full: int) -> int:
+    """Return a column's height; at least one eighth, so that zero is seen as a value."""
+    if not math.isfinite(value):
+        return 0
+    return max(1, round(full * (value - low) / (high - low))) if high > low else 1

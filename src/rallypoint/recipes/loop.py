@@ -1,0 +1,328 @@
+"""The frame of every recipe: start, resume, step after step, validate, checkpoint, stop.
+
+Owns: what happens between steps. Must not know: which algorithm it runs; what a step does stands on the
+recipe's own page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+
+from rallypoint import checkpoint
+from rallypoint.cluster import open_runtime
+from rallypoint.config import LoadedConfig, RunConfig
+from rallypoint.errors import CheckpointError
+from rallypoint.observability import (
+    Completion,
+    MetricsLog,
+    Progress,
+    RunInfo,
+    Spans,
+    StepReport,
+    Summary,
+    collect_spans,
+    read_metrics,
+    save_curve,
+    span,
+)
+from rallypoint.recipes.grpo import GRPO
+from rallypoint.recipes.material import Material, prepare
+from rallypoint.recipes.ppo import PPO
+from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.roles.actor import Actor
+from rallypoint.roles.placement import Placement
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.roles.source import RolloutRecord, RolloutSource
+from rallypoint.types import Metrics
+
+
+class Learner(Protocol):
+    """A role with state."""
+
+    async def save(self, folder: Path) -> None:
+        """Write into a checkpoint that is being made."""
+        ...
+
+    async def restore(self, folder: Path) -> None:
+        """Read from a checkpoint."""
+        ...
+
+
+class Recipe(Protocol):
+    """A training step and the roles it commands."""
+
+    @property
+    def source(self) -> RolloutSource:
+        """Where batches come from."""
+        ...
+
+    @property
+    def actor(self) -> Actor:
+        """The policy."""
+        ...
+
+    @property
+    def learners(self) -> tuple[Learner, ...]:
+        """The roles whose state a checkpoint holds."""
+        ...
+
+    @classmethod
+    async def create(cls, placement: Placement, actor: Actor, source: RolloutSource) -> Self:
+        """Start the other roles."""
+        ...
+
+    async def train_step(self, step: int) -> Metrics:
+        """One step; the page to read."""
+        ...
+
+
+RECIPES: dict[str, type[Recipe]] = {"ppo": PPO, "grpo": GRPO}
+
+
+def train(loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume: bool) -> bool:
+    """Run a recipe to its end, or until it is interrupted.
+
+    Args:
+        loaded: the checked config.
+        folder: of the run.
+        progress: what the user sees; entered already.
+        resume: continue from the newest checkpoint, if there is one.
+
+    Returns:
+        True when all steps are done, False when the run was interrupted (its state is saved).
+    """
+    # What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
+    torch.set_num_threads(1)
+    with folder.locked():
+        return asyncio.run(_train(loaded.config, folder, progress, resume=resume))
+
+
+async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, resume: bool) -> bool:
+    say = _Voice(folder, progress)
+    with MetricsLog(folder.metrics) as log:
+        first = _state_of(folder)["step"] if resume else 0
+        log.truncate_after(first)
+        progress.start(_describe(config, folder, first))
+        progress.waiting(f"starting {config.cluster.runtime}")
+        runtime = open_runtime(
+            config.cluster.runtime,
+            log_folder=folder.logs,
+            object_store_gib=config.cluster.object_store_gib,
+            placement_timeout_s=config.cluster.placement_timeout_s,
+            say=say,
+        )
+        meeting = Path(tempfile.mkdtemp(prefix="rally-"))
+        try:
+            progress.waiting("loading model and data")
+            material = prepare(config, folder, say)
+            recipe = await _start(config, Placement(config, runtime, material.model_path, meeting), material, say)
+            run = _Run(config, folder, progress, log, recipe, material)
+            return await run.steps(await run.restore() if first else 0)
+        finally:
+            await runtime.shutdown()
+            shutil.rmtree(meeting, ignore_errors=True)
+
+
+async def _start(config: RunConfig, placement: Placement, material: Material, say: _Voice) -> Recipe:
+    actor = await Actor.create(placement)
+    rollouts = await Rollouts.create(placement)
+    source = RolloutSource(
+        config,
+        rollouts,
+        train=material.train,
+        validation=material.validation,
+        tokenizer=material.tokenizer,
+        stop_tokens=material.stop_tokens,
+        reward=material.reward,
+        say=say,
+    )
+    return await RECIPES[config.recipe].create(placement, actor, source)
+
+
+class _Voice:
+    """Says a line to the user and to the log."""
+
+    def __init__(self, folder: RunFolder, progress: Progress) -> None:
+        self._folder, self._progress = folder, progress
+
+    def __call__(self, message: str) -> None:
+        self._folder.log(message)
+        self._progress.note(message)
+
+
+class _Run:
+    """One start of a run: the steps that are still to do."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        progress: Progress,
+        log: MetricsLog,
+        recipe: Recipe,
+        material: Material,
+    ) -> None:
+        self.config, self.folder, self.progress, self.log = config, folder, progress, log
+        self.recipe, self.material = recipe, material
+
+    async def steps(self, first: int) -> bool:
+        """Do the steps after the first so many; return whether all were done."""
+        num_steps = self.config.trainer.num_steps
+        await self.recipe.actor.publish(self.recipe.source.rollouts)
+        if first == 0:
+            await self._validate(0)
+        with _interruptible() as interrupted:
+            for step in range(first + 1, num_steps + 1):
+                await self._step(step)
+                if step % self.config.validation.every_steps == 0 or step == num_steps:
+                    await self._validate(step)
+                if interrupted.is_set() or _due(self.config.checkpoint.every_steps, step) or step == num_steps:
+                    await self._save(step)
+                if interrupted.is_set() and step < num_steps:
+                    self.folder.log(f"interrupted after step {step}")
+                    return False
+        return True
+
+    async def _step(self, step: int) -> None:
+        with collect_spans() as spans:
+            metrics = await self.recipe.train_step(step)
+        scalars = metrics.scalars()
+        self.log.write(step, {**scalars, **spans.scalars()})
+        records = self.recipe.source.records
+        if self.config.trainer.num_logged_rollouts:
+            self.folder.write_rollouts(step, records)
+        self.progress.step(_report(step, scalars, spans, records))
+
+    async def _validate(self, step: int) -> None:
+        with collect_spans() as spans, span("validate"):
+            sampled = await self.recipe.source.validate()
+        if sampled is not None:
+            score = sampled.metrics.scalars()["reward/mean"]
+            self.log.write(step, {"validation/score": score, **spans.scalars()})
+            self.progress.validation(step, score)
+
+    async def _save(self, step: int) -> None:
+        """Write a checkpoint; it is visible when it is whole."""
+        source, actor = self.recipe.source, self.recipe.actor
+        with collect_spans() as spans, span("checkpoint"):
+            with checkpoint.writing(self.folder.checkpoints, step) as folder:
+                (folder / "training").mkdir()
+                for learner in self.recipe.learners:
+                    await learner.save(folder)
+                self.material.tokenizer.save_pretrained(folder)
+                state = {"step": step, "num_admitted": source.num_admitted, "version": actor.version}
+                (folder / "training" / "state.json").write_text(json.dumps(state))
+            checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
+        self.log.write(step, spans.scalars())
+
+    async def restore(self) -> int:
+        """Read the newest checkpoint back and return its step."""
+        state = _state_of(self.folder)
+        folder = self.folder.checkpoints / checkpoint.checkpoint_name(state["step"])
+        checkpoint.verify(folder)
+        for learner in self.recipe.learners:
+            await learner.restore(folder)
+        self.recipe.actor.version = state["version"]
+        self.recipe.source.num_admitted = state["num_admitted"]
+        return state["step"]
+
+
+def _state_of(folder: RunFolder) -> dict[str, int]:
+    """Return what the newest checkpoint says of itself; step 0 when there is none."""
+    found = checkpoint.steps(folder.checkpoints)
+    if not found:
+        return {"step": 0, "num_admitted": 0, "version": 0}
+    path = folder.checkpoints / checkpoint.checkpoint_name(found[-1]) / "training" / "state.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}); remove its folder to resume from an earlier one"
+        ) from error
+
+
+def _due(every_steps: int | None, step: int) -> bool:
+    return every_steps is not None and step % every_steps == 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[asyncio.Event]:
+    """Yield an event that the first Ctrl-C (or SIGTERM) sets; the second one ends the program at once."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        event.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    try:
+        for number in numbers:
+            loop.add_signal_handler(number, stop)
+    except (NotImplementedError, RuntimeError, ValueError):
+        pass  # not in a main thread: whoever started the thread handles signals
+    try:
+        yield event
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[RolloutRecord, ...]) -> StepReport:
+    completion = None
+    if records:
+        shown = records[step % len(records)]
+        completion = Completion(
+            prompt=shown.prompt, response=shown.response, ground_truth=shown.ground_truth, score=shown.score
+        )
+    return StepReport(
+        step=step,
+        scalars=scalars,
+        spans=spans.phases(),
+        seconds=spans.elapsed_s,
+        num_tokens=int(scalars["rollout/num_tokens"]),
+        completion=completion,
+    )
+
+
+def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
+    before = read_metrics(folder.metrics) if first else []
+    ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
+    return RunInfo(
+        name=folder.path.name,
+        algorithm=config.recipe,
+        num_steps=config.trainer.num_steps,
+        run_dir=folder.path,
+        detail=f"{ranks} on {config.cluster.runtime}",
+        first_step=first + 1,
+        rewards=[record["reward/mean"] for record in before if "reward/mean" in record],
+        validations=[record["validation/score"] for record in before if "validation/score" in record],
+    )
+
+
+def summarise(folder: RunFolder) -> Summary:
+    """Draw the learning curve and sum up a run from its folder."""
+    curve = save_curve(folder.metrics, folder.curve, folder.path.name)
+    found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
+    commands = {"chat": f"rally chat {found[-1]}"} if found else {}
+    validation = folder.data / "validation.parquet"
+    if found and validation.is_file():
+        commands["evaluate"] = f"rally eval {found[-1]} {validation}"
+    return Summary.from_metrics(
+        folder.metrics,
+        name=folder.path.name,
+        run_dir=folder.path,
+        curve=curve,
+        checkpoints=found,
+        commands=commands,
+    )

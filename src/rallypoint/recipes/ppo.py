@@ -1,0 +1,73 @@
+"""Proximal policy optimisation with a critic (arXiv 1707.06347) and a pull to a reference (arXiv 2203.02155)."""
+
+from __future__ import annotations
+
+import dataclasses
+from asyncio import gather
+from typing import Self
+
+from rallypoint.algorithms import gae
+from rallypoint.config import RunConfig
+from rallypoint.observability import span
+from rallypoint.recipes.checks import check_judged, kl_of
+from rallypoint.roles.actor import Actor
+from rallypoint.roles.critic import Critic
+from rallypoint.roles.placement import Placement
+from rallypoint.roles.reference import Reference
+from rallypoint.roles.source import RolloutSource
+from rallypoint.types import Metrics, merge
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPO:
+    """Four roles and one step."""
+
+    config: RunConfig
+    source: RolloutSource
+    actor: Actor
+    reference: Reference
+    critic: Critic
+
+    @classmethod
+    async def create(cls, placement: Placement, actor: Actor, source: RolloutSource) -> Self:
+        """Start the roles that PPO needs besides actor and rollout."""
+        reference, critic = await Reference.create(placement), await Critic.create(placement)
+        return cls(config=placement.config, source=source, actor=actor, reference=reference, critic=critic)
+
+    @property
+    def learners(self) -> tuple[Actor, Critic]:
+        """The roles whose state a checkpoint holds."""
+        return self.actor, self.critic
+
+    async def train_step(self, step: int) -> Metrics:
+        """One PPO step: sample, judge, weigh, learn, publish."""
+        sampled = await self.source.next_batch()  # B scored rollouts of P prompts
+        batch = sampled.batch
+
+        with span("judge"):
+            old, reference, values = await gather(
+                self.actor.logprobs(batch), self.reference.logprobs(batch), self.critic.values(batch)
+            )
+            batch = batch.judged(old_logprobs=old, reference_logprobs=reference).valued(values)
+            judged = check_judged(batch, self.config.checks)
+
+        with span("weigh"):
+            ppo, kl = self.config.ppo, kl_of(self.config)
+            actor_batch, critic_batch = gae(
+                batch,
+                discount=ppo.discount,
+                gae_lambda=ppo.gae_lambda,
+                whiten_advantages=ppo.whiten_advantages,
+                kl=kl,
+            )
+
+        with span("learn"):
+            learned = await gather(
+                self.critic.update(critic_batch, step),
+                self.actor.update(actor_batch, step),
+            )
+
+        with span("publish"):
+            await self.actor.publish(self.source.rollouts)
+
+        return merge(sampled.metrics, judged, *learned)

@@ -1,0 +1,199 @@
+"""A trained model at work: scored on a data set, or in conversation. One process, no Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rallypoint import checkpoint as checkpoints
+from rallypoint.config import RunConfig, load_config
+from rallypoint.data import Example, encode_prompts, load_dataset, load_tokenizer
+from rallypoint.environments.reward import load_reward
+from rallypoint.environments.scoring import RewardFailure, score_rollouts
+from rallypoint.errors import ModelError, RewardError
+from rallypoint.generation import NativeGenerator, SamplingParams
+from rallypoint.models import load_policy
+from rallypoint.recipes.material import stop_tokens
+from rallypoint.types import Prompts, offsets_from_lengths
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trained:
+    """A model folder, and the config of the run that made it if it lies in one."""
+
+    path: str
+    config: RunConfig | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How a model did on a data set."""
+
+    scores: tuple[float, ...]
+    """One for each response that could be scored."""
+    failures: tuple[RewardFailure, ...]
+    num_prompts: int
+    num_tokens: int
+    num_truncated: int
+    best: tuple[Example, str, float]
+    worst: tuple[Example, str, float]
+
+    @property
+    def mean(self) -> float:
+        """Mean score of the responses that have one."""
+        return sum(self.scores) / len(self.scores)
+
+
+def find_trained(name: str) -> Trained:
+    """Return the model that a checkpoint, a run folder, a Hugging Face folder or a hub name stands for.
+
+    Raises:
+        ModelError: a run folder has no checkpoint yet.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.yaml").is_file():
+        found = checkpoints.steps(path / "checkpoints")
+        if not found:
+            raise ModelError(f"{name}: this run has no checkpoint yet")
+        path = path / "checkpoints" / checkpoints.checkpoint_name(found[-1])
+    if (path / checkpoints.MANIFEST).is_file():
+        checkpoints.verify(path)
+    run = path.parent.parent
+    config = load_config(str(run)).config if (run / "config.yaml").is_file() else None
+    return Trained(str(path) if path.is_dir() else name, config)
+
+
+def evaluate(
+    trained: Trained,
+    data: Sequence[str],
+    *,
+    reward: str | None,
+    temperature: float,
+    num_samples: int,
+    max_response_tokens: int | None,
+    max_prompts: int | None,
+    seed: int,
+    say: Callable[[str], None],
+) -> Evaluation:
+    """Sample responses to every prompt of a data set and score them.
+
+    Raises:
+        RewardError: no reward function is known, or it failed on every response.
+        DataError: the data set has bad rows.
+        ModelError: the folder cannot be loaded.
+    """
+    config = trained.config
+    spec = reward or (config.reward.function if config else None)
+    if spec is None:
+        raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
+    function = load_reward(spec)
+    limit = max_response_tokens or (config.rollout.max_response_tokens if config else 512)
+    examples = load_dataset(data)[:max_prompts]
+    tokenizer = load_tokenizer(trained.path)
+    encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
+    generator = _generator(trained)
+    params = _params(trained, tokenizer, temperature, num_samples, limit, seed)
+    prompts = Prompts(
+        offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
+        tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
+        prompt_index=torch.arange(len(encoded.token_ids)),
+    )
+    batch = generator.generate(prompts, params, version=0)
+    texts = tokenizer.batch_decode([batch.response(row) for row in range(len(batch))], skip_special_tokens=True)
+    rows = [encoded.examples[int(index)] for index in batch.prompt_index]
+    scored = score_rollouts(batch, rows, texts, function, warn=say)
+    if not len(scored.batch):
+        raise RewardError(f"no response could be scored; the first: {scored.failures[0]}")
+    scores = scored.batch.scores.tolist()
+    best, worst = (
+        (rows[scored.kept_rows[place]], texts[scored.kept_rows[place]], scores[place])
+        for place in (
+            max(range(len(scores)), key=scores.__getitem__),
+            min(range(len(scores)), key=scores.__getitem__),
+        )
+    )
+    return Evaluation(
+        scores=tuple(scores),
+        failures=scored.failures,
+        num_prompts=len(prompts),
+        num_tokens=batch.num_loss_tokens,
+        num_truncated=int(batch.truncated.sum()),
+        best=best,
+        worst=worst,
+    )
+
+
+class Conversation:
+    """Turns of a user and a model, each answer in pieces as it is sampled."""
+
+    def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
+        self._tokenizer = load_tokenizer(trained.path)
+        self._generator = _generator(trained)
+        self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
+        self._max_positions = int(getattr(self._generator.model.config, "max_position_embeddings", 2**20))
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Add a user's turn and yield the answer piece by piece; the answer becomes part of the conversation."""
+        self._messages.append({"role": "user", "content": text})
+        ids = self._fitting_ids()
+        room = self._max_positions - len(ids)
+        params = dataclasses.replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
+        prompts = Prompts(
+            offsets=torch.tensor([0, len(ids)]),
+            tokens=torch.tensor(ids),
+            prompt_index=torch.tensor([len(self._messages)]),
+        )
+        tokens: list[int] = []
+        shown = ""
+        for token in self._generator.stream(prompts, params):
+            tokens.append(token)
+            text_so_far = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            # A character of several tokens is incomplete until its last one.
+            if not text_so_far.endswith("\ufffd"):
+                yield text_so_far[len(shown) :]
+                shown = text_so_far
+        self._messages.append({"role": "assistant", "content": shown})
+
+    def _fitting_ids(self) -> list[int]:
+        """Return the conversation as token ids; its oldest turns are forgotten when it is too long to answer."""
+        while True:
+            ids: list[int] = self._tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
+                self._messages, add_generation_prompt=True, return_dict=False
+            )
+            if len(ids) + min(self._params.max_new_tokens, self._max_positions // 2) <= self._max_positions:
+                return ids
+            if len(self._messages) == 1:
+                raise ModelError(f"this message has {len(ids)} tokens; the model supports {self._max_positions} in all")
+            del self._messages[:2]
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
+        self._messages.clear()
+
+
+def _generator(trained: Trained) -> NativeGenerator:
+    dtype = trained.config.model.dtype if trained.config else "float32"
+    rows = trained.config.rollout.max_batch_rows if trained.config else 64
+    return NativeGenerator(load_policy(trained.path, dtype=dtype), max_batch_rows=rows)
+
+
+def _params(
+    trained: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    temperature: float,
+    group_size: int,
+    max_new_tokens: int,
+    seed: int,
+) -> SamplingParams:
+    return SamplingParams(
+        group_size=group_size,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop_tokens=stop_tokens(trained.path, tokenizer),
+    )

@@ -1,0 +1,1 @@
+"""The roles: worker and driver-side handle of each in one file."""

@@ -1,0 +1,127 @@
+"""The policy being trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
+from rallypoint.cluster import WorkerContext, WorkerGroup, first_rank, shard
+from rallypoint.config import RunConfig
+from rallypoint.engine import policy_outputs
+from rallypoint.errors import OffPolicyError
+from rallypoint.models import load_policy, named_weights
+from rallypoint.roles.learner import LearnerWorker, MiniBatches
+from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.rollout import ACTOR_MODEL, Rollouts
+from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.weights import Snapshot, take
+
+
+class ActorWorker(LearnerWorker[ActorBatch]):
+    """One rank of the policy."""
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        model = load_policy(
+            spec.model_path, dtype=spec.config.model.dtype, trust_remote_code=spec.config.model.trust_remote_code
+        )
+        super().__init__(context, spec, model, spec.config.actor.optimizer)
+        context.shared[ACTOR_MODEL] = self.engine.model
+
+    @shard
+    def logprobs(self, batch: Sequences) -> PerToken:
+        """Return the log-probability of every trained token."""
+        model, temperature = self.engine.model, self.config.rollout.temperature
+        return self.engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
+
+    @first_rank
+    def snapshot(self, version: int) -> Snapshot:
+        """Copy the weights for roles in other processes."""
+        return take(version, named_weights(self.engine.model))
+
+    def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
+        """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""
+        actor, kl = self.config.actor, self.config.kl
+        outputs = policy_outputs(self.engine.model, part, at, self.config.rollout.temperature)
+        device = outputs.logprobs.device
+        everything = torch.ones(len(at), dtype=torch.bool, device=device)
+        policy = policy_loss(
+            outputs.logprobs,
+            part.old_logprobs[at].to(device),
+            part.advantages[at].to(device),
+            everything,
+            clip_low=actor.clip_low,
+            clip_high=actor.clip_high,
+            dual_clip=actor.dual_clip,
+        )
+        entropy = entropy_bonus(outputs.entropy, everything)
+        total = policy.sum - actor.entropy_coef * entropy.sum
+        metrics = merge(policy.metrics(), entropy.metrics())
+        if on_policy:
+            self._check_on_policy(part, at, outputs.logprobs)
+        else:
+            metrics = Metrics({name: metric for name, metric in metrics.items() if name != "ratio_error"})
+        if kl is not None and part.reference_logprobs is not None:
+            penalty = kl_loss(
+                outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator=kl.estimator
+            )
+            total = total + kl.coef * penalty.sum
+            metrics = merge(metrics, penalty.metrics())
+        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(at))}))
+
+    def _check_on_policy(self, part: ActorBatch, at: Tensor, logprobs: Tensor) -> None:
+        """Refuse to train when the same weights give other logprobs than a moment ago."""
+        error = (logprobs.detach().cpu() - part.old_logprobs[at]).expm1().abs()
+        worst = int(error.argmax())
+        if not float(error[worst]) <= self.config.checks.ratio_tolerance:
+            row = int(part.row_of_token[at[worst]])
+            raise OffPolicyError(
+                f"the ratio must be 1 in the first update of a step, but differs by {float(error[worst]):.2g} "
+                f"(checks.ratio_tolerance={self.config.checks.ratio_tolerance:g}) for prompt "
+                f"{int(part.prompt_index[row])} sample {int(part.sample_index[row])}, "
+                f"token {int(at[worst] - part.offsets[row])} of its row"
+            )
+
+
+class Actor:
+    """The policy as the driver sees it."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup[ActorWorker]) -> None:
+        self._config, self._group = config, group
+        self.version = 0
+        """Optimizer steps completed."""
+
+    @classmethod
+    async def create(cls, placement: Placement) -> Actor:
+        """Start the workers; they load the initial policy."""
+        return cls(placement.config, await placement.group("actor", ActorWorker))
+
+    async def logprobs(self, batch: Sequences) -> Tensor:
+        """Return the log-probability of every trained token: [T] float32."""
+        return (await self._group.call(ActorWorker.logprobs, batch.bare())).values
+
+    async def update(self, batch: ActorBatch, step: int) -> Metrics:
+        """Train on a step's rollouts, mini-batch by mini-batch."""
+        actor = self._config.actor
+        batches = MiniBatches.cut(batch, actor.num_epochs, actor.num_mini_batches, self._config.seed, step)
+        metrics = await self._group.call(ActorWorker.train, batches, step)
+        self.version += len(batches.parts)
+        num_tokens = Metrics({"num_tokens": Sum(sum(batches.denominators))})
+        return merge(metrics, num_tokens).prefixed("actor")
+
+    async def publish(self, rollouts: Rollouts) -> None:
+        """Give the rollout role the weights as they are now."""
+        snapshot = None
+        if not rollouts.shares_actor:
+            snapshot = await self._group.call(ActorWorker.snapshot, self.version)
+        await rollouts.load(self.version, snapshot)
+
+    async def save(self, folder: Path) -> None:
+        """Write the policy into a checkpoint: a Hugging Face folder, and training/actor.safetensors."""
+        await self._group.call(ActorWorker.save, folder, folder / "training" / "actor.safetensors")
+
+    async def restore(self, folder: Path) -> None:
+        """Read the policy back from a checkpoint."""
+        await self._group.call(ActorWorker.restore, folder, folder / "training" / "actor.safetensors")

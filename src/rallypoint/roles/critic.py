@@ -1,0 +1,88 @@
+"""The value function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rallypoint.algorithms import explained_variance, value_loss
+from rallypoint.cluster import WorkerContext, WorkerGroup, shard
+from rallypoint.config import RunConfig
+from rallypoint.engine import critic_values
+from rallypoint.models import load_critic
+from rallypoint.roles.learner import LearnerWorker, MiniBatches
+from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.types import CriticBatch, Last, Metrics, PerToken, Sequences
+
+
+class CriticWorker(LearnerWorker[CriticBatch]):
+    """One rank of the critic."""
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        config = spec.config
+        model = load_critic(
+            config.critic.path or spec.model_path,
+            dtype=config.model.dtype,
+            seed=config.seed,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        super().__init__(context, spec, model, config.critic.optimizer)
+
+    @shard
+    def values(self, batch: Sequences) -> PerToken:
+        """Return the value of every state in which a trained token was chosen."""
+        return self.engine.evaluate(batch, lambda part, at: critic_values(self.engine.model, part, at))
+
+    def loss(self, part: CriticBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
+        """See `LearnerWorker.loss`: half the squared error, clipped."""
+        del on_policy
+        values = critic_values(self.engine.model, part, at)
+        loss = value_loss(
+            values,
+            part.values[at].to(values.device),
+            part.returns[at].to(values.device),
+            torch.ones(len(at), dtype=torch.bool, device=values.device),
+            clip=self.config.critic.clip,
+        )
+        return loss.sum, loss.metrics()
+
+
+class Critic:
+    """The value function as the driver sees it."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup[CriticWorker]) -> None:
+        self._config, self._group = config, group
+
+    @classmethod
+    async def create(cls, placement: Placement) -> Critic:
+        """Start the workers; they load critic.path, or start from the initial policy."""
+        return cls(placement.config, await placement.group("critic", CriticWorker))
+
+    async def values(self, batch: Sequences) -> Tensor:
+        """Return the value of every state in which a trained token was chosen: [T] float32."""
+        return (await self._group.call(CriticWorker.values, batch.bare())).values
+
+    async def update(self, batch: CriticBatch, step: int) -> Metrics:
+        """Train on a step's rollouts, mini-batch by mini-batch."""
+        critic = self._config.critic
+        batches = MiniBatches.cut(batch, critic.num_epochs, critic.num_mini_batches, self._config.seed, step)
+        merged = await self._group.call(CriticWorker.train, batches, step)
+        means = merged.scalars()
+        explained = explained_variance(
+            error_mean=means["error"],
+            error_square_mean=means["error_square"],
+            return_mean=means["return"],
+            return_square_mean=means["return_square"],
+        )
+        shown = {name: m for name, m in merged.items() if not name.startswith(("error", "return_square"))}
+        return Metrics(shown | {"explained_variance": Last(explained)}).prefixed("critic")
+
+    async def save(self, folder: Path) -> None:
+        """Write the critic into a checkpoint: critic/, and training/critic.safetensors."""
+        await self._group.call(CriticWorker.save, folder / "critic", folder / "training" / "critic.safetensors")
+
+    async def restore(self, folder: Path) -> None:
+        """Read the critic back from a checkpoint."""
+        await self._group.call(CriticWorker.restore, folder / "critic", folder / "training" / "critic.safetensors")

@@ -1,0 +1,116 @@
+"""What actor and critic have in common: mini-batches on the driver, an engine with its state in the worker."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rallypoint.cluster import WorkerContext, broadcast, first_rank, shard
+from rallypoint.config import OptimizerConfig
+from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
+from rallypoint.errors import CheckpointError
+from rallypoint.models import named_weights, save_model
+from rallypoint.roles.placement import WorkerSpec
+from rallypoint.types import Metrics, Sequences, merge
+
+BatchT = TypeVar("BatchT", bound=Sequences)
+
+
+class LearnerWorker(abc.ABC, Generic[BatchT]):
+    """One rank of a model that is trained; every rank holds all of it."""
+
+    def __init__(
+        self, context: WorkerContext, spec: WorkerSpec, model: PreTrainedModel, optimizer: OptimizerConfig
+    ) -> None:
+        self.context, self.config = context, spec.config
+        self.engine: Engine[BatchT] = Engine(
+            model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
+            optimizer=optimizer,
+            collective=spec.prepare(context),
+            max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
+        )
+
+    @abc.abstractmethod
+    def loss(self, part: BatchT, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
+        """Return the loss of some rows, summed over their trained tokens, and what to watch.
+
+        Args:
+            part: rows of a micro-batch.
+            at: positions of their trained tokens.
+            on_policy: whether the weights still are those that judged the batch.
+        """
+
+    @shard
+    def train(self, batches: MiniBatches[BatchT], step: int) -> Metrics:
+        """Take one optimizer step for each mini-batch; `step` is the training step, from 1."""
+        measured = [
+            self.engine.train(
+                part,
+                functools.partial(self.loss, on_policy=index == 0),
+                denominator=denominator,
+                step=step,
+                num_steps=self.config.trainer.num_steps,
+            )
+            for index, (part, denominator) in enumerate(zip(batches.parts, batches.denominators, strict=True))
+        ]
+        return merge(*measured)
+
+    @first_rank
+    def save(self, model_folder: Path, state_file: Path) -> None:
+        """Write the model as a Hugging Face folder and the optimizer's state beside it."""
+        assert self.engine.optimizer is not None, "a learner always has one"
+        save_model(self.engine.model, model_folder)
+        tensors = optimizer_tensors(self.engine.model, self.engine.optimizer)
+        safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, state_file)
+
+    @broadcast
+    def restore(self, model_folder: Path, state_file: Path) -> None:
+        """Read back what `save` wrote, on every rank.
+
+        Raises:
+            CheckpointError: the files are of another model.
+        """
+        assert self.engine.optimizer is not None, "a learner always has one"
+        try:
+            saved = safetensors.torch.load_file(model_folder / "model.safetensors")
+            weights = named_weights(self.engine.model)
+            if set(weights) != set(saved):
+                raise ValueError(f"other weights: {sorted(set(weights) ^ set(saved))[:5]}")
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(saved[name])
+            restore_optimizer(self.engine.model, self.engine.optimizer, safetensors.torch.load_file(state_file))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MiniBatches(Generic[BatchT]):
+    """The mini-batches of an update, cut before rows are dealt out to ranks: ranks do not change them."""
+
+    parts: tuple[BatchT, ...]
+    denominators: tuple[int, ...]
+    """Trained tokens of each mini-batch, over all ranks."""
+
+    @classmethod
+    def cut(cls, batch: BatchT, num_epochs: int, num_mini_batches: int, seed: int, step: int) -> MiniBatches[BatchT]:
+        """Take every row once an epoch, in an order that only seed and step decide."""
+        parts: list[BatchT] = []
+        for epoch in range(num_epochs):
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 131 + epoch)
+            order = torch.randperm(len(batch), generator=generator)
+            parts += [part for part in batch.rows(order).split(num_mini_batches) if part.num_loss_tokens]
+        return cls(tuple(parts), tuple(part.num_loss_tokens for part in parts))
+
+    def split(self, num_parts: int) -> list[MiniBatches[BatchT]]:
+        """Give every rank its rows of each mini-batch."""
+        dealt = zip(*(part.split(num_parts) for part in self.parts), strict=True)
+        return [MiniBatches(parts, self.denominators) for parts in dealt]

@@ -1,0 +1,52 @@
+"""The frozen copy that the KL is measured to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rallypoint.cluster import WorkerContext, WorkerGroup, shard
+from rallypoint.engine import Engine, policy_outputs
+from rallypoint.models import load_policy
+from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.types import PerToken, Sequences
+
+
+class ReferenceWorker:
+    """One rank of the reference: an engine without an optimizer."""
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        config = spec.config
+        model = load_policy(spec.model_path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+        self._temperature = config.rollout.temperature
+        self.engine: Engine[Sequences] = Engine(
+            model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
+            optimizer=None,
+            collective=spec.prepare(context),
+            max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
+        )
+
+    @shard
+    def logprobs(self, batch: Sequences) -> PerToken:
+        """Return the log-probability of every trained token."""
+        model, temperature = self.engine.model, self._temperature
+        return self.engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
+
+
+class Reference:
+    """The reference as the driver sees it; a run without KL has one that has nothing to say."""
+
+    def __init__(self, group: WorkerGroup[ReferenceWorker] | None) -> None:
+        self._group = group
+
+    @classmethod
+    async def create(cls, placement: Placement) -> Reference:
+        """Start the workers if the config has a KL; they load the initial policy and keep it."""
+        if placement.config.kl is None:
+            return cls(None)
+        return cls(await placement.group("reference", ReferenceWorker))
+
+    async def logprobs(self, batch: Sequences) -> Tensor | None:
+        """Return the log-probability of every trained token, [T] float32; None without a KL."""
+        if self._group is None:
+            return None
+        return (await self._group.call(ReferenceWorker.logprobs, batch.bare())).values

@@ -1,0 +1,188 @@
+"""Prompts in, scored groups out.
+
+One object owns the order in which prompts are admitted, the random numbers of their rollouts, and the
+reward. Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order
+of admission. Waits for: the rollout role. Unblocked by: a publish, which brings the next version.
+
+The state to be saved is one number, of prompts admitted; everything else follows from it and the seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rallypoint.config import RunConfig
+from rallypoint.data import EncodedPrompts, Example, PromptStream
+from rallypoint.environments.reward import RewardFunction
+from rallypoint.environments.scoring import Scored, describe_failures, score_rollouts
+from rallypoint.errors import RewardError, StalenessError
+from rallypoint.generation import SamplingParams
+from rallypoint.observability import span
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.types import (
+    Maximum,
+    Mean,
+    Metrics,
+    Prompts,
+    RolloutBatch,
+    ScoredBatch,
+    Sum,
+    merge,
+    offsets_from_lengths,
+)
+
+# Training seeds are below 2**31, so validation never shares its random numbers with training.
+_VALIDATION_STREAM = 2**32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One rollout in words, for people."""
+
+    name: str
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+    truncated: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step has to learn from."""
+
+    batch: ScoredBatch
+    metrics: Metrics
+    records: tuple[RolloutRecord, ...]
+    """The first few rollouts of the step."""
+
+
+class RolloutSource:
+    """Admits prompts, has them answered and scored."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rollouts: Rollouts,
+        *,
+        train: EncodedPrompts,
+        validation: EncodedPrompts | None,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: tuple[int, ...],
+        reward: RewardFunction,
+        say: Callable[[str], None],
+    ) -> None:
+        self.rollouts = rollouts
+        self.num_admitted = 0
+        self.records: tuple[RolloutRecord, ...] = ()
+        """The first few rollouts of the newest batch."""
+        self._config, self._train, self._validation = config, train, validation
+        self._tokenizer, self._reward, self._say = tokenizer, reward, say
+        self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
+        self._stop_tokens = stop_tokens
+
+    async def next_batch(self) -> Sampled:
+        """Return B scored rollouts of the next P prompts, fewer when the reward function failed on some.
+
+        Raises:
+            RewardError: it failed on all of them.
+            StalenessError: a rollout was sampled from weights that are not the newest.
+        """
+        first = self.num_admitted
+        admissions = range(first, first + self._config.rollout.num_prompts)
+        rows = [self._stream.example_index(admission) for admission in admissions]
+        prompts = _prompts([self._train.token_ids[row] for row in rows], first)
+        with span("rollout"):
+            batch = await self.rollouts.sample(prompts, self._params(self._config.seed))
+        self.num_admitted += len(prompts)
+        if len(batch) and int(batch.versions.min()) != self.rollouts.version:
+            raise StalenessError(f"sampled from version {int(batch.versions.min())}, newest {self.rollouts.version}")
+        with span("reward"):
+            examples = [self._train.examples[rows[int(index) - first]] for index in batch.prompt_index]
+            sampled = self._score(batch, examples)
+        self.records = sampled.records
+        return sampled
+
+    async def validate(self) -> Sampled | None:
+        """Return the validation prompts' rollouts, one each; None when the run has no validation set."""
+        if self._validation is None:
+            return None
+        limit = self._config.validation.max_prompts
+        token_ids, examples = self._validation.token_ids[:limit], self._validation.examples[:limit]
+        params = dataclasses.replace(
+            self._params(self._config.seed + _VALIDATION_STREAM),
+            group_size=1,
+            temperature=self._config.validation.temperature,
+        )
+        return self._score(await self.rollouts.sample(_prompts(token_ids, 0), params), examples)
+
+    def _params(self, seed: int) -> SamplingParams:
+        rollout = self._config.rollout
+        return SamplingParams(
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            seed=seed,
+            stop_tokens=self._stop_tokens,
+        )
+
+    def _score(self, batch: RolloutBatch, examples: Sequence[Example]) -> Sampled:
+        texts = self._tokenizer.batch_decode(
+            [batch.response(row) for row in range(len(batch))], skip_special_tokens=True
+        )
+        scored = score_rollouts(batch, examples, texts, self._reward, warn=self._say)
+        if scored.failures:
+            self._say(describe_failures(scored.failures))
+        if not len(scored.batch):
+            raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
+        return Sampled(
+            scored.batch, merge(_measure(batch, scored), scored.metrics), self._records(scored, examples, texts)
+        )
+
+    def _records(self, scored: Scored, examples: Sequence[Example], texts: Sequence[str]) -> tuple[RolloutRecord, ...]:
+        scores = scored.batch.scores.tolist()
+        limit = max(1, self._config.trainer.num_logged_rollouts)
+        return tuple(
+            RolloutRecord(
+                name=examples[row].name,
+                prompt=examples[row].prompt[-1].content,
+                response=texts[row],
+                ground_truth=str(examples[row].ground_truth),
+                score=scores[place],
+                truncated=bool(scored.batch.truncated[place]),
+            )
+            for place, row in enumerate(scored.kept_rows[:limit])
+        )
+
+
+def _prompts(token_ids: Sequence[Sequence[int]], first_index: int) -> Prompts:
+    return Prompts(
+        offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in token_ids])),
+        tokens=torch.tensor([token for ids in token_ids for token in ids]),
+        prompt_index=torch.arange(first_index, first_index + len(token_ids)),
+    )
+
+
+def _measure(batch: RolloutBatch, scored: Scored) -> Metrics:
+    """Return what a person wants to know of a step's rollouts."""
+    scores = scored.batch.scores
+    num_rows, num_tokens = len(batch), batch.num_loss_tokens
+    return Metrics(
+        {
+            "reward/mean": Mean(float(scores.sum()), len(scores)),
+            "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
+            "reward/failed": Sum(len(scored.failures)),
+            "rollout/num_tokens": Sum(num_tokens),
+            "rollout/response_length": Mean(num_tokens, num_rows),
+            "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),
+            "rollout/truncated": Mean(float(batch.truncated.sum()), num_rows),
+        }
+    )
+
+
+def _response_lengths(batch: RolloutBatch) -> torch.Tensor:
+    return torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.row_of_token, batch.loss_mask.long())

@@ -1,0 +1,39 @@
+"""The carriers that travel between roles, and the metrics that come back."""
+
+from rallypoint.types.batch import (
+    ActorBatch,
+    CriticBatch,
+    JudgedBatch,
+    PerToken,
+    Prompts,
+    RolloutBatch,
+    ScoredBatch,
+    Sequences,
+    ValuedBatch,
+)
+from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
+from rallypoint.types.metrics import Last, Maximum, Mean, Metric, Metrics, Sum, merge
+
+__all__ = [
+    "ActorBatch",
+    "Carrier",
+    "CriticBatch",
+    "JudgedBatch",
+    "Last",
+    "Maximum",
+    "Mean",
+    "Metric",
+    "Metrics",
+    "PerToken",
+    "Prompts",
+    "RolloutBatch",
+    "ScoredBatch",
+    "Sequences",
+    "Sum",
+    "ValuedBatch",
+    "merge",
+    "offsets_from_lengths",
+    "per_row",
+    "per_token",
+    "token_index",
+]

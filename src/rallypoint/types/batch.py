@@ -1,0 +1,151 @@
+"""One carrier per stage of a training step, each with all its fields filled.
+
+    Prompts -> RolloutBatch -> ScoredBatch -> JudgedBatch (-> ValuedBatch) -> ActorBatch, CriticBatch
+     admitted     sampled        rewarded       compared        valued          weighed, ready to learn
+
+Frame of reference: every per-token field is aligned with `tokens`. `logprobs[t]` is the log-probability
+of token t given the tokens before it in its row, and `values[t]` is the value of the state in which
+token t was chosen. The shift by one that this needs is made in one place, `engine.forward`.
+
+A worked example. A prompt of two tokens (5 6) was answered with 7 8 <eos>:
+
+    tokens            5     6     7     8     <eos>
+    loss_mask         F     F     T     T     T
+    rollout_logprobs  0     0    -1.2  -0.3  -0.1
+    token_rewards     0     0     0     0     1.0      the score, on the last token
+    values            0     0     0.4   0.6   0.9      before 7, before 8, before <eos> was chosen
+    advantages        0     0     0.6   0.4   0.1      with discount = gae_lambda = 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from rallypoint.types.carrier import Carrier, per_row, per_token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prompts(Carrier):
+    """Prompts to be answered, as token ids; here B counts prompts."""
+
+    tokens: Tensor = per_token()
+    """[T] int64."""
+    prompt_index: Tensor = per_row()
+    """[B] int64: the how-manieth prompt of the run this is; it seeds the random numbers of its rollouts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences(Carrier):
+    """Token ids of prompt and response, and which of them the policy chose itself."""
+
+    tokens: Tensor = per_token()
+    """[T] int64."""
+    loss_mask: Tensor = per_token()
+    """[T] bool: True where the token was sampled by the policy and is trained."""
+    prompt_index: Tensor = per_row()
+    """[B] int64: the how-manieth prompt of the run; rows with the same index are a group."""
+    sample_index: Tensor = per_row()
+    """[B] int64: which of the G rollouts of that prompt."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that are trained, of all rows together."""
+        return int(self.loss_mask.sum())
+
+    def bare(self) -> Sequences:
+        """Return the fields of this stage only: all that a forward pass needs to be sent."""
+        return self.widen(Sequences)
+
+    def response(self, row: int) -> Tensor:
+        """Return the ids that the policy sampled in one row."""
+        part = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
+        return self.tokens[part][self.loss_mask[part]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PerToken(Carrier):
+    """One number a token: what `logprobs` and `values` return."""
+
+    values: Tensor = per_token()
+    """[T] float32, zero where `loss_mask` is False."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch(Sequences):
+    """Sampled trajectories; the rollouts of a prompt are neighbours."""
+
+    rollout_logprobs: Tensor = per_token()
+    """[T] float32: as sampled, at the temperature that was sampled with."""
+    versions: Tensor = per_row()
+    """[B] int64: optimizer steps completed when the weights that sampled this row were made."""
+    truncated: Tensor = per_row()
+    """[B] bool: True when the row ended at the length limit and not by itself."""
+
+    def scored(self, token_rewards: Tensor) -> ScoredBatch:
+        """Return the batch with its rewards."""
+        return self.widen(ScoredBatch, token_rewards=token_rewards)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredBatch(RolloutBatch):
+    """Trajectories whose reward is known."""
+
+    token_rewards: Tensor = per_token()
+    """[T] float32: the reward that arrives with each token; zero where `loss_mask` is False."""
+
+    @property
+    def scores(self) -> Tensor:
+        """[B] float64: the sum of each row's rewards."""
+        rewards = self.token_rewards.to(torch.float64)
+        return torch.zeros(len(self), dtype=torch.float64).index_add_(0, self.row_of_token, rewards)
+
+    def judged(self, *, old_logprobs: Tensor, reference_logprobs: Tensor | None) -> JudgedBatch:
+        """Return the batch with what the training forward passes say of it."""
+        return self.widen(JudgedBatch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JudgedBatch(ScoredBatch):
+    """Trajectories beside the current policy and the reference."""
+
+    old_logprobs: Tensor = per_token()
+    """[T] float32: by the policy as it is at the start of the update."""
+    reference_logprobs: Tensor | None = per_token()
+    """[T] float32: by the frozen reference; None exactly when the run has no reference role."""
+
+    def valued(self, values: Tensor) -> ValuedBatch:
+        """Return the batch with the critic's values."""
+        return self.widen(ValuedBatch, values=values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ValuedBatch(JudgedBatch):
+    """Trajectories with the critic's view of every state."""
+
+    values: Tensor = per_token()
+    """[T] float32: expected sum of rewards from the state in which token t was chosen."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ActorBatch(Sequences):
+    """What the actor learns from."""
+
+    old_logprobs: Tensor = per_token()
+    """[T] float32."""
+    reference_logprobs: Tensor | None = per_token()
+    """[T] float32, or None when the loss has no KL term."""
+    advantages: Tensor = per_token()
+    """[T] float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CriticBatch(Sequences):
+    """What the critic learns from."""
+
+    values: Tensor = per_token()
+    """[T] float32: as predicted at the start of the update."""
+    returns: Tensor = per_token()
+    """[T] float32: what should have been predicted."""

@@ -1,0 +1,164 @@
+"""The frame of every carrier: rows of different lengths, stored end to end without padding.
+
+Owns: how a carrier is checked, cut into rows, joined again and pickled. Must not know: what any field
+means. Invariants: a carrier is never modified; every tensor field is flat and on the CPU.
+
+A worked example: two rows of 3 and 2 tokens.
+
+>>> import torch
+>>> from rallypoint.types import Sequences
+>>> batch = Sequences(
+...     offsets=torch.tensor([0, 3, 5]),
+...     tokens=torch.tensor([7, 8, 9, 4, 5]),
+...     loss_mask=torch.tensor([False, True, True, False, True]),
+...     prompt_index=torch.tensor([0, 0]),
+...     sample_index=torch.tensor([0, 1]),
+... )
+>>> len(batch), batch.lengths.tolist()
+(2, [3, 2])
+>>> batch.rows([1]).tokens.tolist()
+[4, 5]
+>>> first, second = batch.split(2)
+>>> Sequences.join([second, first]).tokens.tolist()
+[4, 5, 7, 8, 9]
+
+Shape legend, used everywhere: P prompts per step, G rollouts per prompt, B = P*G rows, T tokens (of a
+row, or of a packed stream), V vocabulary, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Tensors that arrive from another process are views of read-only shared memory, on purpose.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+CarrierT = TypeVar("CarrierT", bound="Carrier")
+
+
+def per_token() -> Any:
+    """Declare a dataclass field of shape [T], aligned with the tokens."""
+    return dataclasses.field(metadata={"axis": "T"})
+
+
+def per_row() -> Any:
+    """Declare a dataclass field of shape [B], one entry a row."""
+    return dataclasses.field(metadata={"axis": "B"})
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """Return where each row begins, and the end of the last: [B] -> [B+1].
+
+    >>> offsets_from_lengths(torch.tensor([3, 2])).tolist()
+    [0, 3, 5]
+    """
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, dim=0, out=offsets[1:])
+    return offsets
+
+
+def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
+    """Return the positions of the tokens of some rows, row after row.
+
+    >>> token_index(torch.tensor([0, 3, 5, 9]), torch.tensor([2, 0])).tolist()
+    [5, 6, 7, 8, 0, 1, 2]
+    """
+    lengths = (offsets[1:] - offsets[:-1])[rows]
+    starts = torch.repeat_interleave(offsets[:-1][rows] - offsets_from_lengths(lengths)[:-1], lengths)
+    return starts + torch.arange(len(starts))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Carrier:
+    """Rows of different lengths, stored end to end."""
+
+    offsets: Tensor
+    """[B+1] int64: row b is tokens offsets[b] to offsets[b+1]."""
+
+    def __post_init__(self) -> None:
+        num_tokens, num_rows = int(self.offsets[-1]), len(self)
+        for name, axis in self._field_axes():
+            value = cast("Tensor | None", getattr(self, name))
+            expected = num_tokens if axis == "T" else num_rows
+            if value is not None and tuple(value.shape) != (expected,):
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: expected shape [{expected}] ({axis}), found {list(value.shape)}"
+                )
+
+    @classmethod
+    def _field_axes(cls) -> list[tuple[str, str]]:
+        return [(f.name, f.metadata["axis"]) for f in dataclasses.fields(cls) if "axis" in f.metadata]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows together."""
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64: tokens of each row."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """[T] int64: the row that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def rows(self, rows: Sequence[int] | Tensor) -> Self:
+        """Return these rows, in this order, as a carrier of their own."""
+        row_index = torch.as_tensor(rows, dtype=torch.int64)
+        tokens = token_index(self.offsets, row_index)
+        picked: dict[str, Tensor | None] = {"offsets": offsets_from_lengths(self.lengths[row_index])}
+        for name, axis in self._field_axes():
+            value = cast("Tensor | None", getattr(self, name))
+            picked[name] = None if value is None else value[tokens if axis == "T" else row_index]
+        return dataclasses.replace(self, **picked)
+
+    def split(self, num_parts: int) -> list[Self]:
+        """Cut into consecutive parts whose row counts differ by at most one; some may be empty."""
+        borders = [len(self) * part // num_parts for part in range(num_parts + 1)]
+        return [self.rows(range(start, stop)) for start, stop in itertools.pairwise(borders)]
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Put parts one after another; the inverse of `split`."""
+        joined: dict[str, Tensor | None] = {
+            "offsets": offsets_from_lengths(torch.cat([part.lengths for part in parts]))
+        }
+        for name, _ in cls._field_axes():
+            values = [cast("Tensor | None", getattr(part, name)) for part in parts]
+            present = [value for value in values if value is not None]
+            joined[name] = torch.cat(present) if present else None
+        return dataclasses.replace(parts[0], **joined)
+
+    def widen(self, wider: type[CarrierT], **fields: Tensor | None) -> CarrierT:
+        """Return a carrier of the next stage: the fields of this one and some more."""
+        names = {f.name for f in dataclasses.fields(wider)}
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
+        return wider(**{**own, **fields})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Tensors travel as numpy arrays: the object store then reads and writes them without a copy, and
+        # thirty times faster than torch's own pickling. `contiguous` because a view would ship the whole
+        # storage behind it.
+        state = {
+            f.name: value.contiguous().numpy() if isinstance(value := getattr(self, f.name), Tensor) else value
+            for f in dataclasses.fields(self)
+        }
+        return (_rebuild, (type(self), state))
+
+
+def _rebuild(cls: type[Carrier], state: dict[str, Any]) -> Carrier:
+    return cls(**{name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()})

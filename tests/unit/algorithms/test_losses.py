@@ -1,0 +1,198 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.algorithms import entropy_bonus, explained_variance, kl_loss, policy_loss, value_loss
+from rallypoint.types import merge
+
+numbers = st.floats(-4, 4, width=32)
+dual_clips = st.sampled_from([None, 1.5, 3.0])
+clips = st.sampled_from([None, 0.2, 1.0])
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+@st.composite
+def columns(draw, num_columns=3):
+    """T of 0 to 12 tokens: that many columns of numbers, and a mask."""
+    num_tokens = draw(st.integers(0, 12))
+    column = st.lists(numbers, min_size=num_tokens, max_size=num_tokens)
+    mask = draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens))
+    return *(draw(column) for _ in range(num_columns)), mask
+
+
+def tensors(parts):
+    *numbers_of, mask = parts
+    return *(torch.tensor(x, dtype=torch.float64) for x in numbers_of), torch.tensor(mask, dtype=torch.bool)
+
+
+@given(columns(), dual_clips)
+def test_policy_loss_equals_the_formula_token_by_token(reference, parts, dual_clip):
+    result = policy_loss(*tensors(parts), **BOUNDS, dual_clip=dual_clip)
+    total, clipped, moved, error = reference.policy_loss(*parts, 0.2, 0.28, dual_clip)
+    assert float(result.sum) == pytest.approx(total, rel=1e-9, abs=1e-9)
+    assert int(result.num_clipped) == clipped
+    assert float(result.kl_sum) == pytest.approx(moved, rel=1e-9, abs=1e-9)
+    assert float(result.ratio_error_max) == pytest.approx(error, rel=1e-9, abs=1e-9)
+    assert int(result.num_tokens) == sum(parts[-1])
+
+
+@given(columns(), clips)
+def test_value_loss_equals_the_formula_token_by_token(reference, parts, clip):
+    result = value_loss(*tensors(parts), clip=clip)
+    total, clipped = reference.value_loss(*parts, clip)
+    assert float(result.sum) == pytest.approx(total, rel=1e-9, abs=1e-9)
+    assert int(result.num_clipped) == clipped
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(parts=columns(num_columns=2))
+def test_kl_loss_equals_the_formula_token_by_token(reference, estimator, parts):
+    result = kl_loss(*tensors(parts), estimator=estimator)
+    expected = sum(reference.kl(new, ref, estimator) for new, ref, trained in zip(*parts, strict=True) if trained)
+    assert float(result.sum) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+LOSSES = [
+    lambda x, y, z, mask: policy_loss(x, y, z, mask, **BOUNDS, dual_clip=3.0),
+    lambda x, y, z, mask: value_loss(x, y, z, mask, clip=0.5),
+    lambda x, y, z, mask: kl_loss(x, y, mask, estimator="k3"),
+    lambda x, y, z, mask: entropy_bonus(x, mask),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(parts=columns(), data=st.data())
+def test_any_cut_has_the_same_loss_gradient_and_metrics(loss, parts, data):
+    *inputs, mask = tensors(parts)
+    cut = data.draw(st.integers(0, len(mask)))
+
+    def run(slices):
+        x = inputs[0].clone().requires_grad_()
+        results = [loss(x[s], inputs[1][s], inputs[2][s], mask[s]) for s in slices]
+        total = sum(result.sum for result in results)
+        total.backward()
+        return float(total.detach()), x.grad, merge(*(result.metrics() for result in results)).scalars()
+
+    whole = run([slice(None)])
+    parted = run([slice(0, cut), slice(cut, None)])
+    assert parted[0] == pytest.approx(whole[0], rel=1e-12, abs=1e-12)
+    assert torch.equal(parted[1], whole[1])
+    assert parted[2] == pytest.approx(whole[2], rel=1e-12, abs=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(parts=columns())
+def test_the_whole_stream_and_the_gathered_tokens_agree(loss, parts):
+    *inputs, mask = tensors(parts)
+    whole = loss(*inputs, mask)
+    gathered = loss(*(x[mask] for x in inputs), torch.ones(int(mask.sum()), dtype=torch.bool))
+    assert float(gathered.sum) == pytest.approx(float(whole.sum), rel=1e-12, abs=1e-12)
+    assert gathered.metrics().scalars() == pytest.approx(whole.metrics().scalars(), rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(loss, poison):
+    x = torch.tensor([-1.0, poison, -2.0], requires_grad=True)
+    other = torch.tensor([-1.5, poison, -1.5])
+    result = loss(x, other, other, torch.tensor([True, False, True]))
+    result.sum.backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert x.grad[1] == 0.0
+    assert all(value == value and abs(value) < 100 for value in result.metrics().scalars().values())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nan_inside_the_mask_stays_visible(loss):
+    x = torch.tensor([float("nan"), -1.0])
+    assert loss(x, x, x, torch.tensor([True, True])).sum.isnan()
+
+
+@given(columns(num_columns=2))
+def test_at_ratio_one_the_gradient_is_that_of_minus_advantage_times_logprob(parts):
+    old, advantages, mask = tensors(parts)
+    logprobs = old.clone().requires_grad_()
+    result = policy_loss(logprobs, old, advantages, mask, **BOUNDS, dual_clip=3.0)
+    result.sum.backward()
+    torch.testing.assert_close(logprobs.grad, torch.where(mask, -advantages, 0.0), rtol=0, atol=0)
+    assert float(result.ratio_error_max) == float(result.kl_sum) == int(result.num_clipped) == 0
+
+
+def test_clip_higher_leaves_more_room_above_than_below():
+    ratio = torch.tensor([1.25, 1.25, 0.75, 0.75])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    logprobs = ratio.log().requires_grad_()
+    result = policy_loss(
+        logprobs, torch.zeros(4), advantages, torch.ones(4).bool(), clip_low=0.2, clip_high=0.28, dual_clip=None
+    )
+    result.sum.backward()
+    assert float(result.sum.detach()) == pytest.approx(-1.25 + 1.25 - 0.75 + 0.8)
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-1.25, 1.25, -0.75, 0.0]))
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
+    logprobs = torch.tensor([2.0, 2.0], requires_grad=True)
+    result = policy_loss(
+        logprobs, torch.zeros(2), torch.tensor([-1.0, 1.0]), torch.ones(2).bool(), **BOUNDS, dual_clip=3.0
+    )
+    result.sum.backward()
+    assert float(result.sum.detach()) == pytest.approx(3.0 - 1.28)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+    assert int(result.num_clipped) == 2
+
+
+@pytest.mark.parametrize("distance", [-1e4, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_huge_log_ratio_overflows_neither_loss_nor_gradient(distance, advantage):
+    logprobs = torch.tensor([distance], requires_grad=True)
+    result = policy_loss(
+        logprobs, torch.zeros(1), torch.tensor([advantage]), torch.ones(1).bool(), **BOUNDS, dual_clip=None
+    )
+    result.sum.backward()
+    assert result.sum.isfinite()
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+    assert float(result.ratio_error_max) > 0.99
+
+
+def test_the_sum_alone_carries_gradient():
+    x = torch.tensor([0.5, 0.1], requires_grad=True)
+    still = torch.tensor([0.4, 0.2])
+    for loss in LOSSES:
+        result = loss(x, still, still, torch.ones(2).bool())
+        carrying = [name for name in result.__dataclass_fields__ if getattr(result, name).requires_grad]
+        assert carrying == ["sum"]
+
+
+def test_losses_of_half_precision_inputs_are_summed_in_double():
+    x = torch.full((3,), 0.5, dtype=torch.bfloat16)
+    for loss in LOSSES:
+        assert loss(x, x, x, torch.ones(3).bool()).sum.dtype == torch.float64
+
+
+@given(columns(num_columns=2), st.integers(0, 12))
+def test_explained_variance_of_merged_parts_is_that_of_the_whole(parts, cut):
+    values, returns, mask = tensors(parts)
+    slices = [slice(0, cut), slice(cut, None)]
+    parted = merge(*(value_loss(values[s], values[s], returns[s], mask[s], clip=None).metrics() for s in slices))
+    scalars = parted.scalars()
+    actual = explained_variance(
+        error_mean=scalars["error"],
+        error_square_mean=scalars["error_square"],
+        return_mean=scalars["return"],
+        return_square_mean=scalars["return_square"],
+    )
+    trained, predicted = returns[mask], values[mask]
+    if len(trained) == 0 or float(trained.var(correction=0)) < 1e-6:
+        return
+    expected = 1 - (trained - predicted).var(correction=0) / trained.var(correction=0)
+    assert actual == pytest.approx(float(expected), rel=1e-6, abs=1e-6)
+
+
+def test_explained_variance_of_equal_returns_is_not_a_number():
+    constant = explained_variance(error_mean=0.1, error_square_mean=0.02, return_mean=0.7, return_square_mean=0.7**2)
+    assert constant != constant

@@ -1,0 +1,272 @@
+import math
+import pickle
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.data import Example, Message
+from rallypoint.environments.scoring import describe_failures, score_rollouts
+from rallypoint.types import Mean, RolloutBatch, offsets_from_lengths
+
+PROMPT = 2
+
+
+def make_batch(response_lengths, truncated=None):
+    """Return rows of two prompt tokens and a response each."""
+    num_rows = len(response_lengths)
+    offsets = offsets_from_lengths(torch.tensor(response_lengths, dtype=torch.int64) + PROMPT)
+    num_tokens = int(offsets[-1])
+    mask = torch.ones(num_tokens, dtype=torch.bool)
+    for start in offsets[:-1].tolist():
+        mask[start : start + PROMPT] = False
+    return RolloutBatch(
+        offsets=offsets,
+        tokens=torch.arange(num_tokens),
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(num_tokens),
+        prompt_index=torch.arange(num_rows) // 2,
+        sample_index=torch.arange(num_rows) % 2,
+        versions=torch.zeros(num_rows, dtype=torch.int64),
+        truncated=torch.tensor(truncated if truncated is not None else [False] * num_rows, dtype=torch.bool),
+    )
+
+
+def make_examples(count):
+    return [
+        Example(f"train.parquet:{row}", "lab", (Message("user", "1"),), "", ["truth", row], {"row": row})
+        for row in range(count)
+    ]
+
+
+def score(results, response_lengths=None, truncated=None):
+    """Score one row for each result; an exception is raised instead of returned."""
+    response_lengths = [3] * len(results) if response_lengths is None else response_lengths
+
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        result = results[extra_info["row"]]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    texts = [f"text {row}" for row in range(len(results))]
+    batch = make_batch(response_lengths, truncated)
+    return score_rollouts(batch, make_examples(len(results)), texts, reward, warn=pytest.fail)
+
+
+def rewards(scored):
+    """Return the rewards of the responses, row by row."""
+    rows = [scored.batch.rows([row]) for row in range(len(scored.batch))]
+    assert all(not row.token_rewards[~row.loss_mask].any() for row in rows)
+    return [row.token_rewards[row.loss_mask].tolist() for row in rows]
+
+
+NUMBERS = [
+    0.5,
+    1,
+    True,
+    False,
+    -2,
+    0,
+    np.float32(0.25),
+    np.int64(3),
+    np.bool_(True),
+    torch.tensor(0.5),
+    Fraction(1, 4),
+]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, np.array(2.0)])
+def test_a_number_of_any_kind_arrives_with_the_last_token(value):
+    scored = score([value])
+    assert rewards(scored) == [[0.0, 0.0, float(value)]]
+    assert scored.failures == ()
+    assert scored.batch.token_rewards.dtype == torch.float32
+
+
+LISTS = [[0.5, 0.25, -1], (0.5, 0.25, -1), np.array([0.5, 0.25, -1.0]), torch.tensor([0.5, 0.25, -1.0])]
+
+
+@pytest.mark.parametrize("value", [*LISTS, [np.float32(0.5), torch.tensor(0.25), -1]])
+def test_a_list_of_any_kind_has_one_score_for_each_response_token(value):
+    assert rewards(score([value], truncated=[True])) == [[0.5, 0.25, -1.0]]
+    assert rewards(score([value], truncated=[False])) == [[0.5, 0.25, -1.0]]
+    assert rewards(score([{"score": value}])) == [[0.5, 0.25, -1.0]]
+
+
+def test_a_list_may_leave_out_the_end_of_sequence_token_where_the_row_ended_by_itself():
+    assert rewards(score([[0.5, 0.25]])) == [[0.5, 0.25, 0.0]]
+    assert rewards(score([[]], response_lengths=[1])) == [[0.0]]
+    failed = score([[0.5, 0.25]], truncated=[True])
+    assert failed.failures[0].reason == "expected one score for each of 3 tokens, found 2"
+
+
+def test_the_other_numbers_of_a_dict_become_metrics_averaged_over_the_rows_that_have_them():
+    scored = score(
+        [
+            {"score": 1.0, "accuracy": True, "length": 4, "prediction": "12", "time": math.nan},
+            {"score": 0.0, "accuracy": False, "time": 2.0},
+            {"score": None, "accuracy": True},
+            0.5,
+        ]
+    )
+    assert dict(scored.metrics) == {
+        "reward/accuracy": Mean(1.0, 2),
+        "reward/length": Mean(4.0, 1),
+        "reward/time": Mean(2.0, 1),
+    }
+    assert scored.kept_rows == (0, 1, 3)
+
+
+BAD_RESULTS = [
+    (None, "the score is None, expected a number"),
+    ("0.5", "the score is '0.5', expected a number"),
+    (object, "the score is type, expected a number"),
+    (1j, "the score is complex, expected a number"),
+    (math.nan, "the score is nan, expected a finite number"),
+    (-math.inf, "the score is -inf, expected a finite number"),
+    (1e39, "the score is 1e+39, expected a finite number"),
+    (10**400, "the score is inf, expected a finite number"),
+    (torch.tensor(math.nan), "the score is nan, expected a finite number"),
+    ({}, "expected the key 'score', found no key"),
+    ({"reward": 1.0}, "expected the key 'score', found 'reward'"),
+    ({"score": {"score": 1.0}}, "the score is dict, expected a number"),
+    ({"score": "1"}, "the score is '1', expected a number"),
+    ([0.1, 0.2, math.nan], "score 2 of the list is nan, expected a finite number"),
+    ([0.1, None, 0.2], "score 1 of the list is None, expected a number"),
+    ([[0.1], [0.2], [0.3]], "score 0 of the list is list, expected a number"),
+    ([0.1], "expected one score for each of 3 tokens (or 2 without the end-of-sequence token), found 1"),
+    ([0.1] * 4, "expected one score for each of 3 tokens (or 2 without the end-of-sequence token), found 4"),
+    (ValueError("no number\nin it"), "the reward function raised ValueError: no number"),
+    (KeyError("answer"), "the reward function raised KeyError: 'answer'"),
+    (SyntaxError("bad", ("answer", 1, 1, "x(", 1, 2)), "the reward function raised SyntaxError: bad"),
+]
+
+
+@pytest.mark.parametrize(("result", "reason"), BAD_RESULTS)
+def test_a_failure_is_named_with_its_sample_and_its_row_is_left_out(result, reason):
+    scored = score([0.5, 0.25, 0.75, result, 1.0])
+    assert rewards(scored) == [[0.0, 0.0, value] for value in (0.5, 0.25, 0.75, 1.0)]
+    assert scored.kept_rows == (0, 1, 2, 4)
+    assert scored.batch.prompt_index.tolist() == [0, 0, 1, 2]
+    (failure,) = scored.failures
+    assert (failure.name, failure.row, failure.sample_index) == ("train.parquet:3", 3, 1)
+    assert failure.reason == reason
+    assert str(failure) == f"train.parquet:3, sample 1: {reason}"
+    assert pickle.loads(pickle.dumps(failure)) == failure
+
+
+def test_a_raise_shows_the_frames_of_the_reward_function_and_not_ours():
+    def reward(data_source, solution_str, ground_truth, extra_info=None):
+        return int(solution_str)
+
+    scored = score_rollouts(make_batch([1]), make_examples(1), ["x"], reward, warn=pytest.fail)
+    shown = scored.failures[0].traceback
+    assert "return int(solution_str)" in shown
+    assert "ValueError: invalid literal" in shown
+    assert "environments/scoring.py" not in shown
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def test_even_an_exception_that_cannot_be_printed_becomes_a_failure():
+    assert "UnprintableError" in score([UnprintableError()]).failures[0].reason
+
+
+def test_a_batch_of_failures_only_is_an_empty_batch():
+    scored = score([None, math.nan])
+    assert (len(scored.batch), scored.batch.num_tokens, scored.kept_rows) == (0, 0, ())
+    assert len(scored.failures) == 2
+    assert len(score([]).batch) == 0
+
+
+def test_a_response_without_tokens_cannot_carry_a_score():
+    scored = score([1.0, []], response_lengths=[0, 0], truncated=[True, True])
+    assert scored.failures[0].reason == "the response has no token that a score could be placed on"
+    assert scored.kept_rows == (1,)
+
+
+def test_the_function_is_given_the_row_by_name_and_cannot_change_the_data_set():
+    seen = []
+
+    def reward(**row):
+        seen.append((row["data_source"], row["solution_str"], list(row["ground_truth"]), dict(row["extra_info"])))
+        row["ground_truth"].append("changed")
+        row["extra_info"]["changed"] = True
+        return 0.0
+
+    example = make_examples(1)[0]
+    score_rollouts(make_batch([1, 1]), [example, example], ["a", "b"], reward, warn=pytest.fail)
+    assert seen == [("lab", text, ["truth", 0], {"row": 0}) for text in ("a", "b")]
+
+
+def test_one_example_and_one_text_are_needed_for_every_row():
+    with pytest.raises(ValueError, match="2 rollouts, 1 examples and 2 texts"):
+        score_rollouts(make_batch([1, 1]), make_examples(1), ["a", "b"], lambda **row: 0.0, warn=pytest.fail)
+
+
+def test_interrupting_is_no_failure_of_the_reward_and_leaves_no_thread_behind():
+    def reward(**row):
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        score_rollouts(make_batch([1]), make_examples(1), ["a"], reward, warn=pytest.fail)
+    assert threading.active_count() == before
+
+
+def test_a_call_that_takes_long_is_named_again_and_again_until_it_comes_back():
+    warnings, third = [], threading.Event()
+
+    def warn(text):
+        warnings.append(text)
+        if len(warnings) == 3:
+            third.set()
+
+    def reward(extra_info, **row):
+        assert extra_info["row"] == 0 or third.wait(20)
+        return 0.0
+
+    before = threading.active_count()
+    scored = score_rollouts(make_batch([1, 1]), make_examples(2), ["", ""], reward, warn=warn, warn_after_s=0.01)
+    assert scored.failures == ()
+    assert scored.seconds >= 0.03
+    assert "the reward function has been busy with train.parquet:1, sample 1 for 0 s" in warnings
+    assert threading.active_count() == before
+
+
+def test_failures_are_described_with_the_first_few_and_one_traceback():
+    text = describe_failures(score([None, ValueError("x"), None, None, None]).failures)
+    assert text.splitlines()[:5] == [
+        "5 rollouts have no score:",
+        "  - train.parquet:0, sample 0: the score is None, expected a number",
+        "  - train.parquet:1, sample 1: the reward function raised ValueError: x",
+        "  - train.parquet:2, sample 0: the score is None, expected a number",
+        "  - and 2 more",
+    ]
+    assert "the reward function's traceback for train.parquet:1:" in text
+    assert text.endswith("ValueError: x")
+    one = score([None]).failures
+    assert describe_failures(one).splitlines() == ["1 rollout has no score:", f"  - {one[0]}"]
+
+
+FINITE = st.floats(-100, 100, width=32)
+
+
+@given(st.lists(st.tuples(st.lists(FINITE, min_size=1, max_size=5), st.sampled_from(["list", "number", "bad"]))))
+def test_the_sum_of_a_rows_rewards_is_what_the_function_said_and_nothing_moves_between_rows(rows):
+    given_results = {"list": lambda scores: scores, "number": sum, "bad": lambda scores: None}
+    results = [given_results[kind](scores) for scores, kind in rows]
+    scored = score(results, response_lengths=[len(scores) for scores, _ in rows])
+    kept = [row for row, (_, kind) in enumerate(rows) if kind != "bad"]
+    assert list(scored.kept_rows) == kept
+    assert [failure.row for failure in scored.failures] == [row for row in range(len(rows)) if row not in kept]
+    assert scored.batch.scores.tolist() == pytest.approx([sum(rows[row][0]) for row in kept], rel=1e-5, abs=1e-4)
+    assert scored.batch.lengths.tolist() == [len(rows[row][0]) + PROMPT for row in kept]

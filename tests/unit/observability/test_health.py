@@ -1,0 +1,89 @@
+import math
+
+import pytest
+
+from rallypoint.observability import RULES, health
+
+SOUND = {
+    "reward/mean": 0.5,
+    "reward/std": 0.3,
+    "reward/failed": 0.0,
+    "rollout/response_length": 7.0,
+    "rollout/truncated": 0.0,
+    "rollout/logprob_gap_mean": 1e-6,
+    "rollout/logprob_gap_max": 1e-5,
+    "actor/loss": 0.01,
+    "actor/grad_norm": 0.5,
+    "actor/clip_fraction": 0.1,
+    "actor/approx_kl": 0.01,
+    "actor/entropy": 1.5,
+    "actor/ratio_error": 1e-6,
+    "kl/reference_mean": 0.5,
+    "critic/loss": 0.1,
+    "critic/explained_variance": 0.7,
+    "critic/grad_norm": 0.5,
+}
+
+
+def words(scalars: dict[str, float]) -> list[tuple[str, str]]:
+    return [(item.level, item.words) for item in health(scalars)]
+
+
+def test_a_sound_step_is_healthy() -> None:
+    assert words(SOUND) == [("ok", "healthy")]
+
+
+def test_missing_scalars_are_fine_because_not_every_algorithm_has_a_critic() -> None:
+    assert words({}) == [("ok", "healthy")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level", "expected"),
+    [
+        ("actor/entropy", 0.05, "watch", "entropy collapsed"),
+        ("actor/entropy", 0.001, "bad", "entropy collapsed"),
+        ("actor/approx_kl", 0.1, "watch", "kl high"),
+        ("actor/approx_kl", 0.5, "bad", "kl high"),
+        ("actor/clip_fraction", 0.4, "watch", "clipping a lot"),
+        ("rollout/truncated", 0.3, "watch", "rollouts truncated"),
+        ("reward/failed", 0.01, "watch", "rewards failing"),
+        ("reward/failed", 3, "bad", "rewards failing"),
+        ("rollout/logprob_gap_mean", 0.05, "watch", "rollout/train gap"),
+        ("rollout/logprob_gap_max", 6.0, "bad", "rollout/train outlier"),
+        ("critic/explained_variance", -0.2, "watch", "critic blind"),
+        ("actor/ratio_error", 0.1, "bad", "ratio not 1 at first"),
+        ("kl/reference_mean", 5.0, "watch", "far from reference"),
+        ("reward/std", 0.0, "bad", "rewards all equal"),
+        ("actor/loss", math.nan, "bad", "actor/loss not finite"),
+        ("critic/grad_norm", math.inf, "bad", "critic/grad_norm not finite"),
+    ],
+)
+def test_an_odd_number_gets_its_word_its_value_and_advice(name: str, value: float, level: str, expected: str) -> None:
+    (finding,) = health({**SOUND, name: value})
+    assert (finding.level, finding.words, finding.name) == (level, expected, name)
+    assert finding.value == value or math.isnan(value)
+    assert finding.advice
+
+
+def test_the_worst_comes_first() -> None:
+    scalars = {**SOUND, "actor/approx_kl": 0.1, "rollout/truncated": 0.9}
+    assert words(scalars) == [("bad", "rollouts truncated"), ("watch", "kl high")]
+
+
+def test_a_policy_that_is_right_may_be_certain() -> None:
+    solved = {"reward/mean": 0.99, "reward/std": 0.0, "actor/entropy": 0.001, "critic/explained_variance": -3.0}
+    assert words(solved) == [("ok", "healthy")]
+
+
+def test_a_value_on_the_threshold_is_not_beyond_it() -> None:
+    for rule in RULES:
+        assert rule.level(rule.watch) == "ok"
+        assert rule.level(rule.bad) == "watch"
+        assert rule.level(math.nan) == "ok"
+
+
+def test_every_threshold_has_a_reason_and_every_advice_fits_a_line_of_the_panel() -> None:
+    for rule in RULES:
+        assert rule.reason
+        assert 0 < len(rule.advice) <= 62
+        assert (rule.bad > rule.watch) == (rule.side == "above")
