@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -94,13 +95,13 @@ class RayRuntime:
         self._groups: list[PlacementGroup] = []
         self._pools: dict[str, list[RayHost]] = {}
         log_folder.mkdir(parents=True, exist_ok=True)
-        context = ray.init(
+        context: Any = ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             include_dashboard=False,
             object_store_memory=int(object_store_gib * 2**30),
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
             _system_config=_HEALTH,
         )
         self._ray_logs = Path(context.address_info["session_dir"]) / "logs"

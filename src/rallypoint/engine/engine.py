@@ -25,6 +25,7 @@ from rallypoint.parallel import Collective
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
 
 BatchT = TypeVar("BatchT", bound=Sequences)
+RowsT = TypeVar("RowsT", bound=Sequences)
 
 Loss = Callable[[BatchT, Tensor], tuple[Tensor, Metrics]]
 """(rows of a micro-batch, positions of their trained tokens) -> sum of the loss, metrics."""
@@ -115,7 +116,7 @@ class Engine(Generic[BatchT]):
             raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
         return norm
 
-    def _micro_batches(self, batch: BatchT) -> Iterator[tuple[list[int], BatchT]]:
+    def _micro_batches(self, batch: RowsT) -> Iterator[tuple[list[int], RowsT]]:
         for rows in pack_rows(batch.lengths.tolist(), self._max_tokens):
             yield rows, batch.rows(rows)
 

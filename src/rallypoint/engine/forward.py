@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rallypoint.models import PackedRows, value_head
+from rallypoint.models import PackedRows, lm_head, value_head
 from rallypoint.types import Sequences
 
 
@@ -59,7 +59,7 @@ def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor) -
 def policy_outputs(model: PreTrainedModel, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
     """Return logprobs and entropies of the tokens at some positions, at a sampling temperature."""
     states = hidden_states(model, batch, positions)
-    logits = model.get_output_embeddings()(states).float() / temperature
+    logits = lm_head(model)(states).float() / temperature
     everything = logits.log_softmax(-1)
     targets = batch.tokens[positions].to(logits.device)
     logprobs = everything.gather(-1, targets.unsqueeze(-1)).squeeze(-1)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rallypoint.generation.cache import DecodeRows, PrefillRows
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampling import sample
+from rallypoint.models import lm_head
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
@@ -129,7 +130,7 @@ class NativeGenerator:
         return output.last_hidden_state.squeeze(0)
 
     def _logits(self, states: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(states)
+        return lm_head(self.model)(states)
 
 
 def _nothing() -> tuple[Tensor, Tensor, Tensor, Tensor]:

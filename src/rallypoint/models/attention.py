@@ -55,11 +55,8 @@ def attend_rows(
     """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `Rows`."""
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes neither a mask nor dropout: the rows say who sees whom")
-    out = rows.attend(
-        int(module.layer_idx),  # pyright: ignore[reportArgumentType]
-        *(states.transpose(1, 2).squeeze(0) for states in (query, key, value)),
-        scaling,
-    )
+    query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    out = rows.attend(int(module.layer_idx), query, key, value, scaling)  # pyright: ignore[reportArgumentType]
     return out.unsqueeze(0), None
 
 

@@ -146,3 +146,10 @@ def _has_value_head(path: str) -> bool:
         return False
     architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""]
     return architectures[0].endswith("ForTokenClassification")
+
+
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that turns hidden states into logits; `load_policy` made sure that there is one."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module), "load_policy refuses a model without one"
+    return head

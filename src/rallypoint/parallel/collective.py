@@ -54,10 +54,11 @@ class Gloo:
     def __init__(self, rendezvous: Path, rank: int, size: int, timeout_s: float = 600.0) -> None:
         self.rank, self.size = rank, size
         timeout = datetime.timedelta(seconds=timeout_s)
-        options = dist.ProcessGroupGloo._Options()
+        # Private names, because the public door opens one group for the whole process, on every interface.
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timeout
-        store = dist.FileStore(str(rendezvous), size)
+        store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
         store.set_timeout(timeout)
         self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -66,7 +67,7 @@ class Gloo:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            self._group.allreduce([flat]).wait()
+            self._group.allreduce([flat]).wait()  # pyright: ignore[reportAttributeAccessIssue]
             for tensor, total in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 

@@ -62,13 +62,13 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one."""
-    ids = {tokenizer.eos_token_id}
+    ids: list[object] = [tokenizer.eos_token_id]
     try:
         more = GenerationConfig.from_pretrained(model_path, local_files_only=Path(model_path).is_dir()).eos_token_id
     except OSError:
         more = None
-    ids |= set(more) if isinstance(more, list) else {more}
-    return tuple(sorted(token for token in ids if isinstance(token, int)))
+    ids += more if isinstance(more, list) else [more]
+    return tuple(sorted({token for token in ids if isinstance(token, int)}))
 
 
 def check_model(

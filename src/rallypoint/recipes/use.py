@@ -103,7 +103,9 @@ def evaluate(
         prompt_index=torch.arange(len(encoded.token_ids)),
     )
     batch = generator.generate(prompts, params, version=0)
-    texts = tokenizer.batch_decode([batch.response(row) for row in range(len(batch))], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
+    )
     rows = [encoded.examples[int(index)] for index in batch.prompt_index]
     scored = score_rollouts(batch, rows, texts, function, warn=say)
     if not len(scored.batch):

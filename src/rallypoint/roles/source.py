@@ -132,7 +132,7 @@ class RolloutSource:
 
     def _score(self, batch: RolloutBatch, examples: Sequence[Example]) -> Sampled:
         texts = self._tokenizer.batch_decode(
-            [batch.response(row) for row in range(len(batch))], skip_special_tokens=True
+            [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
         )
         scored = score_rollouts(batch, examples, texts, self._reward, warn=self._say)
         if scored.failures:

@@ -120,7 +120,7 @@ class Carrier:
         """Return these rows, in this order, as a carrier of their own."""
         row_index = torch.as_tensor(rows, dtype=torch.int64)
         tokens = token_index(self.offsets, row_index)
-        picked: dict[str, Tensor | None] = {"offsets": offsets_from_lengths(self.lengths[row_index])}
+        picked: dict[str, Any] = {"offsets": offsets_from_lengths(self.lengths[row_index])}
         for name, axis in self._field_axes():
             value = cast("Tensor | None", getattr(self, name))
             picked[name] = None if value is None else value[tokens if axis == "T" else row_index]
@@ -134,9 +134,7 @@ class Carrier:
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """Put parts one after another; the inverse of `split`."""
-        joined: dict[str, Tensor | None] = {
-            "offsets": offsets_from_lengths(torch.cat([part.lengths for part in parts]))
-        }
+        joined: dict[str, Any] = {"offsets": offsets_from_lengths(torch.cat([part.lengths for part in parts]))}
         for name, _ in cls._field_axes():
             values = [cast("Tensor | None", getattr(part, name)) for part in parts]
             present = [value for value in values if value is not None]
@@ -147,7 +145,8 @@ class Carrier:
         """Return a carrier of the next stage: the fields of this one and some more."""
         names = {f.name for f in dataclasses.fields(wider)}
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
-        return wider(**{**own, **fields})
+        merged: dict[str, Any] = {**own, **fields}
+        return wider(**merged)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Tensors travel as numpy arrays: the object store then reads and writes them without a copy, and
@@ -161,4 +160,8 @@ class Carrier:
 
 
 def _rebuild(cls: type[Carrier], state: dict[str, Any]) -> Carrier:
-    return cls(**{name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()})
+    return cls(**{name: _tensor(value) for name, value in state.items()})
+
+
+def _tensor(value: object) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value  # pyright: ignore[reportUnknownMemberType]

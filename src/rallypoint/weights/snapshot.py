@@ -23,7 +23,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        digest.update(tensor.view(torch.uint8).numpy() if tensor.dim() else tensor.reshape(1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -1,0 +1,90 @@
+"""The user's own model, data and reward function: three keys, and nothing of ours touched."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from rallypoint.errors import RewardError
+from rallypoint.observability import read_metrics
+
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+
+REWARDS = """
+import math
+import re
+
+def half(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
+
+def with_numbers(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+
+def a_token(data_source, solution_str, ground_truth, extra_info=None):
+    tokens = re.findall(r"<[a-z]+>|.", solution_str)
+    return [float(a == b) for a, b in zip(tokens, ground_truth.ljust(len(tokens)))]
+
+def picky(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str[:1] in "01234":
+        raise KeyError("cannot read this")
+    return math.nan if solution_str[:1] in "56" else 1.0
+
+def broken(data_source, solution_str, ground_truth, extra_info=None):
+    raise RuntimeError("the grader is offline")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, runs):
+    """A folder as a user has it: a model, a jsonl file, a reward file."""
+    made = runs.run("made", "trainer.num_steps=2", *INLINE)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n:03}"}], "reward_model": {"ground_truth": "".join(sorted(f"{n:03}"))}}
+        for n in range(0, 1000, 7)
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def run(name, function, *more, recipe="ppo"):
+        keys = (
+            f"model.path={made.path / 'model'}",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            f"reward.function={tmp_path / 'rewards.py'}:{function}",
+            "data.max_prompt_tokens=5",
+        )
+        tiny = [o for o in runs.overrides(name, f"recipe={recipe}") if not o.startswith(("model.create", "data.generate"))]
+        return runs.run_with(recipe, [*tiny, *keys, *INLINE, *more])
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
+@pytest.mark.parametrize("function", ["half", "with_numbers", "a_token"])
+def test_a_number_a_dict_and_a_list_of_scores_are_rewards(own, recipe, function):
+    run = own("own", function, recipe=recipe)
+    rewards = [record for record in read_metrics(run.metrics) if "reward/mean" in record]
+    assert len(rewards) == 4
+    assert all(record["reward/failed"] == 0 for record in rewards)
+    assert ("reward/length" in rewards[0]) == (function == "with_numbers")
+
+
+def test_a_checkpoint_opens_in_transformers_as_it_is(own):
+    newest = max(own("own", "half").checkpoints.iterdir())
+    assert AutoModelForCausalLM.from_pretrained(newest).config.num_hidden_layers == 1
+    assert AutoModelForTokenClassification.from_pretrained(newest / "critic").config.num_labels == 1
+    assert AutoTokenizer.from_pretrained(newest).chat_template
+
+
+def test_rollouts_that_the_reward_function_fails_on_are_left_out_and_named(own):
+    run = own("own", "picky")
+    records = [record for record in read_metrics(run.metrics) if "reward/mean" in record]
+    assert all(record["reward/mean"] == 1.0 for record in records)
+    assert sum(record["reward/failed"] for record in records) > 0
+    log = (run.logs / "train.log").read_text()
+    assert "train.jsonl:" in log
+    assert "KeyError: 'cannot read this'" in log
+
+
+def test_a_reward_function_that_fails_on_everything_ends_the_run_with_its_traceback(own):
+    with pytest.raises(RewardError, match="the grader is offline"):
+        own("own", "broken")

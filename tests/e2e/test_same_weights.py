@@ -1,0 +1,46 @@
+"""The same seed and layout give the same weights, bit for bit, however a run is carried out."""
+
+import pytest
+
+ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
+RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), [("ppo", TWO), ("ppo", ONE), ("grpo", TWO)])
+def test_ray_and_inline_give_the_same_weights_bit_for_bit(runs, weights_of, recipe, ranks):
+    on_ray = runs.run("ray", RAY, ranks, f"recipe={recipe}")
+    inline = runs.run("inline", INLINE, ranks, f"recipe={recipe}")
+    assert weights_of(on_ray) == weights_of(inline)
+    expected = {"model.safetensors", "training/actor.safetensors"}
+    expected |= {"critic/model.safetensors", "training/critic.safetensors"} if recipe == "ppo" else set()
+    assert set(weights_of(on_ray)) == expected
+
+
+def test_the_same_seed_repeats_and_another_seed_does_not(runs, weights_of):
+    first, again = runs.run("first", INLINE, ONE), runs.run("again", INLINE, ONE)
+    other = runs.run("other", INLINE, ONE, "seed=1")
+    assert weights_of(first) == weights_of(again)
+    assert weights_of(first) != weights_of(other)
+
+
+def test_roles_on_pools_of_their_own_give_the_same_weights_as_colocated_ones(runs, weights_of):
+    colocated = runs.run("colocated", INLINE, ONE)
+    split = runs.run(
+        "split",
+        RAY,
+        "cluster.pools={main: [1], second: [1]}",
+        "rollout.placement.pool=second",
+        "critic.placement.pool=second",
+    )
+    assert weights_of(colocated) == weights_of(split)
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs, weights_of):
+    whole = runs.run("whole", INLINE, ONE, "checkpoint={every_steps: 2, keep: 9}")
+    halved = runs.run("halved", INLINE, ONE, "checkpoint={every_steps: 2, keep: 9}")
+    for later in sorted(halved.checkpoints.iterdir())[1:]:
+        later.rename(halved.path / later.name)
+    resumed = runs.resume("halved")
+    assert weights_of(whole) == weights_of(resumed)
+    steps = [line.split('"step": ')[1].split(",")[0] for line in resumed.metrics.read_text().splitlines()]
+    assert sorted(set(steps)) == ["0", "1", "2", "3", "4"]

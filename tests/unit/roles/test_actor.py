@@ -1,0 +1,98 @@
+"""The actor's worker, called as the plain object that it is."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rallypoint.cluster import WorkerContext
+from rallypoint.config import load_config
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.errors import OffPolicyError
+from rallypoint.models import create_model
+from rallypoint.roles.actor import ActorWorker
+from rallypoint.roles.learner import MiniBatches
+from rallypoint.roles.placement import WorkerSpec
+from rallypoint.types import ActorBatch, Sequences
+
+
+@pytest.fixture
+def worker(tmp_path):
+    create_model(
+        tmp_path / "model",
+        make_digits_tokenizer(),
+        architecture="llama",
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        tie_embeddings=False,
+        initializer_range=0.2,
+        max_positions=16,
+        seed=0,
+    )
+    config = load_config("digits").config
+    spec = WorkerSpec(config, str(tmp_path / "model"), tmp_path / "meeting")
+    return ActorWorker(WorkerContext("actor", 0, 1, 1, "cpu", {}), spec)
+
+
+def judged(worker, shift_at=None, by=0.0):
+    """Two rows of a prompt and three answers, with old_logprobs as the worker itself computes them."""
+    rows = Sequences(
+        offsets=torch.tensor([0, 5, 9]),
+        tokens=torch.tensor([3, 9, 10, 11, 0, 3, 12, 13, 0]),
+        loss_mask=torch.tensor([False, False, True, True, True, False, False, True, True]),
+        prompt_index=torch.tensor([40, 41]),
+        sample_index=torch.tensor([0, 3]),
+    )
+    old = worker.logprobs(rows).values.clone()
+    if shift_at is not None:
+        old[shift_at] += by
+    return rows.widen(ActorBatch, old_logprobs=old, reference_logprobs=old, advantages=rows.loss_mask.float())
+
+
+def cut(batch, num_mini_batches=1):
+    return MiniBatches.cut(batch, 1, num_mini_batches, seed=0, step=1)
+
+
+def test_the_first_update_of_a_step_has_a_ratio_of_1(worker):
+    metrics = worker.train(cut(judged(worker)), 1).scalars()
+    assert metrics["ratio_error"] < 1e-6
+    assert metrics["clip_fraction"] == 0
+
+
+def test_another_ratio_in_the_first_update_is_refused_and_names_prompt_sample_and_token(worker):
+    with pytest.raises(OffPolicyError, match=r"differs by 0\.\d+ .* prompt 41 sample 3, token 2 of its row"):
+        worker.train(cut(judged(worker, shift_at=7, by=0.1)), 1)
+
+
+def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):
+    with pytest.raises((OffPolicyError, ArithmeticError)):
+        worker.train(cut(judged(worker, shift_at=7, by=float("nan"))), 1)
+
+
+def test_later_mini_batches_may_have_other_ratios_and_do_not_enter_the_check(worker):
+    twice = MiniBatches.cut(judged(worker), 5, 2, seed=0, step=1)
+    metrics = worker.train(twice, 20).scalars()
+    assert metrics["ratio_error"] < 1e-6
+    assert metrics["approx_kl"] > 0
+
+
+def test_mini_batches_hold_every_row_once_an_epoch_whatever_the_number_of_ranks(worker):
+    batch = judged(worker)
+    batches = MiniBatches.cut(batch, 3, 2, seed=5, step=7)
+    assert len(batches.parts) == 6
+    assert sum(batches.denominators) == 3 * batch.num_loss_tokens
+    for ranks in (1, 2, 3):
+        dealt = batches.split(ranks)
+        assert all(part.denominators == batches.denominators for part in dealt)
+        for index, whole in enumerate(batches.parts):
+            joined = ActorBatch.join([part.parts[index] for part in dealt])
+            assert torch.equal(joined.tokens, whole.tokens)
+
+
+def test_a_mini_batch_without_trained_tokens_is_no_update(worker):
+    batch = judged(worker)
+    untrained = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert MiniBatches.cut(untrained, 1, 2, seed=0, step=1).parts == ()
