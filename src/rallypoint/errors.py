@@ -67,6 +67,10 @@ class NotFiniteError(RallyError, ArithmeticError):
     """A loss or gradient is NaN or infinite; training would only spread it."""
 
 
+class PeerFailedError(RallyError, RuntimeError):
+    """Another rank of the same group found a problem, so that this one stopped as well."""
+
+
 class OffPolicyError(RallyError, RuntimeError):
     """The first update of a step saw other logprobs than those recorded just before it."""
 
@@ -83,15 +87,25 @@ class WorkerError(RallyError, RuntimeError):
     """A method of a worker raised; the first failing rank's own traceback is shown."""
 
     def __init__(
-        self, role: str, rank: int, call: str, cause: str, remote_traceback: str, *, pid: int = 0, node: str = ""
+        self,
+        role: str,
+        rank: int,
+        call: str,
+        cause: str,
+        remote_traceback: str,
+        *,
+        pid: int = 0,
+        node: str = "",
+        is_consequence: bool = False,
     ) -> None:
         super().__init__(role, rank, call, cause, remote_traceback)
         self.role, self.rank, self.call, self.cause = role, rank, call, cause
         self.remote_traceback, self.pid, self.node = remote_traceback, pid, node
+        self.is_consequence = is_consequence
 
     def __reduce__(self) -> tuple[object, ...]:
         arguments = (self.role, self.rank, self.call, self.cause, self.remote_traceback)
-        return (type(self), arguments, {"pid": self.pid, "node": self.node})
+        return (type(self), arguments, {"pid": self.pid, "node": self.node, "is_consequence": self.is_consequence})
 
     def __str__(self) -> str:
         where = f"{self.role} rank {self.rank} (pid {self.pid}{', node ' + self.node if self.node else ''})"

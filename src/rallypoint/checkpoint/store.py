@@ -27,6 +27,7 @@ from rallypoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_REMEDY = "the checkpoint is damaged: remove its folder to go on from the one before"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -46,13 +47,14 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
     Raises:
         CheckpointError: the disk is full or not writable; no partial checkpoint stays behind.
     """
-    final, temporary = folder / checkpoint_name(step), folder / f".{checkpoint_name(step)}.partial"
+    name = checkpoint_name(step)
+    final, temporary, replaced = folder / name, folder / f".{name}.partial", folder / f".{name}.replaced"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         _write_manifest(temporary, step)
-        replaced = folder / f".{checkpoint_name(step)}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
@@ -62,6 +64,8 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
         raise CheckpointError(f"{final}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
 
 
 def steps(folder: Path) -> list[int]:
@@ -78,37 +82,45 @@ def verify(checkpoint: Path) -> None:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, dict[str, object]] = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, step = manifest["format"], manifest["step"]
+        files = {name: (entry["size"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{checkpoint}: its {MANIFEST} cannot be read ({error}); choose an earlier one"
+            f"{checkpoint}: its {MANIFEST} cannot be read ({error}); {_REMEDY}"
         ) from error
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{checkpoint}: expected format {_FORMAT}, found {manifest.get('format')}")
-    for name, expected in files.items():
+    if version != _FORMAT:
+        raise CheckpointError(f"{checkpoint}: expected format {_FORMAT}, found {version}")
+    named = _NAME.fullmatch(checkpoint.name)
+    if named and int(named.group(1)) != step:
+        raise CheckpointError(f"{checkpoint}: its {MANIFEST} is that of step {step}; {_REMEDY}")
+    for name, (expected_size, digest) in files.items():
         path = checkpoint / name
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing; the checkpoint is damaged, choose an earlier one")
+            raise CheckpointError(f"{path}: missing; {_REMEDY}")
         size = path.stat().st_size
-        if size != expected["size"]:
-            raise CheckpointError(f"{path}: expected {expected['size']} bytes, found {size}; choose an earlier one")
-        if _digest(path) != expected["xxh3_128"]:
-            raise CheckpointError(f"{path}: its content has changed since it was saved; choose an earlier one")
+        if size != expected_size:
+            raise CheckpointError(f"{path}: expected {expected_size} bytes, found {size}; {_REMEDY}")
+        if _digest(path) != digest:
+            raise CheckpointError(f"{path}: its content has changed since it was saved; {_REMEDY}")
 
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and what an interrupted save left."""
-    for step in steps(folder)[:-keep]:
-        shutil.rmtree(folder / checkpoint_name(step))
-    for partial in folder.glob(".step_*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
+    for ending in ("partial", "replaced"):
+        for leftover in folder.glob(f".step_*.{ending}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    found = steps(folder)
+    for name in map(checkpoint_name, found[: max(0, len(found) - keep)]):
+        # Renamed first: a checkpoint that is half removed must not look like one.
+        doomed = (folder / name).rename(folder / f".{name}.partial")
+        shutil.rmtree(doomed)
 
 
 def _write_manifest(folder: Path, step: int) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": _digest(path)} for path in paths}
     (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "step": step, "files": files}, indent=1))
-    for path in (*paths, folder / MANIFEST, *{path.parent for path in paths}):
+    for path in (folder / MANIFEST, *folder.rglob("*"), folder):
         _sync(path)
 
 

@@ -5,6 +5,7 @@ Every command imports what it needs when it runs, so that `rally --help` answers
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -22,9 +23,7 @@ app = typer.Typer(
 )
 
 Config = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a .yaml file, or a run folder.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example actor.optimizer.lr=3e-4")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example actor.optimizer.lr=3e-4")]
 
 
 @app.command()
@@ -72,8 +71,10 @@ def recipes() -> None:
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder, or any Hugging Face folder.")],
-    data: Annotated[list[str], typer.Argument(help="Parquet or jsonl files.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
+    ],
+    data: Annotated[list[str], typer.Argument(metavar="DATA", help="Parquet or jsonl files.")],
     reward: Annotated[
         str | None, typer.Option(help="file.py:function; by default the one that the run was trained with.")
     ] = None,
@@ -100,7 +101,9 @@ def evaluate(
 
 @app.command()
 def chat(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a run folder, or any Hugging Face folder.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
+    ],
     temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.0,
     max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -135,6 +138,12 @@ def run() -> None:
         from rallypoint.cli.report import report
 
         sys.exit(report(error))
+    except BrokenPipeError:
+        # The reader of a pipe (`rally config digits | head`) has seen enough; nothing may be written any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

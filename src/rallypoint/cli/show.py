@@ -2,137 +2,131 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from rallypoint.config import (
-    UNUSED_SECTIONS,
     LoadedConfig,
     Plan,
     RunConfig,
     describe,
+    expected,
     leaves,
     make_plan,
-    range_of,
     shipped_recipes,
-    unit_of,
+    shown,
+    unread_sections,
     values_of,
 )
 from rallypoint.recipes.preflight import load_checked
 
+_MAX_VALUE_CELLS = 20
+
 
 def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> None:
-    """Print every key, its value and its origin."""
-    loaded, known = load_checked(recipe, overrides), leaves(RunConfig)
-    unused = UNUSED_SECTIONS[loaded.config.recipe]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("key", "value", "set in"):
-        table.add_column(heading, overflow="fold")
-    if explain:
-        table.add_column("meaning", overflow="fold", style="dim")
-    for key, value in values_of(loaded.config):
-        origin = loaded.origins[key]
-        if key.split(".")[0] in unused:
-            origin += f" (not read by {loaded.config.recipe})"
-        style = "dim" if origin.startswith("default") else ""
-        row = [key, escape(_shown(value)), origin]
-        if explain:
-            info = known.get(key)
-            text = " ".join(filter(None, (info.description, unit_of(info), range_of(info).strip()))) if info else "off"
-            row.append(escape(text))
-        table.add_row(*row, style=style)
-    _console().print(table)
+    """Print every key, its value and its origin, one key a line, nothing cut."""
+    loaded, known, console = load_checked(recipe, overrides), leaves(RunConfig), _console()
+    rows = [(key, value if isinstance(value, str) else shown(value)) for key, value in values_of(loaded.config)]
+    key_cells = max(len(key) for key, _ in rows)
+    value_cells = min(_MAX_VALUE_CELLS, max(len(value) for _, value in rows))
+    unread = unread_sections(loaded.config)
+    for key, value in rows:
+        origin, setting = loaded.origins[key], unread.get(key.split(".")[0])
+        line = f"{key:{key_cells}}  {value:{value_cells}}  {origin}" + (f" (not read: {setting})" if setting else "")
+        style = "dim" if origin == "default" or setting else ""
+        if not explain:
+            _print_line(console, line, style)
+            continue
+        info = known.get(key)
+        meaning = f"{info.description} Expected {expected(info)}." if info else "Off."
+        if console.is_terminal:
+            _print_line(console, line, "bold")
+            console.print(escape(textwrap.indent(textwrap.fill(meaning, console.width - 4), "    ")), style="dim")
+        else:
+            _print_line(console, f"{line}  {meaning}")
 
 
 def print_recipes() -> None:
     """Print names and descriptions."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, path in shipped_recipes().items():
-        table.add_row(f"[bold]{name}[/]", escape(describe(path)))
-    console = _console()
-    console.print(table)
-    console.print("\nrally train NAME     rally config NAME     rally train NAME --dry-run", style="dim")
+    console, recipes = _console(), shipped_recipes()
+    name_cells = max(map(len, recipes))
+    for name, path in recipes.items():
+        lines = textwrap.wrap(describe(path), console.width - name_cells - 2) or [""]
+        for label, line in zip((name, *[""] * len(lines)), lines, strict=False):
+            console.print(f"[bold]{label:{name_cells}}[/]  {escape(line)}")
+    _print_line(console, "\nrally train NAME     rally config NAME     rally train NAME --dry-run", "dim")
 
 
 def print_plan(recipe: str, overrides: Sequence[str]) -> None:
     """Print batch arithmetic, placement and memory."""
     loaded = load_checked(recipe, overrides)
     plan, console = make_plan(loaded.config), _console()
-    console.print(_batches(loaded, plan))
-    console.print(_placement(loaded.config, plan))
-    console.print("Nothing was started. All keys: rally config " + recipe, style="dim")
+    for title, lines in (_batches(loaded, plan), _placement(loaded.config, plan)):
+        _print_line(console, title, "bold")
+        for line in lines:
+            _print_line(console, f"  {line}".rstrip())
+    _print_line(console, f"Nothing was started. All keys: rally config {recipe}", "dim")
 
 
-def _batches(loaded: LoadedConfig, plan: Plan) -> Table:
+def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:
     config = loaded.config
-    table = Table(
-        box=None,
-        pad_edge=False,
-        show_header=False,
-        title=f"{loaded.name}: one of {config.trainer.num_steps} steps",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_row("rollouts", f"{plan.num_prompts} prompts x {plan.group_size} = {plan.num_rows} rows")
-    table.add_row(
-        "tokens",
-        f"at most {plan.num_rows} x ({config.data.max_prompt_tokens} + {config.rollout.max_response_tokens}) "
-        f"= {plan.max_tokens:,}",
-    )
-    for role, (num_updates, rows, num_micro_batches) in plan.updates.items():
+    lines = [
+        f"rollouts       {plan.num_prompts} prompts x {plan.group_size} = {plan.num_rows} rows",
+        f"tokens         at most {plan.num_rows} x ({config.data.max_prompt_tokens} + "
+        f"{config.rollout.max_response_tokens}) = {plan.max_tokens:,}",
+    ]
+    for role, (num_updates, num_rows, num_micro_batches) in plan.updates.items():
         ranks = config.num_ranks("actor" if role == "actor" else "critic")
-        table.add_row(
-            f"{role} update",
-            f"{num_updates} optimizer steps on {rows} rows each; on each of {ranks} ranks at most {num_micro_batches} "
-            f"micro-batches of {config.engine.max_tokens_per_micro_batch:,} tokens",
-        )
-    return table
+        lines += [
+            f"{f'{role} update':13}  {_count(num_updates, 'optimizer step')} of at most {_count(num_rows, 'row')}; "
+            f"on each of {_count(ranks, 'rank')}",
+            f"{'':13}  at most {_count(num_micro_batches, 'micro-batch', 'es')} of "
+            f"{config.engine.max_tokens_per_micro_batch:,} tokens",
+        ]
+    return f"{loaded.name}: one of {_count(config.trainer.num_steps, 'step')}", lines
 
 
-def _placement(config: RunConfig, plan: Plan) -> Table:
+def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
+    """A column for each role, a row for each part of its memory, and what each pool's processes hold."""
+    known = bool(plan.memory)
     size = (
         "unknown until it is loaded" if plan.num_parameters is None else f"{plan.num_parameters / 1e6:,.2f}M parameters"
     )
-    table = Table(
-        box=None,
-        pad_edge=False,
-        title=f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}",
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-    )
-    for heading in ("role", "pool", "ranks", "weights", "gradients", "optimizer", "activations", "cache", "total"):
-        table.add_column(heading, justify="left" if heading in {"role", "pool"} else "right")
-    for m in plan.memory:
-        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache, m.total)
-        table.add_row(m.role, m.pool, str(m.num_ranks), *(_mebibytes(part) for part in parts))
-    if not plan.memory:
+    columns = [("", ["pool", "ranks", "weights", "gradients", "optimizer", "activations", "cache", "total"])]
+    if known:
+        for m in plan.memory:
+            parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache, m.total)
+            columns.append((m.role, [m.pool, str(m.num_ranks), *map(_mebibytes, parts)]))
+    else:
         for role, placement in config.roles.items():
-            table.add_row(role, placement.pool, str(config.num_ranks(role)), *["?"] * 6)
+            columns.append((role, [placement.pool, str(config.num_ranks(role)), *"??????"]))
+    cells = max(11, *(len(column[0]) for _, column in columns[1:]))
+    lines = [
+        f"{first:11}" + "".join(f"  {one:>{cells}}" for one in others)
+        for first, *others in zip(*([name, *column] for name, column in columns), strict=True)
+    ]
+    lines.append("")
     for pool, nodes in config.cluster.pools.items():
-        held = sum(m.total for m in plan.memory if m.pool == pool)
-        name = f"pool {pool}: {list(nodes)}"
-        table.add_row(name, "", "", *[""] * 5, _mebibytes(held) if plan.memory else "?", style="bold")
-    return table
+        held = _mebibytes(sum(m.total for m in plan.memory if m.pool == pool)) if known else "?"
+        lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
+    lines.append("")
+    return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 
 
-def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_shown(part)}" for name, part in value.items()) + "}"
-    return str(value)
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _mebibytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _print_line(console: Console, line: str, style: str = "") -> None:
+    """Print a line whole: a terminal may wrap it, a file or a pipe gets it as it is."""
+    console.print(escape(line), style=style, soft_wrap=True)
 
 
 def _console() -> Console:

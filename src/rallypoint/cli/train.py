@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, RallyError, RunFolderError
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import create_run, newest_run, open_run, write_config
 
@@ -17,7 +17,8 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool) -> int:
     if resume:
         path = Path(recipe) if (Path(recipe) / "config.yaml").is_file() else _newest(recipe, overrides)
         loaded, folder = load_checked(str(path), overrides), open_run(path)
-        write_config(folder, loaded.config)
+        with folder.locked():
+            write_config(folder, loaded.config)
     else:
         loaded = load_checked(recipe, overrides)
         if Path(recipe).is_dir():
@@ -30,15 +31,22 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool) -> int:
     from rallypoint.recipes.loop import train as run
 
     console = Console()
-    with make_progress(console) as progress:
-        finished = run(loaded, folder, progress, resume=resume)
-        if finished:
-            progress.finish(summarise(folder))
+    try:
+        with make_progress(console) as progress:
+            finished = run(loaded, folder, progress, resume=resume)
+            if finished:
+                progress.finish(summarise(folder))
+    except (RallyError, OSError) as error:
+        if not isinstance(error, RunFolderError):
+            folder.log(f"failed: {error}")
+            console.print(f"the run stopped; when it is mended: rally train {folder.path} --resume", soft_wrap=True)
+        raise
     if not finished:
         console.print(f"interrupted, nothing is lost; go on with: rally train {folder.path} --resume", soft_wrap=True)
     return 0 if finished else 130
 
 
 def _newest(recipe: str, overrides: Sequence[str]) -> Path:
-    config = load_checked(recipe, overrides).config
-    return newest_run(Path(recipe).stem, Path(config.trainer.runs_dir).expanduser())
+    loaded = load_checked(recipe, overrides)
+    trainer = loaded.config.trainer
+    return newest_run(trainer.name or loaded.name, Path(trainer.runs_dir).expanduser())

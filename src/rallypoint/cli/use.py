@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Sequence
 
@@ -54,6 +56,8 @@ def evaluate(
 def chat(checkpoint: str, *, temperature: float, max_response_tokens: int, seed: int) -> None:
     """Read lines, print answers as they are sampled; an empty line begins anew, end of input ends."""
     console = Console(highlight=False)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no text
     conversation = Conversation(
         find_trained(checkpoint), temperature=temperature, max_response_tokens=max_response_tokens, seed=seed
     )

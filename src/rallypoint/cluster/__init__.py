@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from rallypoint.cluster.dispatch import Joinable, Rule, Splittable, broadcast, dispatched, first_rank, shard
+from rallypoint.cluster.dispatch import Joinable, Rule, Splittable, broadcast, collect, dispatched, first_rank, shard
 from rallypoint.cluster.group import Host, Runtime, WorkerGroup
 from rallypoint.cluster.host import WorkerContext, WorkerHost
 from rallypoint.cluster.inline import InlineRuntime
@@ -59,6 +59,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerHost",
     "broadcast",
+    "collect",
     "dispatched",
     "first_rank",
     "open_runtime",

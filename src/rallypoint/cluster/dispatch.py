@@ -62,7 +62,7 @@ class Rule:
 
 
 def dispatched(rule: Rule) -> Callable[[MethodT], MethodT]:
-    """Give a method a rule; `broadcast`, `shard` and `first_rank` are such decorators."""
+    """Give a method a rule; `broadcast`, `collect`, `shard` and `first_rank` are such decorators."""
 
     def decorate(method: MethodT) -> MethodT:
         method.__dispatch__ = rule  # pyright: ignore[reportFunctionMemberAccess]
@@ -80,7 +80,7 @@ def rule_of(method: Callable[..., Any]) -> Rule:
     rule = getattr(method, "__dispatch__", None)
     if not isinstance(rule, Rule):
         name = getattr(method, "__qualname__", repr(method))
-        raise TypeError(f"{name} has no dispatch rule; decorate it with @broadcast, @shard or @first_rank")
+        raise TypeError(f"{name} has no dispatch rule; decorate it with @broadcast, @collect, @shard or @first_rank")
     return rule
 
 
@@ -130,6 +130,9 @@ def _of_first(results: Sequence[Any]) -> Any:
 
 broadcast = dispatched(Rule("broadcast", _to_all, _of_first))
 """Same arguments to every rank, all of which do the same; the first rank's result."""
+
+collect = dispatched(Rule("collect", _to_all, _joined))
+"""Same arguments to every rank; the results of all of them, joined in rank order."""
 
 shard = dispatched(Rule("shard", _shards, _joined))
 """Carriers and lists are split over the ranks, everything else goes to all; results are joined in order."""

@@ -14,6 +14,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from rallypoint.cluster.dispatch import rule_of
 from rallypoint.cluster.pool import ResourcePool
+from rallypoint.errors import WorkerError
+
+_PATIENCE_S = 10.0
+"""How long the rank that failed first may take to say so after another one stopped because of it."""
 
 WorkerT = TypeVar("WorkerT")
 ResultT = TypeVar("ResultT")
@@ -102,12 +106,26 @@ class WorkerGroup(Generic[WorkerT]):
 
 
 async def _all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait for all; when one fails, stop waiting for the others and raise what failed first."""
+    """Wait for all; when one fails, stop waiting for the others and raise what failed first.
+
+    A rank that stopped only because another one did is not what failed first: the other is waited for, shortly.
+    """
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending and all(_is_consequence(task) for task in done if task.exception()):
+            await asyncio.wait(pending, timeout=_PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task.done() and task.exception()]
+        if not failed:
+            return [task.result() for task in tasks]
+        cause = next((task for task in failed if not _is_consequence(task)), failed[0])
+        return cause.result()  # raises
+    finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+
+
+def _is_consequence(task: asyncio.Future[Any]) -> bool:
+    error = task.exception()
+    return isinstance(error, WorkerError) and error.is_consequence

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from rallypoint.errors import RallyError, WorkerError
+from rallypoint.errors import PeerFailedError, RallyError, WorkerError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,4 +70,13 @@ class WorkerHost:
 def _report(context: WorkerContext, call: str, error: Exception) -> WorkerError:
     cause = str(error) if isinstance(error, RallyError) else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
-    return WorkerError(context.role, context.rank, call, cause, trace, pid=os.getpid(), node=platform.node())
+    return WorkerError(
+        context.role,
+        context.rank,
+        call,
+        cause,
+        trace,
+        pid=os.getpid(),
+        node=platform.node(),
+        is_consequence=isinstance(error, PeerFailedError),
+    )

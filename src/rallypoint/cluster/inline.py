@@ -19,6 +19,10 @@ from rallypoint.cluster.host import WorkerHost
 from rallypoint.cluster.pool import ResourcePool
 
 
+_PATIENCE_S = 30.0
+"""How long a call that is under way may take to end when the runtime is shut down."""
+
+
 class InlineHost:
     """A `WorkerHost` behind a thread of its own.
 
@@ -28,7 +32,8 @@ class InlineHost:
     def __init__(self, pool: ResourcePool, rank: int) -> None:
         self._host = WorkerHost(pool.num_cpus, pool.device)
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"{pool.name}-{rank}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"{pool.name}-{rank}", daemon=True)
+        self._thread.start()
 
     def create(
         self, role: str, kind: type, rank: int, num_ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -43,9 +48,13 @@ class InlineHost:
         del rank
         return self._submit(lambda: self._host.call(role, method, args, kwargs))
 
-    def shutdown(self) -> None:
-        """Let the calls that were submitted end, and then the thread."""
+    def close(self) -> None:
+        """Take no more calls."""
         self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait for the calls that were submitted, but not for ever."""
+        self._thread.join(_PATIENCE_S)
 
     def _submit(self, call: Callable[[], Any]) -> Awaitable[Any]:
         outcome: Future[Any] = Future()
@@ -77,7 +86,9 @@ class InlineRuntime:
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
-        for hosts in self._pools.values():
-            for host in hosts:
-                host.shutdown()
+        hosts = [host for pool in self._pools.values() for host in pool]
+        for host in hosts:
+            host.close()
+        for host in hosts:
+            await asyncio.to_thread(host.join)
         self._pools.clear()

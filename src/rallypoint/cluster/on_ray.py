@@ -74,7 +74,9 @@ async def _result(submitted: ray.ObjectRef, role: str, rank: int, call: str) -> 
             raise cause from None
         raise WorkerError(role, rank, call, str(cause), str(error)) from None
     except RayActorError as error:
-        raise WorkerDiedError(role, rank, call, " ".join(str(error).split())) from None
+        # What follows in Ray's text are guesses and advice about Ray's own settings.
+        detail = " ".join(str(error).split()).split(" Some common causes include")[0]
+        raise WorkerDiedError(role, rank, call, detail) from None
 
 
 class RayRuntime:

@@ -1,12 +1,11 @@
 """The config: a frozen, typed tree that is checked whole before anything starts."""
 
 from rallypoint.config.check import Problem
-from rallypoint.config.fields import Section, leaves, section_of, unit_of
-from rallypoint.config.load import LoadedConfig, load_config, range_of, values_of
+from rallypoint.config.fields import Section, leaves, section_of, shown, values_of
+from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.plan import Plan, RoleMemory, make_plan
-from rallypoint.config.source import describe, shipped_recipes
+from rallypoint.config.source import describe, shipped_recipes, to_yaml
 from rallypoint.config.tree import (
-    UNUSED_SECTIONS,
     ActorConfig,
     ClusterConfig,
     CreateModelConfig,
@@ -21,10 +20,10 @@ from rallypoint.config.tree import (
     RoleName,
     RolloutConfig,
     RunConfig,
+    unread_sections,
 )
 
 __all__ = [
-    "UNUSED_SECTIONS",
     "ActorConfig",
     "ClusterConfig",
     "CreateModelConfig",
@@ -45,12 +44,14 @@ __all__ = [
     "RunConfig",
     "Section",
     "describe",
+    "expected",
     "leaves",
     "load_config",
     "make_plan",
-    "range_of",
     "section_of",
     "shipped_recipes",
-    "unit_of",
+    "shown",
+    "to_yaml",
+    "unread_sections",
     "values_of",
 ]

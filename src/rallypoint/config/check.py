@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from rallypoint.config.fields import shown, values_of
 from rallypoint.config.source import COMMAND_LINE
-from rallypoint.config.tree import UNUSED_SECTIONS, RunConfig
+from rallypoint.config.tree import RunConfig, unread_sections
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,17 +26,28 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _schedule(config)
     yield from _created_model(config)
     yield from _placement(config)
-    for section in UNUSED_SECTIONS[config.recipe]:
-        for name, origin in origins.items():
-            if origin == COMMAND_LINE and name.startswith(f"{section}."):
-                yield Problem((name, "recipe"), f"{name} has no effect: recipe={config.recipe} does not read {section}")
+    yield from _without_effect(config, origins)
+
+
+def _without_effect(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield keys that were set by hand, for this run, and that nothing reads; in a file they may wait for their day."""
+    unread, values = unread_sections(config), dict(values_of(config))
+    for name, origin in origins.items():
+        setting = unread.get(name.split(".")[0])
+        if origin == COMMAND_LINE and setting is not None and name in values:
+            yield Problem(
+                (name, setting.split("=")[0]),
+                f"{name}={shown(values[name])} has no effect: with {setting} nothing reads it",
+            )
 
 
 def _either_or(config: RunConfig) -> Iterator[Problem]:
     model, data = config.model, config.data
     if model.path is None and model.create is None:
         yield Problem(
-            ("model.path", "model.create"), "model.path: required, but not set; expected a Hugging Face folder"
+            ("model.path", "model.create"),
+            "model.path: required, but not set; expected the Hugging Face folder of a causal language model, "
+            "or model.create={} for a small new one",
         )
     if model.path is not None and model.create is not None:
         yield Problem(
@@ -44,17 +56,20 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
         )
     if not data.train and data.generate is None:
         yield Problem(
-            ("data.train", "data.generate"), "data.train: required, but not set; expected parquet or jsonl files"
+            ("data.train", "data.generate"),
+            "data.train: required, but not set; expected .parquet or .jsonl files, or data.generate={} for digit tasks",
         )
     if data.train and data.generate is not None:
         yield Problem(
             ("data.train", "data.generate"),
-            f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: add data.generate=null",
+            f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: "
+            "add data.generate=null",
         )
     if data.validation and data.generate is not None and not data.train:
         yield Problem(
             ("data.validation", "data.generate"),
-            "data.validation contradicts data.generate, which makes validation prompts too: add data.generate=null",
+            f"data.validation={data.validation[0]!r} contradicts data.generate, which makes validation prompts too: "
+            "add data.generate=null",
         )
 
 
@@ -72,10 +87,12 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
             "kl.estimator='k1' does not pull towards the reference when kl.placement=loss (the mean of its gradient is "
             "zero); expected k2 or k3, or kl.placement=reward",
         )
-    if config.actor.dual_clip is not None and config.actor.dual_clip <= 1 + config.actor.clip_high:
+    highest_ratio = 1 + config.actor.clip_high
+    if config.actor.dual_clip is not None and config.actor.dual_clip <= highest_ratio:
         yield Problem(
             ("actor.dual_clip", "actor.clip_high"),
-            f"actor.dual_clip={config.actor.dual_clip} must be above 1 + actor.clip_high = {1 + config.actor.clip_high:g}",
+            f"actor.dual_clip={config.actor.dual_clip} is not above the highest ratio that the clipping leaves, "
+            f"1 + actor.clip_high = {highest_ratio:g}; expected more than that, usually 3, or null",
         )
     if config.reward.function == "digits" and config.data.generate is None:
         yield Problem(
@@ -110,22 +127,18 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             f"rollout.max_batch_rows={config.rollout.max_batch_rows} is less than one group: expected at least "
             f"rollout.group_size={config.rollout.group_size}",
         )
-    generate = config.data.generate
-    if generate is not None and generate.task != "sum" and config.rollout.max_response_tokens < generate.num_digits:
-        yield Problem(
-            ("rollout.max_response_tokens", "data.generate.num_digits"),
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens} cannot hold an answer of "
-            f"data.generate.num_digits={generate.num_digits} digits",
-        )
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
-    for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
+    for role in ("actor", "critic"):
+        optimizer = config.actor.optimizer if role == "actor" else config.critic.optimizer
+        if role not in config.roles:
+            continue
         if optimizer.warmup_steps >= config.trainer.num_steps and optimizer.warmup_steps > 0:
             yield Problem(
                 (f"{role}.optimizer.warmup_steps", "trainer.num_steps"),
-                f"{role}.optimizer.warmup_steps={optimizer.warmup_steps} leaves no step at the full rate: expected less "
-                f"than trainer.num_steps={config.trainer.num_steps}",
+                f"{role}.optimizer.warmup_steps={optimizer.warmup_steps} leaves no step at the full rate: expected "
+                f"less than trainer.num_steps={config.trainer.num_steps}",
             )
 
 
@@ -133,19 +146,25 @@ def _created_model(config: RunConfig) -> Iterator[Problem]:
     made = config.model.create
     if made is None:
         return
-    if made.hidden_size % made.num_heads or (made.hidden_size // made.num_heads) % 2:
+    if made.hidden_size % 2:
+        yield Problem(
+            ("model.create.hidden_size",),
+            f"model.create.hidden_size={made.hidden_size} is odd, and heads of an even width must fill it; "
+            f"expected {made.hidden_size - 1} or {made.hidden_size + 1}",
+        )
+    elif made.hidden_size % made.num_heads or (made.hidden_size // made.num_heads) % 2:
         fits = [n for n in range(1, 65) if made.hidden_size % n == 0 and (made.hidden_size // n) % 2 == 0]
         yield Problem(
             ("model.create.num_heads", "model.create.hidden_size"),
-            f"model.create.num_heads={made.num_heads} does not divide model.create.hidden_size={made.hidden_size} into "
-            f"even parts; choose one of {', '.join(map(str, fits))}",
+            f"model.create.num_heads={made.num_heads} does not divide model.create.hidden_size={made.hidden_size} "
+            f"into heads of an even width; expected one of {', '.join(map(str, fits))}",
         )
     if made.num_heads % made.num_key_value_heads:
         fits = [n for n in range(1, made.num_heads + 1) if made.num_heads % n == 0]
         yield Problem(
             ("model.create.num_key_value_heads", "model.create.num_heads"),
             f"model.create.num_key_value_heads={made.num_key_value_heads} does not divide model.create.num_heads="
-            f"{made.num_heads}; choose one of {', '.join(map(str, fits))}",
+            f"{made.num_heads}; expected one of {', '.join(map(str, fits))}",
         )
 
 
@@ -160,18 +179,27 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
             whole = False
             yield Problem(
                 (f"cluster.pools.{name}",),
-                f"cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, such as [2]",
+                f"cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, "
+                "such as [2]",
             )
     for role, placement in config.roles.items():
         key = f"{role}.placement"
         if placement.pool not in pools:
             yield Problem(
                 (f"{key}.pool", "cluster.pools"),
-                f"{key}.pool={placement.pool!r} is not in cluster.pools, which has {', '.join(pools)}",
+                f"{key}.pool={placement.pool!r} is not in cluster.pools; expected one of {', '.join(pools)}",
             )
         elif whole and placement.num_ranks is not None and placement.num_ranks > sum(pools[placement.pool]):
             yield Problem(
                 (f"{key}.num_ranks", "cluster.pools"),
                 f"{key}.num_ranks={placement.num_ranks} is more ranks than pool {placement.pool!r} has bundles "
                 f"(cluster.pools.{placement.pool}={list(pools[placement.pool])} makes {sum(pools[placement.pool])})",
+            )
+    used = {placement.pool for placement in config.roles.values()}
+    for name in pools:
+        if name not in used:
+            yield Problem(
+                (f"cluster.pools.{name}",),
+                f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
+                f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
             )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+_MAX_SHOWN = 120
 
 
 class Section(BaseModel):
@@ -28,7 +31,7 @@ def key(
 
     Args:
         default: its value when nobody sets it; without one the key is required.
-        help: one sentence, shown by `rally config --help-keys` and in the docs.
+        help: one sentence, shown by `rally config --explain` and in the docs.
         unit: "s", "tokens", "GiB" ...; empty for plain numbers and words.
         above: exclusive lower bound.
         at_least: inclusive lower bound.
@@ -47,7 +50,8 @@ def key(
 def section(default: object, *, help: str) -> Any:  # noqa: A002
     """Declare a nested section: a section type for "on by default", None for "off by default"."""
     if isinstance(default, type):
-        return Field(default_factory=default, description=help)
+        # Made from an empty section, so that a required key inside is reported under its whole name.
+        return Field(default_factory=dict, validate_default=True, description=help)
     return Field(default, description=help)
 
 
@@ -69,7 +73,40 @@ def leaves(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every leaf of a config with its value; a section that is off counts as a leaf."""
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Section):
+            yield from values_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", None if section_of(info) else value
+
+
+def shown(value: object) -> str:
+    """Write a value as in YAML, text in quotes, cut when it is long.
+
+    >>> shown({"lr": 1e-06, "name": "a", "pools": (2, 2), "kl": None})
+    "{lr: 1e-06, name: 'a', pools: [2, 2], kl: null}"
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case dict():
+            items = cast("dict[object, object]", value).items()
+            text = "{" + ", ".join(f"{name}: {shown(inner)}" for name, inner in items) + "}"
+        case list() | tuple():
+            text = f"[{', '.join(map(shown, cast('Sequence[object]', value)))}]"
+        case str():
+            text = repr(value)
+        case _:
+            text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ..."
+
+
 def unit_of(info: FieldInfo) -> str:
     """Return the unit of a leaf, or an empty string."""
-    extra = info.json_schema_extra
-    return str(extra.get("unit", "")) if isinstance(extra, dict) else ""
+    extra = cast("dict[str, object] | None", info.json_schema_extra)
+    return str(extra["unit"]) if extra else ""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import ValidationError
@@ -16,10 +19,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rallypoint.config import check
-from rallypoint.config.fields import Section, leaves, section_of, unit_of
-from rallypoint.config.source import Source, read
+from rallypoint.config.fields import Section, leaves, section_of, shown, unit_of, values_of
+from rallypoint.config.source import Source, origin_of, read
 from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
+
+_MAX_SUGGESTIONS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,16 +74,6 @@ def load_config(
     return LoadedConfig(source.name, config, origins)
 
 
-def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every leaf of a config with its value; a section that is off counts as a leaf."""
-    for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
-        if isinstance(value, Section):
-            yield from values_of(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", None if section_of(info) else value
-
-
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:
     """Validate what is left without the wrong keys, standing in for required ones, to look for more problems."""
     standins: dict[str, Any] = {"recipe": "ppo", "reward": {"function": "digits"}}
@@ -109,61 +104,102 @@ def _overlap(first: str, second: str) -> bool:
 
 
 def _with_origins(problem: check.Problem, source: Source) -> str:
-    places = {source.origins[name] for name in problem.keys if name in source.origins}
+    places = {place for name in problem.keys if (place := origin_of(source.origins, name)) is not None}
     return f"{problem.text} ({', '.join(sorted(places))})" if places else problem.text
 
 
 def _explain(detail: ErrorDetails, source: Source) -> tuple[str, str]:
     """Turn one of pydantic's errors into a dotted key and a sentence with key, value, range and place."""
-    parts = [str(part) for part in detail["loc"]]
-    dotted = ".".join(parts)
+    parts = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
+    dotted, found = ".".join(parts), detail["input"]
+    if len(parts) < len(detail["loc"]):  # an item of a list: the list is the value
+        found = _value_at(source.values, parts)
     known = leaves(RunConfig)
-    owner = next((dotted[: dotted.find(name) + len(name)] for name in known if dotted.startswith(f"{name}.")), dotted)
-    origin = source.origins.get(dotted) or source.origins.get(owner)
-    origin = origin or next((o for k, o in source.origins.items() if k.startswith(f"{dotted}.")), None)
-    place = f" ({origin})" if origin else ""
-    if detail["type"] == "extra_forbidden":
-        return dotted, f"{dotted}: unknown key{place}; {_suggest(parts)}"
+    owner = next((name for name in known if dotted == name or dotted.startswith(f"{name}.")), dotted)
+    info = known.get(owner)
     if detail["type"] == "missing":
-        return dotted, f"{dotted}: required, but not set; expected {_expected(known.get(dotted), detail)}"
-    found = detail["input"]
-    if isinstance(found, Section):
-        found = found.model_dump()
-    return dotted, f"{dotted}={_show(found)}{place}: expected {_expected(known.get(owner), detail, dotted)}"
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, str) else str(value)
-
-
-def _expected(info: FieldInfo | None, detail: ErrorDetails, dotted: str = "") -> str:
-    """Say what a key takes: its words, or its type with its range and unit."""
+        meaning = f": {info.description.rstrip('.')}" if info and info.description else ""
+        return dotted, f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"
+    origin = origin_of(source.origins, dotted)
+    said = f"{dotted}={shown(found)}" + (f" ({origin})" if origin else "")
+    if detail["type"] == "extra_forbidden":
+        return dotted, f"{said}: unknown key; {_suggest(parts, found)}"
     if info is None:
-        inner = _section_at(dotted.split("."))
-        return f"a section with the keys {', '.join(inner.model_fields)}" if inner else detail["msg"].lower()
+        return dotted, f"{said}: expected {_expected_section(parts, found)}"
+    return dotted, f"{said}: expected {expected(info)}{_hint(info, found)}"
+
+
+def expected(info: FieldInfo) -> str:
+    """Say what a key takes: its words, or its type with range and unit.
+
+    >>> expected(leaves(RunConfig)["actor.num_epochs"]), expected(leaves(RunConfig)["checkpoint.every_steps"])
+    ('a whole number from 1 to 100', 'a whole number of at least 1 (steps) or null')
+    """
+    options = _options(info)
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    kinds |= {tuple: "a file name or a list of file names", dict: "pool names with process counts, such as {main: [2]}"}
+    words = _words(info)
+    kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
+    unit = f" ({unit_of(info)})" if unit_of(info) else ""
+    return kind + _range(info) + unit + (" or null" if type(None) in options else "")
+
+
+def _expected_section(parts: Sequence[str], found: object) -> str:
+    above, kind = _section_at(parts[:-1]), _section_at(parts)
+    assert above is not None, "what is no leaf is a section"
+    assert kind is not None, "what is no leaf is a section"
+    hint = ""
+    if type(None) in get_args(above.model_fields[parts[-1]].annotation):
+        hint = "; {} switches it on as it is, null off"
+    elif found is None:
+        hint = "; leave it out for its defaults"
+    return f"a section with the keys {', '.join(kind.model_fields)}{hint}"
+
+
+def _options(info: FieldInfo) -> list[Any]:
+    """Return the types that a key may have, without what they hold."""
     annotation: Any = info.annotation
-    options = [annotation, *get_args(annotation)]
-    words = next((get_args(option) for option in options if get_origin(option) is Literal), None)
-    null = " or null" if type(None) in get_args(annotation) else ""
-    if words:
-        near = difflib.get_close_matches(str(detail["input"]), [str(word) for word in words], n=1)
-        return f"one of {', '.join(str(w) for w in words)}{null}" + (f"; did you mean {near[0]}?" if near else "")
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    kind = next((name for kind, name in names.items() if kind in options), "a list")
-    if get_origin(annotation) is dict:
-        kind = "pool names with lists of process counts, such as {main: [2]}"
-    return kind + range_of(info) + (f" ({unit_of(info)})" if unit_of(info) else "") + null
+    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return [get_origin(option) or option for option in options]
 
 
-def range_of(info: FieldInfo) -> str:
-    """Return the allowed range of a leaf as words, such as ` above 0, at most 1`; empty for none."""
-    words = {"gt": "above", "ge": "at least", "le": "at most"}
-    bounds = [f"{words[name]} {getattr(m, name)}" for m in info.metadata for name in words if hasattr(m, name)]
-    return f" {', '.join(bounds)}" if bounds else ""
+def _words(info: FieldInfo) -> list[str]:
+    return [str(word) for word in get_args(info.annotation)] if get_origin(info.annotation) is Literal else []
+
+
+def _range(info: FieldInfo) -> str:
+    limits = {name: getattr(m, name) for m in info.metadata for name in ("gt", "ge", "le") if hasattr(m, name)}
+    match limits:
+        case {"ge": low, "le": high}:
+            return f" from {low} to {high}"
+        case {"gt": low, "le": high}:
+            return f" above {low}, at most {high}"
+        case {"gt": low}:
+            return f" above {low}"
+        case {"ge": low}:
+            return f" of at least {low}"
+        case _:
+            return ""
+
+
+def _hint(info: FieldInfo, found: object) -> str:
+    """Guess what was meant by a value of the wrong type, or by a wrong word."""
+    options = _options(info)
+    near = difflib.get_close_matches(str(found), _words(info), n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    if str in options and isinstance(found, int | float):
+        return f'; with quotes it is text: "{shown(found)}"'
+    if int in options and isinstance(found, float) and found.is_integer():
+        return f"; did you mean {int(found)}?"
+    return ""
+
+
+def _value_at(values: Mapping[str, Any], parts: Sequence[str]) -> object:
+    value: Any = values
+    for part in parts:
+        value = value[part]
+    return value
 
 
 def _section_at(parts: Sequence[str]) -> type[Section] | None:
@@ -174,16 +210,28 @@ def _section_at(parts: Sequence[str]) -> type[Section] | None:
     return kind
 
 
-def _suggest(parts: Sequence[str]) -> str:
-    """Name the nearest right key: first beside the wrong one, then anywhere in the tree."""
-    prefix, name = list(parts[:-1]), parts[-1]
+def _suggest(parts: Sequence[str], found: object) -> str:
+    """Name the nearest right keys: beside the wrong one, then anywhere in the tree, then by their meaning."""
+    known = leaves(RunConfig)
+    rest: list[str] = []
+    while isinstance(found, dict) and len(cast("dict[str, object]", found)) == 1:
+        [(name, found)] = cast("dict[str, object]", found).items()
+        rest.append(name)
+    *prefix, name = parts
     here = _section_at(prefix) or RunConfig
     near = difflib.get_close_matches(name, here.model_fields, n=1)
     if near:
-        return f"did you mean {'.'.join([*prefix, near[0]])}?"
-    everywhere = leaves(RunConfig)
-    same_name = [dotted for dotted in everywhere if dotted.rsplit(".", 1)[-1] == name]
-    found = same_name or difflib.get_close_matches(".".join(parts), everywhere, n=1, cutoff=0.5)
-    if found:
-        return f"did you mean {found[0]}?"
+        section = ".".join([*prefix, near[0]])
+        whole = ".".join([section, *rest])
+        return f"did you mean {whole if whole in known else section}?"
+    wanted = [*parts, *rest]
+    tails = [".".join(wanted[start:]) for start in range(len(wanted))]
+    near = difflib.get_close_matches(wanted[-1], {dotted.rsplit(".", 1)[-1] for dotted in known}, n=1, cutoff=0.7)
+    for tail in (*tails, *near):
+        ending = [dotted for dotted in known if f".{dotted}".endswith(f".{tail}")]
+        if ending:
+            return f"did you mean {' or '.join(ending[:_MAX_SUGGESTIONS])}?"
+    meant = [d for d, info in known.items() if re.search(rf"\b{re.escape(wanted[-1])}\b", info.description or "", re.I)]
+    if meant:
+        return f"did you mean {' or '.join(meant[:_MAX_SUGGESTIONS])}?"
     return f"{'.'.join(prefix) or 'the top level'} has the keys {', '.join(here.model_fields)}"

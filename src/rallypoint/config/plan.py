@@ -84,7 +84,7 @@ class Plan:
     updates: Mapping[str, tuple[int, int, int]]
     """Learner -> (optimizer steps a training step, rows of a mini-batch, most micro-batches of one on a rank)."""
     num_parameters: int | None
-    """None when the model is on the hub and nothing is known of it yet."""
+    """None when nothing is known of the model yet, as it is on the hub."""
     memory: tuple[RoleMemory, ...]
     """Empty when the model is not known."""
 
@@ -113,29 +113,31 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:
-    """Return the model's shape from the config or from its folder; None for a model on the hub."""
+    """Return the model's shape from the config or from its folder; None when that cannot be known yet."""
     made = config.model.create
     if made is not None:
         return _created_shape(made)
-    folder = Path(config.model.path or "").expanduser()
-    return read_shape(folder) if (folder / "config.json").is_file() else None
+    return read_shape(Path(config.model.path).expanduser()) if config.model.path is not None else None
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """Read a shape from config.json, filling in what families leave to their defaults."""
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads, hidden = int(values.get("num_attention_heads", 1)), int(values.get("hidden_size", 1))
-    return ModelShape(
-        num_layers=int(values.get("num_hidden_layers", 1)),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_key_value_heads=int(values.get("num_key_value_heads") or heads),
-        head_dim=int(values.get("head_dim") or hidden // heads),
-        intermediate_size=int(values.get("intermediate_size", 4 * hidden)),
-        vocab_size=int(values.get("vocab_size", 1)),
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        query_key_norm="qwen3" in str(values.get("model_type", "")),
-    )
+def read_shape(folder: Path) -> ModelShape | None:
+    """Read a shape from config.json; None when it is not there, or not that of a plain decoder."""
+    try:
+        values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+        return ModelShape(
+            num_layers=int(values["num_hidden_layers"]),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_key_value_heads=int(values.get("num_key_value_heads") or heads),
+            head_dim=int(values.get("head_dim") or hidden // heads),
+            intermediate_size=int(values["intermediate_size"]),
+            vocab_size=int(values["vocab_size"]),
+            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            query_key_norm="qwen3" in str(values.get("model_type", "")),
+        )
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
+        return None
 
 
 def _created_shape(made: CreateModelConfig) -> ModelShape:

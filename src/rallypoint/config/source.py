@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -30,17 +30,49 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the floats that people write (`3e-4`); plain YAML 1.1 reads them as text."""
+    """YAML with numbers as people write them.
+
+    Plain YAML 1.1 reads `3e-4` as text, `010` as 8 and `1:30` as 90, and makes dates of names. Here the first is a
+    number and the others are text.
+    """
 
 
+class _NotYAMLError(ValueError):
+    """A text is not YAML; says why in one line."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][\d_]*)",
+    "tag:yaml.org,2002:float": r"[-+]?((\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\d[\d_]*\.\d*|\.\d+|\.(inf|Inf))|\.(nan|NaN)",
+}
+_NOT_OURS = {*_NUMBERS, "tag:yaml.org,2002:timestamp"}
 _Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag not in _NOT_OURS]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_FLOAT = re.compile(
-    r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.\d*|\.\d+)|[-+]?\.(inf|Inf)|\.(nan|NaN)"
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_FLOAT.pattern})$"), list("-+0123456789."))
+for _tag, _pattern in _NUMBERS.items():
+    for _letter in "-+0123456789.":
+        _Loader.yaml_implicit_resolvers.setdefault(_letter, []).append((_tag, re.compile(f"^(?:{_pattern})$")))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that the loader above, or any other, would take for something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    letter: [*_Loader.yaml_implicit_resolvers.get(letter, []), *resolvers]
+    for letter, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Return the text from which `read` makes these values again."""
+    dump = cast("Callable[..., str]", yaml.dump)  # pyright: ignore[reportUnknownMemberType]
+    return dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -90,76 +122,133 @@ def read(name: str, overrides: Sequence[str] = ()) -> Source:
     values, origins, problems = source.values, source.origins, list[str]()
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", dotted):
+        if not equals or not re.fullmatch(r"\w[\w-]*(\.\w[\w-]*)*", dotted):
             problems.append(f"{override!r}: expected key=value, such as trainer.num_steps=20")
             continue
         try:
-            node = yaml.compose(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            problems.append(f"{override!r}: the value is not valid YAML ({_one_line(error)})")
+            node = _parse(text)
+        except _NotYAMLError as error:
+            problems.append(f"{override!r}: the value is not valid YAML: {error}")
             continue
         if node is None:
             problems.append(f"{override!r}: no value after `=`; write {dotted}=null to switch it off")
             continue
-        part, part_origins = _plain(node, COMMAND_LINE, "", problems)
+        part, part_origins = _plain(node, COMMAND_LINE, dotted, problems)
         for name_part in reversed(dotted.split(".")):
             part = {name_part: part}
         _merge(values, cast("dict[str, Any]", part), origins, "")
-        origins |= {f"{dotted}.{inner}" if inner else dotted: origin for inner, origin in part_origins.items()}
+        origins |= part_origins
     if problems:
         raise ConfigError(tuple(problems))
-    return Source(path.parent.name if path.name == "config.yaml" else path.stem, values, origins)
+    name = path.absolute().parent.name if path.name == "config.yaml" else path.stem
+    return Source(name, values, origins)
+
+
+def origin_of(origins: Mapping[str, str], dotted: str) -> str | None:
+    """Return where a key was set: itself, something inside it, or the nearest section around it."""
+    inside = [place for name, place in origins.items() if name.startswith(f"{dotted}.")]
+    while dotted and dotted not in origins and not inside:
+        dotted = dotted.rpartition(".")[0]
+    return origins.get(dotted) or next(iter(inside), None)
 
 
 def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     """Read one file and, below it, the recipe that its key `base` names."""
-    if path in seen:
-        raise ConfigError((f"{path}: `base` leads back to itself: {' -> '.join(p.name for p in (*seen, path))}",))
+    if path.resolve() in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise ConfigError((f"{path}: `base` leads back to itself: {chain}",))
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError((f"{path}: not valid YAML: {_one_line(error)}",)) from None
+        node = _parse(path.read_text(encoding="utf-8"))
+    except _NotYAMLError as error:
+        raise ConfigError((f"{path}:{error.line}: not valid YAML: {error}",)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError((f"{path}: cannot be read: {error}",)) from None
     if node is None:
         raise ConfigError((f"{path}: the file is empty; expected at least `recipe:` and `reward:`",))
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError((f"{path}: expected keys and values at the top, found a {node.id}",))
+        raise ConfigError((f"{path}: expected keys and values at the top, found a {_kind(node)}",))
     problems: list[str] = []
     values, origins = _plain(node, path.name, "", problems)
     if problems:
         raise ConfigError(tuple(problems))
-    base = values.pop("base", None)
-    origins.pop("base", None)
+    base, origin = values.pop("base", None), origins.pop("base", path.name)
     if base is None:
         return Source(path.stem, values, origins)
-    beside = path.parent / str(base)
-    below = _read_file(beside if beside.is_file() else find(str(base)), (*seen, path))
+    below = _read_file(_find_base(base, path.parent, origin), (*seen, path.resolve()))
     _merge(below.values, values, below.origins, "")
     return Source(path.stem, below.values, below.origins | origins)
 
 
-def _plain(node: yaml.Node, file: str, prefix: str, problems: list[str]) -> tuple[Any, dict[str, str]]:
+def _find_base(base: object, folder: Path, origin: str) -> Path:
+    if not isinstance(base, str):
+        raise ConfigError((f"base={base} ({origin}): expected a shipped recipe or a .yaml file beside this one",))
+    beside = folder / base
+    try:
+        return beside if beside.is_file() else find(base)
+    except ConfigError as error:
+        raise ConfigError(tuple(f"base={base!r} ({origin}): {problem}" for problem in error.problems)) from None
+
+
+def _parse(text: str) -> yaml.Node | None:
+    """Return YAML's tree of nodes, which know their lines; None for a text without a value."""
+    compose = cast("Callable[..., yaml.Node | None]", yaml.compose)  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = ", ".join(_one_line(part) for part in (error.context, error.problem) if part)
+        raise _NotYAMLError(mark.line + 1 if mark else 1, reason) from None
+    except yaml.YAMLError as error:
+        raise _NotYAMLError(1, _one_line(error)) from None
+    except RecursionError:
+        raise _NotYAMLError(1, "it is nested too deeply") from None
+
+
+def _plain(
+    node: yaml.Node, file: str, prefix: str, problems: list[str], above: tuple[yaml.Node, ...] = ()
+) -> tuple[Any, dict[str, str]]:
     """Return a node as plain values, and `file:line` for every leaf."""
-    origin = file if file == COMMAND_LINE else f"{file}:{node.start_mark.line + 1}"
+
+    def place(of: yaml.Node) -> str:
+        return file if file == COMMAND_LINE else f"{file}:{of.start_mark.line + 1}"
+
+    if node in above:
+        problems.append(f"{prefix} ({place(node)}) contains itself")
+        return None, {}
     if not isinstance(node, yaml.MappingNode):
-        loader = _Loader("")
-        try:
-            return loader.construct_object(node, deep=True), {prefix: origin}  # pyright: ignore[reportUnknownMemberType]
-        except yaml.YAMLError as error:
-            problems.append(f"{prefix or 'value'} ({origin}): {_one_line(error)}")
-            return None, {prefix: origin}
-        finally:
-            loader.dispose()
+        return _leaf(node, prefix, place(node), problems), {prefix: place(node)}
     values: dict[str, Any] = {}
-    origins: dict[str, str] = {prefix: origin} if not node.value else {}
+    origins: dict[str, str] = {prefix: place(node)} if not node.value else {}
     for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
-        name = str(cast("Any", key_node.value))
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"{prefix or 'top level'} ({place(key_node)}): expected a name, found a {_kind(key_node)}")
+            continue
+        name = str(key_node.value)
+        dotted = f"{prefix}.{name}" if prefix else name
         if name in values:
-            problems.append(
-                f"{prefix}{'.' if prefix else ''}{name} is set twice, again in {file}:{key_node.start_mark.line + 1}"
-            )
-        values[name], inner = _plain(value_node, file, f"{prefix}.{name}" if prefix else name, problems)
+            problems.append(f"{dotted} is set twice: in {origin_of(origins, dotted)} and in {place(key_node)}")
+        values[name], inner = _plain(value_node, file, dotted, problems, (*above, node))
         origins |= inner
     return values, origins
+
+
+def _leaf(node: yaml.Node, dotted: str, place: str, problems: list[str]) -> Any:
+    loader = _Loader("")
+    construct = cast("Callable[..., Any]", loader.construct_object)  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return construct(node, deep=True)
+    except yaml.MarkedYAMLError as error:
+        problems.append(f"{dotted} ({place}): {_one_line(error.problem)}")
+        return None
+    except ValueError as error:
+        problems.append(f"{dotted}={node.value!r} ({place}): {error}")
+        return None
+
+
+def _kind(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "section"
+    return "list" if isinstance(node, yaml.SequenceNode) else "single value"
 
 
 def _merge(into: dict[str, Any], over: Mapping[str, Any], origins: dict[str, str], prefix: str) -> None:
@@ -176,5 +265,5 @@ def _merge(into: dict[str, Any], over: Mapping[str, Any], origins: dict[str, str
                 del origins[stale]
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: object) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()

@@ -245,7 +245,7 @@ class TrainerConfig(Section):
 class RunConfig(Section):
     """Everything a run depends on."""
 
-    recipe: Literal["ppo", "grpo"] = key(help="The training step: recipes/ppo.py or recipes/grpo.py.")
+    recipe: Literal["ppo", "grpo"] = key(help="The algorithm: recipes/ppo.py or recipes/grpo.py.")
     seed: int = key(0, at_least=0, at_most=2**31 - 1, help="Of weights, order of prompts and sampling.")
     model: ModelConfig = section(ModelConfig, help="The model to train.")
     data: DataConfig = section(DataConfig, help="The prompts.")
@@ -296,5 +296,8 @@ class RunConfig(Section):
         return placement.num_ranks or sum(self.cluster.pools[placement.pool])
 
 
-UNUSED_SECTIONS: dict[str, tuple[str, ...]] = {"ppo": ("grpo",), "grpo": ("ppo", "critic")}
-"""Sections that a recipe does not read; setting one of their keys by hand is an error."""
+def unread_sections(config: RunConfig) -> dict[str, str]:
+    """Return the sections that nothing reads in this run, each with the setting that makes it so."""
+    recipe = f"recipe={config.recipe}"
+    unread = {"grpo": recipe} if config.recipe == "ppo" else {"ppo": recipe, "critic": recipe}
+    return unread if config.kl is not None else {**unread, "reference": "kl=null"}

@@ -20,7 +20,7 @@ from rallypoint.config import OptimizerConfig
 from rallypoint.data.packing import pack_rows
 from rallypoint.engine.forward import trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
-from rallypoint.errors import NotFiniteError
+from rallypoint.errors import NotFiniteError, PeerFailedError
 from rallypoint.parallel import Collective
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
 
@@ -81,21 +81,18 @@ class Engine(Generic[BatchT]):
 
         Raises:
             NotFiniteError: a loss or the gradient is NaN or infinite; the weights are left untouched.
+            PeerFailedError: another rank raised on its rows; no rank takes the step, and none waits for ever.
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         assert self._optimizer_config is not None, "the optimizer was made from it"
         self.optimizer.zero_grad(set_to_none=False)
         measured: list[Metrics] = []
-        for rows, part in self._micro_batches(batch):
-            positions = trained_positions(part)
-            if not len(positions):
-                continue
-            total, metrics = loss(part, positions)
-            if not math.isfinite(total.item()):
-                raise NotFiniteError(f"the loss is {total.item()} for {_name_rows(batch, rows)}")
-            (total / denominator).backward()
-            measured.append(metrics)
-        norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm)
+        failure: Exception | None = None
+        try:
+            measured += self._accumulate(batch, loss, denominator)
+        except Exception as error:  # noqa: BLE001 - raised again as soon as the other ranks know
+            failure = error
+        norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm, failure)
         rate = learning_rate(self._optimizer_config, step, num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -103,14 +100,45 @@ class Engine(Generic[BatchT]):
         # Every rank measured the same norm and rate, and `Last` keeps one of them.
         return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
 
-    def _reduce_and_clip(self, max_norm: float) -> float:
-        """Sum gradients over the ranks, scale them down to a global norm, and return the norm before."""
+    def _accumulate(self, batch: BatchT, loss: Loss[BatchT], denominator: float) -> Iterator[Metrics]:
+        """Add up the gradients of this rank's micro-batches."""
+        for rows, part in self._micro_batches(batch):
+            positions = trained_positions(part)
+            if not len(positions):
+                continue
+            total, metrics = loss(part, positions)
+            if not math.isfinite(total.item()):
+                raise NotFiniteError(f"the loss is {total.item()} for {self._blame(batch, rows, loss)}")
+            (total / denominator).backward()
+            yield metrics
+
+    @torch.no_grad()
+    def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:
+        """Name the rows whose own loss is not finite; all of them when it is only their sum."""
+        alone = [batch.rows([row]) for row in rows]
+        guilty = [
+            row
+            for row, part in zip(rows, alone, strict=True)
+            if part.num_loss_tokens and not math.isfinite(loss(part, trained_positions(part))[0].item())
+        ]
+        return _name_rows(batch, guilty or rows)
+
+    def _reduce_and_clip(self, max_norm: float, failure: Exception | None) -> float:
+        """Sum gradients over the ranks, scale them down to a global norm, and return the norm before.
+
+        A rank that failed takes part, and says so: the others would wait for it.
+        """
         weights = [p for p in self.model.parameters() if p.requires_grad]
         for weight in weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        self._collective.all_reduce_sum(gradients)
+        num_failed = torch.tensor([0.0 if failure is None else 1.0])
+        self._collective.all_reduce_sum([*gradients, num_failed])
+        if failure is not None:
+            raise failure
+        if num_failed.item():
+            raise PeerFailedError("another rank stopped this update; see its error")
         norm = torch.nn.utils.clip_grad_norm_(weights, max_norm).item()
         if not math.isfinite(norm):
             raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")

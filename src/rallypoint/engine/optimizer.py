@@ -57,16 +57,30 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned.
+    """Put back what `optimizer_tensors` returned; nothing stays of the state before.
 
     Raises:
-        ValueError: the state is of another model; the names that differ are listed.
+        ValueError: the state is of another model; what differs is listed.
     """
     weights = dict(model.named_parameters())
-    unknown = sorted({name.rpartition("/")[0] for name in tensors} - set(weights))
-    lacking = sorted(set(weights) - {name.rpartition("/")[0] for name in tensors}) if tensors else []
-    if unknown or lacking:
-        raise ValueError(f"optimizer state of another model: unknown {unknown[:5]}, lacking {lacking[:5]}")
+    shapes = {
+        f"{name}/{what}": shape
+        for name, weight in weights.items()
+        for what, shape in (("step", ()), ("exp_avg", weight.shape), ("exp_avg_sq", weight.shape))
+    }
+    wrong = [
+        *(f"unknown {name}" for name in sorted(set(tensors) - set(shapes))),
+        *(f"lacking {name}" for name in sorted(set(shapes) - set(tensors)) if tensors),
+        *(
+            f"{name}: {list(value.shape)} instead of {list(shapes[name])}"
+            for name, value in tensors.items()
+            if name in shapes and tuple(value.shape) != tuple(shapes[name])
+        ),
+    ]
+    if wrong:
+        raise ValueError(f"optimizer state of another model: {', '.join(wrong[:5])}")
+    optimizer.state.clear()
     for name, value in tensors.items():
         weight_name, _, what = name.rpartition("/")
-        optimizer.state[weights[weight_name]][what] = value.clone()
+        weight = weights[weight_name]
+        optimizer.state[weight][what] = value.to(weight.device, copy=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rallypoint.errors import NotFiniteError
 from rallypoint.generation.cache import DecodeRows, PrefillRows
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampling import sample
@@ -52,6 +53,7 @@ class NativeGenerator:
 
         Raises:
             ValueError: a prompt is empty.
+            NotFiniteError: a logit is NaN or infinite; the rollout is named.
         """
         if len(prompts) and int(prompts.lengths.min()) == 0:
             raise ValueError(f"prompt {int(prompts.prompt_index[prompts.lengths.argmin()])} has no tokens")
@@ -100,7 +102,11 @@ class NativeGenerator:
         return _assemble(prompts, params, version, tokens, logprobs, lengths, stopped)
 
     def _steps(self, prompts: Prompts, params: SamplingParams):
-        """Yield (tokens, logprobs) of all rows for one position after the other; send prompts to keep."""
+        """Yield (tokens, logprobs) of all rows for one position after the other; send prompts to keep.
+
+        Raises:
+            NotFiniteError: a logit is NaN or infinite; the rollout is named.
+        """
         device = self.model.device
         prefill = PrefillRows(prompts.offsets, device)
         states = self._backbone(prompts.tokens.to(device), prefill)
@@ -112,13 +118,21 @@ class NativeGenerator:
             prompts.prompt_index.repeat_interleave(params.group_size),
             torch.arange(params.group_size).repeat(len(prompts)),
         ).to(device)
+        rollouts = torch.arange(len(keys))
         for position in range(params.max_new_tokens):
             tokens, logprobs = sample(logits, params.temperature, uniform(keys, position))
+            if bool(logprobs.isnan().any()):
+                prompt, sample_index = divmod(int(rollouts[logprobs.cpu().isnan()][0]), params.group_size)
+                raise NotFiniteError(
+                    f"the logits are not finite for token {position} of the response of "
+                    f"prompt {int(prompts.prompt_index[prompt])} sample {sample_index}"
+                )
             kept = yield tokens, logprobs
             if kept is not None:
                 cache.keep(kept.to(device))
-                rows = (kept.unsqueeze(1) * params.group_size + torch.arange(params.group_size)).flatten().to(device)
-                tokens, keys = tokens[rows], keys[rows]
+                rows = (kept.unsqueeze(1) * params.group_size + torch.arange(params.group_size)).flatten()
+                rollouts = rollouts[rows]
+                tokens, keys = tokens[rows.to(device)], keys[rows.to(device)]
             logits = self._logits(self._backbone(tokens, cache))
             cache.num_decoded += 1
 

@@ -21,7 +21,7 @@ def sample(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor,
 
     Returns:
         tokens [B] int64, and their logprobs [B] float32 in the distribution that was drawn from
-        (for temperature 0: in the model's own).
+        (for temperature 0: in the model's own). NaN where the logits of a row are not finite.
     """
     everything = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     tokens = everything.argmax(-1) if temperature == 0 else _invert(everything, numbers)
@@ -38,5 +38,6 @@ def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
         drawn = torch.searchsorted(cumulative, number.unsqueeze(-1) * total, right=True)
         # Rounding may push number * total onto total itself; the last token with any probability ends there.
         last = torch.searchsorted(cumulative, total.contiguous())
-        tokens.append(torch.minimum(drawn, last).squeeze(-1))
+        # In a row of NaN both are behind the last token.
+        tokens.append(torch.minimum(drawn, last).squeeze(-1).clamp(max=logprobs.shape[-1] - 1))
     return torch.cat(tokens)

@@ -17,6 +17,9 @@ from transformers import AttentionInterface
 
 ATTENTION = "rallypoint_rows"
 
+# What layers of some families pass along, by the names that transformers has for it.
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
 # Measured on CPUs: below this length two batched matrix products beat the fused kernel, forward and backward.
 _LONGEST_FOR_BMM = 512
 
@@ -50,11 +53,18 @@ def attend_rows(
     dropout: float = 0.0,
     *,
     rows: Rows,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `Rows`."""
+    """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `Rows`.
+
+    Raises:
+        ValueError: the layer asks for what would change the result and is not supported yet.
+    """
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes neither a mask nor dropout: the rows say who sees whom")
+    asked = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if asked:
+        raise ValueError(f"packed attention does not support {', '.join(asked)} yet")
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     out = rows.attend(int(module.layer_idx), query, key, value, scaling)  # pyright: ignore[reportArgumentType]
     return out.unsqueeze(0), None

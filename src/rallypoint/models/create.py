@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
+from rallypoint.models.load import quiet_transformers
+
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -42,6 +44,7 @@ def create_model(
         max_positions: longest row that the model declares to support, in tokens.
         seed: of the weights.
     """
+    quiet_transformers()
     make_config, make_model = FAMILIES[architecture]
     torch.manual_seed(seed)
     config = make_config(
@@ -57,7 +60,8 @@ def create_model(
         max_position_embeddings=max_positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        # No padding anywhere: with a padding id, transformers would never train that id's embedding.
+        pad_token_id=None,
     )
     model = make_model(config)
     folder.mkdir(parents=True, exist_ok=True)

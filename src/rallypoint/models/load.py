@@ -6,16 +6,25 @@ does not fit. Must not know: who trains the model.
 
 from __future__ import annotations
 
-import json
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from rallypoint.errors import ModelError
+from rallypoint.models.agreement import check_agreement
 from rallypoint.models.attention import ATTENTION
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,9 +41,13 @@ def load_policy(path: str, *, dtype: str, trust_remote_code: bool = False) -> Pr
     Raises:
         ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
     """
-    model = _load(AutoModelForCausalLM, path, dtype, trust_remote_code, {})
+    config = _read_config(path, trust_remote_code)
+    if _architecture(config).endswith("Classification"):
+        raise ModelError(f"{path}: holds a critic or reward model ({_architecture(config)}), expected a language model")
+    model = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
     if model.get_output_embeddings() is None:
         raise ModelError(f"{path}: {type(model).__name__} has no output embeddings; expected a causal language model")
+    check_agreement(path, model, lm_head(model))
     return model
 
 
@@ -53,10 +66,13 @@ def load_critic(path: str, *, dtype: str, seed: int, trust_remote_code: bool = F
         ModelError: the folder is missing or incomplete, or its family has no token classifier.
     """
     torch.manual_seed(seed)
-    extra = {"num_labels": 1, "classifier_dropout": 0.0}
-    model = _load(AutoModelForTokenClassification, path, dtype, trust_remote_code, extra, may_lack=("score.",))
-    head = cast("nn.Linear", value_head(model))
-    if not _has_value_head(path):
+    config = _read_config(path, trust_remote_code, num_labels=1)
+    has_head = _architecture(config).endswith("ForTokenClassification")
+    may_lack = () if has_head else ("score.",)
+    model = _load(AutoModelForTokenClassification, path, config, dtype, trust_remote_code, may_lack)
+    head = value_head(model)
+    check_agreement(path, model, head)
+    if not has_head:
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.zero_()
@@ -75,8 +91,15 @@ def value_head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
+def quiet_transformers() -> None:
+    """Keep its progress bars and advice off the screen, which shows the run."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write config.json and model.safetensors, as any Hugging Face tool reads them."""
+    quiet_transformers()
     implementation = model.config._attn_implementation
     model.config._attn_implementation = None
     try:
@@ -90,33 +113,66 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=True))
 
 
+def _read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
+    quiet_transformers()
+    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+        raise ModelError(f"{path}: there is no such folder")
+    with _explained(path):
+        return AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    """Return the class that the folder was saved from, as far as it says."""
+    return (config.architectures or [""])[0]
+
+
+def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    return {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).is_dir()}
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn what transformers raises about a folder into a `ModelError`."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{path}: transformers cannot load it: {error}") from error
+
+
 def _load(
     factory: Any,
     path: str,
+    config: PreTrainedConfig,
     dtype: str,
     trust_remote_code: bool,
-    extra: dict[str, Any],
     may_lack: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).is_dir()}
-    try:
-        config = AutoConfig.from_pretrained(path, **options, **extra)
+    with _explained(path):
         model, report = factory.from_pretrained(
             path,
             config=config,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
-            **options,
+            **_options(path, trust_remote_code),
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"{path}: transformers cannot load it: {error}") from error
     _check_complete(path, report, may_lack)
     _check_attention(path, model)
+    _realign(model)
     return cast("PreTrainedModel", model.eval())
+
+
+@torch.no_grad()
+def _realign(model: nn.Module) -> None:
+    """Move every weight into memory of torch's own alignment, one at a time.
+
+    Weights read from a file lie where the file has them, and some matrix products give other last bits at another
+    alignment: two folders with the same weights would not give the same run.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
 
 
 def _check_complete(path: str, report: dict[str, Any], may_lack: tuple[str, ...]) -> None:
@@ -136,16 +192,12 @@ def _check_attention(path: str, model: PreTrainedModel) -> None:
         raise ModelError(
             f"{path}: layers of type {', '.join(sorted(kinds - {'full_attention'}))} are not supported yet"
         )
+    rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    kinds = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        raise ModelError(f"{path}: its rotary embedding depends on the longest row beside, which is not supported yet")
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{path}: {type(model).__name__} does not use transformers' attention registry")
-
-
-def _has_value_head(path: str) -> bool:
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        return False
-    architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""]
-    return architectures[0].endswith("ForTokenClassification")
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:

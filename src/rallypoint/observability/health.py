@@ -141,6 +141,15 @@ RULES: tuple[Rule, ...] = (
         reason="a few long answers are normal; when most are cut, the score measures the limit",
     ),
     Rule(
+        name="rollout/hidden_tokens",
+        words="hidden tokens",
+        side="above",
+        watch=0.02,
+        bad=0.2,
+        advice="special tokens that the reward does not see: an easy hack",
+        reason="a trained model has none inside a response; one token in five is a way around the reward",
+    ),
+    Rule(
         name="reward/std",
         words="rewards all equal",
         side="below",

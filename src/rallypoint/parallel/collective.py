@@ -66,7 +66,7 @@ class Gloo:
         """Send all tensors as one flat buffer per type: one latency instead of many."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in same])
             self._group.allreduce([flat]).wait()  # pyright: ignore[reportAttributeAccessIssue]
             for tensor, total in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(total.view_as(tensor))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
+from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
 
@@ -31,11 +32,13 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
     if config.model.path is not None:
         yield from _model("model.path", config.model.path)
+        yield from _positions(config.model.path, config)
     if config.critic.path is not None and config.recipe == "ppo":
         yield from _model("critic.path", config.critic.path)
     for name, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for path in paths:
             yield from _data(name, path)
+    yield from _generated(config)
     reward = check_reward_spec(config.reward.function)
     if reward is not None:
         yield Problem(("reward.function",), f"reward.function={config.reward.function!r}: {reward}")
@@ -61,8 +64,8 @@ def _model(name: str, path: str) -> Iterator[Problem]:
     if is_hub_name(path):
         return
     if not folder.is_dir():
-        what = "is a file, expected a folder" if folder.exists() else f"no such folder (looked in {Path.cwd()})"
-        yield Problem((name,), f"{name}={path!r}: {what}; a Hugging Face folder has config.json and *.safetensors")
+        what = " is a file, expected a folder" if folder.exists() else f": no such folder (looked in {Path.cwd()})"
+        yield Problem((name,), f"{name}={path!r}{what}; a Hugging Face folder has config.json and *.safetensors")
         return
     config = folder / "config.json"
     if not config.is_file():
@@ -77,6 +80,52 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         yield Problem((name,), f"{name}={path!r}: config.json has no model_type, so transformers cannot load it")
     if not any(folder.glob("*.safetensors")):
         yield Problem((name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)")
+
+
+def _positions(path: str, config: RunConfig) -> Iterator[Problem]:
+    """Compare the rows with the length that a local model supports; what comes from the hub is looked at later."""
+    try:
+        longest = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")).get(
+            "max_position_embeddings"
+        )
+    except (OSError, ValueError, AttributeError):
+        return
+    if isinstance(longest, int) and longest < config.max_row_tokens:
+        yield Problem(
+            ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path"),
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens} make rows of up to {config.max_row_tokens} tokens; expected at most "
+            f"{longest}, which is what model.path={path!r} supports",
+        )
+
+
+def _generated(config: RunConfig) -> Iterator[Problem]:
+    """Compare the digit tasks with their number and with the limits; the digits tokenizer has a token a character."""
+    made = config.data.generate
+    if made is None:
+        return
+    task = make_task(made.task, num_digits=made.num_digits)
+    last = task.prompt(task.num_prompts - 1)
+    if made.num_validation_prompts >= task.num_prompts:
+        yield Problem(
+            ("data.generate.num_validation_prompts", "data.generate.task", "data.generate.num_digits"),
+            f"data.generate.num_validation_prompts={made.num_validation_prompts}: {made.task} with num_digits="
+            f"{made.num_digits} has {task.num_prompts} distinct prompts, and some must be left for training; "
+            f"expected at most {task.num_prompts - 1}",
+        )
+    num_prompt_tokens, num_answer_tokens = len(last) + 2, len(task.answer(last))
+    if config.model.create is not None and config.data.max_prompt_tokens < num_prompt_tokens:
+        yield Problem(
+            ("data.max_prompt_tokens", "data.generate.task", "data.generate.num_digits"),
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} cannot hold the prompts of data.generate; "
+            f"expected at least {num_prompt_tokens} ({last!r} and the marks of its two roles)",
+        )
+    if config.rollout.max_response_tokens < num_answer_tokens:
+        yield Problem(
+            ("rollout.max_response_tokens", "data.generate.task", "data.generate.num_digits"),
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} cannot hold the answers of "
+            f"data.generate; expected at least {num_answer_tokens} ({task.answer(last)!r})",
+        )
 
 
 def _data(name: str, path: str) -> Iterator[Problem]:

@@ -17,14 +17,13 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rallypoint.config import LoadedConfig, RunConfig
+from rallypoint.config import LoadedConfig, RunConfig, to_yaml
 from rallypoint.errors import RunFolderError
 
 
@@ -136,29 +135,39 @@ def open_run(path: Path) -> RunFolder:
 
 
 def write_config(folder: RunFolder, config: RunConfig) -> None:
-    """Write every key with its value, whole or not at all."""
+    """Write every key with its value, whole or not at all; paths so that they hold from any working directory."""
     folder.logs.mkdir(exist_ok=True)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json")
+    for section, name in (("model", "path"), ("critic", "path"), ("trainer", "runs_dir")):
+        values[section][name] = _absolute(values[section][name])
+    for name in ("train", "validation"):
+        values["data"][name] = [_absolute(path) for path in values["data"][name]]
+    file, colon, function = values["reward"]["function"].rpartition(":")
+    values["reward"]["function"] = f"{_absolute(file)}:{function}" if colon else function
     partial = folder.config.with_suffix(".partial")
-    partial.write_text(f"# The resolved config of this run.\n{text}", encoding="utf-8")
+    partial.write_text(f"# The resolved config of this run.\n{to_yaml(values)}", encoding="utf-8")
     partial.rename(folder.config)
 
 
 def newest_run(name: str, runs_dir: Path) -> Path:
-    """Return the run of a recipe that was started last.
+    """Return the run of that name, or the one of a recipe of that name that was started last.
 
     Raises:
         RunFolderError: there is none.
     """
-    runs = [path.parent for path in runs_dir.glob("*/config.yaml") if path.parent.name.startswith(f"{name}-")]
-    exact = runs_dir / name
-    if (exact / "config.yaml").is_file():
-        runs.append(exact)
+    own = re.compile(rf"{re.escape(name)}(-\d{{8}}-\d{{6}}(-\d+)?)?")
+    runs = [path.parent for path in runs_dir.glob("*/config.yaml") if own.fullmatch(path.parent.name)]
     if not runs:
         raise RunFolderError(
             f"no run of {name!r} in {runs_dir.absolute()} to resume; start one with `rally train {name}`"
         )
     return max(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime, path.name))
+
+
+def _absolute(path: str | None) -> str | None:
+    """Return a path that does not depend on the working directory; names on the hub stay what they are."""
+    local = Path(path).expanduser() if path is not None else None
+    return str(local.absolute()) if local is not None and local.exists() else path
 
 
 def _free(path: Path) -> Path:

@@ -11,14 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import RunConfig, load_config
-from rallypoint.data import Example, encode_prompts, load_dataset, load_tokenizer
+from rallypoint.data import EncodedPrompts, Example, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.environments.reward import load_reward
-from rallypoint.environments.scoring import RewardFailure, score_rollouts
+from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeGenerator, SamplingParams
 from rallypoint.models import load_policy
 from rallypoint.recipes.material import stop_tokens
-from rallypoint.types import Prompts, offsets_from_lengths
+from rallypoint.recipes.preflight import is_hub_name
+from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +53,11 @@ def find_trained(name: str) -> Trained:
     """Return the model that a checkpoint, a run folder, a Hugging Face folder or a hub name stands for.
 
     Raises:
-        ModelError: a run folder has no checkpoint yet.
+        ModelError: there is no such folder, or a run folder that has no checkpoint yet.
+        CheckpointError: a checkpoint is damaged.
+        ConfigError: the config of its run cannot be read.
     """
-    path = Path(name).expanduser()
+    path = Path(name).expanduser().absolute()
     if (path / "config.yaml").is_file():
         found = checkpoints.steps(path / "checkpoints")
         if not found:
@@ -62,8 +65,10 @@ def find_trained(name: str) -> Trained:
         path = path / "checkpoints" / checkpoints.checkpoint_name(found[-1])
     if (path / checkpoints.MANIFEST).is_file():
         checkpoints.verify(path)
-    run = path.parent.parent
-    config = load_config(str(run)).config if (run / "config.yaml").is_file() else None
+    if not path.is_dir() and not is_hub_name(name):
+        raise ModelError(f"{name}: no such folder (looked in {Path.cwd()}); expected a checkpoint, a run or a model")
+    is_checkpoint = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file()
+    config = load_config(str(path.parent.parent)).config if is_checkpoint else None
     return Trained(str(path) if path.is_dir() else name, config)
 
 
@@ -91,11 +96,12 @@ def evaluate(
     if spec is None:
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
     function = load_reward(spec)
-    limit = max_response_tokens or (config.rollout.max_response_tokens if config else 512)
     examples = load_dataset(data)[:max_prompts]
     tokenizer = load_tokenizer(trained.path)
     encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
     generator = _generator(trained)
+    usual = config.rollout.max_response_tokens if config else 512
+    limit = _response_limit(trained, generator, encoded, max_response_tokens, usual)
     params = _params(trained, tokenizer, temperature, num_samples, limit, seed)
     prompts = Prompts(
         offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
@@ -107,7 +113,12 @@ def evaluate(
         [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
     )
     rows = [encoded.examples[int(index)] for index in batch.prompt_index]
-    scored = score_rollouts(batch, rows, texts, function, warn=say)
+    return _summarise(batch, rows, texts, score_rollouts(batch, rows, texts, function, warn=say), len(prompts))
+
+
+def _summarise(
+    batch: RolloutBatch, rows: Sequence[Example], texts: Sequence[str], scored: Scored, num_prompts: int
+) -> Evaluation:
     if not len(scored.batch):
         raise RewardError(f"no response could be scored; the first: {scored.failures[0]}")
     scores = scored.batch.scores.tolist()
@@ -121,12 +132,30 @@ def evaluate(
     return Evaluation(
         scores=tuple(scores),
         failures=scored.failures,
-        num_prompts=len(prompts),
+        num_prompts=num_prompts,
         num_tokens=batch.num_loss_tokens,
         num_truncated=int(batch.truncated.sum()),
         best=best,
         worst=worst,
     )
+
+
+def _response_limit(
+    trained: Trained, generator: NativeGenerator, encoded: EncodedPrompts, wanted: int | None, usual: int
+) -> int:
+    """Return how long responses may be; beyond the positions that the model knows it would only babble.
+
+    Raises:
+        ModelError: the longest prompt leaves less room than is wanted, or none.
+    """
+    longest = max(map(len, encoded.token_ids))
+    room = _max_positions(generator) - longest
+    if (wanted or 1) > room:
+        raise ModelError(
+            f"{trained.path}: supports rows of {longest + room} tokens, but the longest prompt has {longest} and a "
+            f"response may have {wanted or usual}; lower --max-response-tokens, or leave long prompts out"
+        )
+    return wanted or min(usual, room)
 
 
 class Conversation:
@@ -136,7 +165,7 @@ class Conversation:
         self._tokenizer = load_tokenizer(trained.path)
         self._generator = _generator(trained)
         self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
-        self._max_positions = int(getattr(self._generator.model.config, "max_position_embeddings", 2**20))
+        self._max_positions = _max_positions(self._generator)
         self._messages: list[dict[str, str]] = []
 
     def ask(self, text: str) -> Iterator[str]:
@@ -176,6 +205,10 @@ class Conversation:
     def forget(self) -> None:
         """Begin a new conversation."""
         self._messages.clear()
+
+
+def _max_positions(generator: NativeGenerator) -> int:
+    return int(getattr(generator.model.config, "max_position_embeddings", 2**20))
 
 
 def _generator(trained: Trained) -> NativeGenerator:

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
-from rallypoint.cluster import WorkerContext, WorkerGroup, first_rank, shard
+from rallypoint.cluster import WorkerContext, WorkerGroup, collect, first_rank, shard
 from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
-from rallypoint.errors import OffPolicyError
+from rallypoint.errors import OffPolicyError, WeightsMismatchError
 from rallypoint.models import load_policy, named_weights
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.rollout import ACTOR_MODEL, Rollouts
 from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
-from rallypoint.weights import Snapshot, take
+from rallypoint.weights import Snapshot, fingerprint, take
 
 
 class ActorWorker(LearnerWorker[ActorBatch]):
@@ -35,6 +35,11 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         """Return the log-probability of every trained token."""
         model, temperature = self.engine.model, self.config.rollout.temperature
         return self.engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
+
+    @collect
+    def fingerprints(self) -> list[str]:
+        """Return a digest of this rank's weights."""
+        return [fingerprint(named_weights(self.engine.model))]
 
     @first_rank
     def snapshot(self, version: int) -> Snapshot:
@@ -112,7 +117,15 @@ class Actor:
         return merge(metrics, num_tokens).prefixed("actor")
 
     async def publish(self, rollouts: Rollouts) -> None:
-        """Give the rollout role the weights as they are now."""
+        """Give the rollout role the weights as they are now.
+
+        Raises:
+            WeightsMismatchError: the ranks hold different weights.
+        """
+        digests = await self._group.call(ActorWorker.fingerprints)
+        if len(set(digests)) > 1:
+            ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
+            raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
         snapshot = None
         if not rollouts.shares_actor:
             snapshot = await self._group.call(ActorWorker.snapshot, self.version)

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -65,11 +66,18 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
 
     @first_rank
     def save(self, model_folder: Path, state_file: Path) -> None:
-        """Write the model as a Hugging Face folder and the optimizer's state beside it."""
+        """Write the model as a Hugging Face folder and the optimizer's state beside it.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
+        """
         assert self.engine.optimizer is not None, "a learner always has one"
-        save_model(self.engine.model, model_folder)
         tensors = optimizer_tensors(self.engine.model, self.engine.optimizer)
-        safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, state_file)
+        try:
+            save_model(self.engine.model, model_folder)
+            safetensors.torch.save_file({name: part.cpu().contiguous() for name, part in tensors.items()}, state_file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{model_folder}: cannot be written: {error}") from error
 
     @broadcast
     def restore(self, model_folder: Path, state_file: Path) -> None:
@@ -88,7 +96,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
                 for name, weight in weights.items():
                     weight.copy_(saved[name])
             restore_optimizer(self.engine.model, self.engine.optimizer, safetensors.torch.load_file(state_file))
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
 
 
@@ -112,5 +120,5 @@ class MiniBatches(Generic[BatchT]):
 
     def split(self, num_parts: int) -> list[MiniBatches[BatchT]]:
         """Give every rank its rows of each mini-batch."""
-        dealt = zip(*(part.split(num_parts) for part in self.parts), strict=True)
-        return [MiniBatches(parts, self.denominators) for parts in dealt]
+        dealt = [part.split(num_parts) for part in self.parts]
+        return [MiniBatches(tuple(parts[rank] for parts in dealt), self.denominators) for rank in range(num_parts)]

@@ -84,6 +84,8 @@ class RolloutSource:
         self._tokenizer, self._reward, self._say = tokenizer, reward, say
         self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
         self._stop_tokens = stop_tokens
+        hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
+        self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
 
     async def next_batch(self) -> Sampled:
         """Return B scored rollouts of the next P prompts, fewer when the reward function failed on some.
@@ -140,7 +142,26 @@ class RolloutSource:
         if not len(scored.batch):
             raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
         return Sampled(
-            scored.batch, merge(_measure(batch, scored), scored.metrics), self._records(scored, examples, texts)
+            scored.batch, merge(self._measure(batch, scored), scored.metrics), self._records(scored, examples, texts)
+        )
+
+    def _measure(self, batch: RolloutBatch, scored: Scored) -> Metrics:
+        """Return what a person wants to know of a step's rollouts."""
+        scores = scored.batch.scores
+        num_rows, num_tokens = len(batch), batch.num_loss_tokens
+        hidden = torch.isin(batch.tokens[batch.loss_mask], self._hidden_tokens)
+        return Metrics(
+            {
+                "reward/mean": Mean(float(scores.sum()), len(scores)),
+                "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
+                "reward/failed": Sum(len(scored.failures)),
+                "rollout/num_tokens": Sum(num_tokens),
+                "rollout/response_length": Mean(num_tokens, num_rows),
+                "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),
+                "rollout/truncated": Mean(float(batch.truncated.sum()), num_rows),
+                # Special tokens inside a response: the policy pays nothing for what its reward function cannot see.
+                "rollout/hidden_tokens": Mean(float(hidden.sum()), num_tokens),
+            }
         )
 
     def _records(self, scored: Scored, examples: Sequence[Example], texts: Sequence[str]) -> tuple[RolloutRecord, ...]:
@@ -164,23 +185,6 @@ def _prompts(token_ids: Sequence[Sequence[int]], first_index: int) -> Prompts:
         offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in token_ids])),
         tokens=torch.tensor([token for ids in token_ids for token in ids]),
         prompt_index=torch.arange(first_index, first_index + len(token_ids)),
-    )
-
-
-def _measure(batch: RolloutBatch, scored: Scored) -> Metrics:
-    """Return what a person wants to know of a step's rollouts."""
-    scores = scored.batch.scores
-    num_rows, num_tokens = len(batch), batch.num_loss_tokens
-    return Metrics(
-        {
-            "reward/mean": Mean(float(scores.sum()), len(scores)),
-            "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
-            "reward/failed": Sum(len(scored.failures)),
-            "rollout/num_tokens": Sum(num_tokens),
-            "rollout/response_length": Mean(num_tokens, num_rows),
-            "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),
-            "rollout/truncated": Mean(float(batch.truncated.sum()), num_rows),
-        }
     )
 
 

@@ -85,6 +85,8 @@ class Carrier:
     """[B+1] int64: row b is tokens offsets[b] to offsets[b+1]."""
 
     def __post_init__(self) -> None:
+        if self.offsets.dim() != 1 or not len(self.offsets) or int(self.offsets[0]) or bool((self.lengths < 0).any()):
+            raise ValueError(f"{type(self).__name__}.offsets: expected 0 and then no decrease, found {self.offsets}")
         num_tokens, num_rows = int(self.offsets[-1]), len(self)
         for name, axis in self._field_axes():
             value = cast("Tensor | None", getattr(self, name))

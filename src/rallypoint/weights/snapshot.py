@@ -55,14 +55,14 @@ def load(snapshot: Snapshot, into: Mapping[str, Tensor]) -> None:
     """Copy a snapshot into a model's weights; all or nothing.
 
     Raises:
-        WeightsMismatchError: names or shapes differ, or the bits are not those that were taken.
+        WeightsMismatchError: names, types or shapes differ, or the bits are not those that were taken.
     """
     if fingerprint(snapshot.weights) != snapshot.fingerprint:
         raise WeightsMismatchError(f"version {snapshot.version} was damaged on its way: its fingerprint differs")
     wrong = sorted(set(snapshot.weights) ^ set(into)) or [
-        f"{name}: {list(tensor.shape)} instead of {list(into[name].shape)}"
+        f"{name}: {tensor.dtype} {list(tensor.shape)} instead of {into[name].dtype} {list(into[name].shape)}"
         for name, tensor in snapshot.weights.items()
-        if tensor.shape != into[name].shape
+        if (tensor.dtype, tensor.shape) != (into[name].dtype, into[name].shape)
     ]
     if wrong:
         raise WeightsMismatchError(f"version {snapshot.version} is of another model: {', '.join(wrong[:5])}")

@@ -1,0 +1,57 @@
+"""Whether packed rows give what the model's own code gives: asked once, of every model that is loaded.
+
+The engine and the generator run the backbone and the head by themselves, so that whatever a family does
+beside that (soft caps, attention sinks, scaled logits, attention in both directions) would be left out
+in silence. Two rows of a few tokens show it. What they cannot show is refused by `load` from the config.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rallypoint.errors import ModelError
+from rallypoint.models.attention import ATTENTION, PackedRows
+
+_LENGTHS = (7, 3)
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+"""As a part of the largest logit."""
+
+
+@torch.no_grad()
+def check_agreement(path: str, model: PreTrainedModel, head: nn.Module) -> None:
+    """Compare a packed pass with one eager pass per row.
+
+    Args:
+        path: of the model's folder, for the error.
+        model: as loaded, with our attention.
+        head: what we compute its logits with.
+
+    Raises:
+        ModelError: the two differ, or the model cannot run on packed rows.
+    """
+    num_ids = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    rows = [(torch.arange(length) + 1) % num_ids for length in _LENGTHS]
+    offsets = torch.tensor([0, *_LENGTHS]).cumsum(0)
+    packed = PackedRows(offsets, model.device)
+    try:
+        output = model.base_model(
+            input_ids=torch.cat(rows).unsqueeze(0), position_ids=packed.position_ids, use_cache=False, rows=packed
+        )
+        ours = head(output.last_hidden_state.squeeze(0))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{path}: {type(model).__name__} cannot run on packed rows: {error}") from error
+    model.set_attn_implementation("eager")
+    try:
+        theirs = torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits.squeeze(0) for row in rows])
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    difference, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
+    if not difference <= _TOLERANCES[model.dtype] * scale:
+        raise ModelError(
+            f"{path}: {type(model).__name__} on packed rows differs from its own code by {difference:.2g} in logits of "
+            f"up to {scale:.2g}: it does something that is not supported yet, or its weights are not finite"
+        )

@@ -1,0 +1,96 @@
+"""What may import what, and what must not be imported at all."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+
+
+def python(code: str, *arguments: str, cwd: Path = ROOT, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(path)} if path else {})},
+        check=False,
+    )
+
+
+def test_imports_point_down():
+    done = python(LINT)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"Contracts: \d+ kept, 0 broken", done.stdout)
+
+
+def test_a_new_folder_fails_until_it_has_its_place_and_an_import_that_points_up_fails(tmp_path: Path):
+    shutil.copytree(ROOT / "src" / "rallypoint", tmp_path / "src" / "rallypoint")
+    shutil.copy(ROOT / ".importlinter", tmp_path)
+    package = tmp_path / "src" / "rallypoint"
+    (package / "novelty").mkdir()
+    (package / "novelty" / "__init__.py").write_text("")
+    (package / "types" / "upward.py").write_text("import rallypoint.roles.actor\n")
+    (package / "data" / "cluster.py").write_text("import ray\n")
+    done = python(LINT, cwd=tmp_path, path=tmp_path / "src")
+    assert done.returncode != 0
+    assert "rallypoint.novelty" in done.stdout + done.stderr
+    (package / "novelty" / "__init__.py").unlink()
+    (package / "novelty").rmdir()
+    done = python(LINT, cwd=tmp_path, path=tmp_path / "src")
+    assert done.returncode != 0
+    assert "rallypoint.types.upward -> rallypoint.roles.actor" in done.stdout
+    assert "rallypoint.data.cluster -> ray" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["rallypoint", "rallypoint.config", "rallypoint.data", "rallypoint.recipes.preflight", "rallypoint.cli.main"],
+)
+def test_what_checks_a_config_imports_neither_torch_nor_ray(module: str):
+    code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers', 'pyarrow') if m in sys.modules])"
+    assert python(code).stdout.strip() == "[]"
+
+
+WITHOUT_RAY = """
+import importlib, pkgutil, sys
+
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "ray":
+            raise ModuleNotFoundError("ray is not installed here", name="ray")
+
+sys.meta_path.insert(0, NoRay())
+import rallypoint
+names = [found.name for found in pkgutil.walk_packages(rallypoint.__path__, "rallypoint.")]
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        print(name, error.name)
+assert len(names) > 50, names
+
+from pathlib import Path
+from rallypoint.cluster import open_runtime
+from rallypoint.errors import PlacementError
+options = dict(log_folder=Path("."), object_store_gib=1.0, placement_timeout_s=1.0, say=print)
+assert open_runtime("inline", **options)
+try:
+    open_runtime("ray", **options)
+except PlacementError as error:
+    assert "cluster.runtime=inline" in str(error)
+else:
+    raise AssertionError("ray was found")
+"""
+
+
+def test_everything_but_the_ray_runtime_works_where_ray_is_not_installed():
+    done = python(WITHOUT_RAY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["rallypoint.cluster.on_ray ray"]

@@ -1,0 +1,92 @@
+"""examples/own_model as a user runs it: its own scripts, then the command line, from a copy of the folder."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
+FEW = ("trainer.num_steps=2", "rollout.num_prompts=16", "validation.every_steps=1")
+
+
+def in_folder(folder, *arguments):
+    """Run Python there, show what it printed if it fails, and return it."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{arguments}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def own_model(tmp_path_factory):
+    """A copy of the example with its data and its model made."""
+    folder = tmp_path_factory.mktemp("example") / "own_model"
+    folder.mkdir()
+    for file in EXAMPLE.iterdir():
+        if file.suffix in {".py", ".yaml"}:
+            shutil.copy(file, folder)
+    for script in ("make_data.py", "make_model.py"):
+        in_folder(folder, script)
+    return folder
+
+
+@pytest.mark.parametrize(("recipe", "runtime"), [("ppo", "ray"), ("grpo", "inline")])
+def test_the_example_trains_from_the_command_line_and_leaves_a_model_that_transformers_opens(
+    own_model, recipe, runtime
+):
+    keys = (*FEW, f"cluster.runtime={runtime}", f"trainer.name={recipe}")
+    in_folder(own_model, "-m", "rallypoint.cli.main", "train", f"{recipe}.yaml", *keys)
+    run = own_model / "runs" / recipe
+    scores = [row["validation/score"] for row in rows_of(run / "metrics.jsonl") if "validation/score" in row]
+    assert len(scores) == 3
+    newest = run / "checkpoints" / "step_000002"
+    tokenizer, policy = AutoTokenizer.from_pretrained(newest), AutoModelForCausalLM.from_pretrained(newest)
+    assert policy.config.vocab_size == len(tokenizer)
+    if recipe == "ppo":
+        assert AutoModelForTokenClassification.from_pretrained(newest / "critic").config.num_labels == 1
+
+
+def test_no_word_of_the_examples_validation_set_is_trained_on(own_model):
+    train, validation = (
+        {row["prompt"][0]["content"] for row in rows_of(own_model / f"{name}.jsonl")}
+        for name in ("train", "validation")
+    )
+    assert (len(train), len(validation), train & validation) == (448, 64, set())
+
+
+def test_the_examples_reward_gives_each_letter_in_its_place_a_share():
+    compute_score = runpy.run_path(str(EXAMPLE / "rewards.py"))["compute_score"]
+    answers = {"cba": 1.0, "cb": 2 / 3, "abc": 1 / 3, "cbacba": 0.5, "": 0.0}
+    assert {answer: compute_score("reverse", answer, "cba") for answer in answers} == answers
+
+
+def test_the_example_needs_six_lines_of_python_and_fifteen_of_yaml():
+    lines = {name: (EXAMPLE / name).read_text().splitlines() for name in ("rewards.py", "ppo.yaml", "grpo.yaml")}
+    assert len(lines["rewards.py"]) <= 6
+    assert len(lines["ppo.yaml"]) <= 15
+    assert len(lines["grpo.yaml"]) <= 15
+
+
+def test_the_examples_two_configs_differ_only_in_the_recipe_and_the_critic():
+    ppo, grpo = (yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text()) for name in ("ppo", "grpo"))
+    assert (ppo.pop("base"), grpo.pop("base")) == ("ppo", "grpo")
+    del ppo["critic"]
+    assert ppo == grpo

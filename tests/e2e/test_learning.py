@@ -1,0 +1,21 @@
+"""The shipped recipes learn what they promise; minutes, so they run by `make test-slow` only."""
+
+import pytest
+
+from rallypoint.observability import Silent, read_metrics
+from rallypoint.recipes.loop import train
+from rallypoint.recipes.preflight import load_checked
+from rallypoint.recipes.run_folder import create_run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("recipe", ["digits", "digits-grpo"])
+def test_a_model_learns_to_sort_from_random_weights(tmp_path, recipe, seed):
+    loaded = load_checked(recipe, [f"seed={seed}", f"trainer.runs_dir={tmp_path}"])
+    run = create_run(loaded)
+    assert train(loaded, run, Silent(), resume=False)
+    scores = [record["validation/score"] for record in read_metrics(run.metrics) if "validation/score" in record]
+    assert scores[0] < 0.2
+    assert scores[-1] >= 0.9

@@ -1,0 +1,79 @@
+"""The command line, in this process or in one of its own, and a tiny trained model."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rallypoint import checkpoint
+from rallypoint.cli.main import app
+from rallypoint.config import load_config
+from rallypoint.data import make_digits, make_digits_tokenizer
+from rallypoint.models import create_model
+from rallypoint.recipes.run_folder import create_run
+
+SIZES = {
+    "architecture": "llama", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 32, "tie_embeddings": False, "initializer_range": 0.02, "max_positions": 24, "seed": 0,
+}  # fmt: skip
+
+
+def rally(*arguments: str, typed: str | bytes = "") -> Result:
+    """Run a command in this process; an error is not turned into a message here."""
+    return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": "80"}, prog_name="rally")
+
+
+def spawn(*arguments: str, cwd: Path | None = None, typed: bytes | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the real command, its output in pipes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rallypoint.cli.main", *arguments],
+        capture_output=True,
+        input=typed,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        check=False,
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run as training leaves it behind, without the training."""
+
+    run: Path
+    checkpoint: Path
+    data: str
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    loaded = load_config("digits", [f"trainer.runs_dir={folder}", "trainer.name=run", "rollout.max_response_tokens=7"])
+    run = create_run(loaded)
+    with checkpoint.writing(run.checkpoints, 4) as written:
+        create_model(written, make_digits_tokenizer(), **SIZES)
+    sizes = {"num_digits": 6, "num_train_prompts": 4, "num_validation_prompts": 3, "seed": 0}
+    _, validation = make_digits(folder / "data", task="sort", **sizes)
+    return Trained(run.path, run.checkpoints / "step_000004", str(validation))
+
+
+@pytest.fixture
+def command():
+    """`rally(...)` in this process."""
+    return rally
+
+
+@pytest.fixture
+def process():
+    """`rally ...` in a process of its own."""
+    return spawn
+
+
+@pytest.fixture
+def sizes():
+    """Of the tiny model, as `create_model` takes them."""
+    return SIZES

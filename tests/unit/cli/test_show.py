@@ -1,0 +1,141 @@
+"""`--help`, `rally recipes`, `rally config` and `--dry-run`: everything that only prints."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rallypoint import __version__
+from rallypoint.config import RunConfig, leaves, load_config, shipped_recipes, values_of
+
+WIDTH = 80
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def lines_of(result) -> list[str]:
+    assert result.exit_code == 0, result.output
+    return ESCAPES.sub("", result.stdout).splitlines()
+
+
+@pytest.mark.parametrize("name", [None, "train", "config", "recipes", "eval", "chat"])
+def test_every_command_has_help_that_fits_a_terminal(command, name):
+    lines = lines_of(command(*filter(None, [name]), "--help"))
+    assert "Usage: rally" in "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH
+    assert lines_of(command(*filter(None, [name]), "-h")) == lines
+
+
+def test_the_version_is_printed(command):
+    assert lines_of(command("--version")) == [f"rallypoint {__version__}"]
+
+
+def test_recipes_lists_what_ships_with_what_it_is_for(command):
+    lines = lines_of(command("recipes"))
+    assert max(map(len, lines)) <= WIDTH
+    for name in shipped_recipes():
+        assert sum(line.split(" ")[0] == name for line in lines) == 1
+
+
+@pytest.mark.parametrize("explain", [(), ("--explain",)])
+def test_config_prints_every_key_once_whole_and_with_its_origin(command, explain, tmp_path):
+    long = str(tmp_path / ("long" * 30))
+    lines = lines_of(command("config", "digits", "seed=41", f"trainer.runs_dir={long}", *explain))
+    loaded = load_config("digits", ["seed=41", f"trainer.runs_dir={long}"])
+    keys = [line.split()[0] for line in lines]
+    assert keys == [key for key, _ in values_of(loaded.config)]
+    by_key = dict(zip(keys, lines, strict=True))
+    assert by_key["seed"].split()[1:4] == ["41", "command", "line"]
+    assert long in by_key["trainer.runs_dir"]
+    assert "default" in by_key["rollout.placement.pool"]
+    assert re.search(r"digits\.yaml:\d+", by_key["reward.function"])
+    assert "not read: recipe=ppo" in by_key["grpo.normalize_std"]
+    assert "…" not in "".join(lines)
+    if explain:
+        for key, info in leaves(RunConfig).items():
+            if key in by_key:
+                assert by_key[key].count(info.description) == 1
+        assert "a whole number of at least 1 (steps)" in by_key["trainer.num_steps"]
+
+
+def test_config_shows_what_is_off_and_text_as_it_is_written(command):
+    lines = lines_of(command("config", "digits", "kl=null", "trainer.name=a b"))
+    assert any(re.fullmatch(r"kl +null +command line", line) for line in lines)
+    assert any(re.fullmatch(r"trainer.name +a b +command line", line) for line in lines)
+    explained = lines_of(command("config", "digits", "kl=null", "--explain"))
+    assert any(line.startswith("kl ") and line.endswith("Off.") for line in explained)
+
+
+def test_markup_in_a_value_is_printed_and_not_obeyed(command):
+    assert any("[bold]x" in line for line in lines_of(command("config", "digits", "trainer.name='[bold]x'")))
+
+
+def test_output_can_be_piped_into_a_reader_that_stops(process, tmp_path):
+    shell = f"{sys.executable} -m rallypoint.cli.main config digits --explain | head -n 1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.startswith("recipe")
+    assert done.stderr == ""
+
+
+EXAMPLE = (
+    "recipe=ppo", "rollout={num_prompts: 5, group_size: 3, max_response_tokens: 8}", "data.max_prompt_tokens=8",
+    "data.generate={num_digits: 6}", "actor={num_epochs: 2, num_mini_batches: 4}", "critic.num_mini_batches=1",
+    "cluster.pools={main: [2, 1]}", "engine.max_tokens_per_micro_batch=31", "trainer.num_steps=40", "kl={coef: 1e-3}",
+)  # fmt: skip
+
+
+def test_the_plan_of_a_run_fits_a_terminal_and_has_its_numbers(command):
+    lines = lines_of(command("train", "digits", *EXAMPLE, "--dry-run"))
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH
+    assert "…" not in text
+    assert "digits: one of 40 steps" in text
+    assert "5 prompts x 3 = 15 rows" in text
+    assert "at most 15 x (8 + 8) = 240" in text
+    assert re.search(r"actor update +8 optimizer steps of at most 4 rows; on each of 3 ranks\n +at most 2 micro", text)
+    assert re.search(r"critic update +1 optimizer step of at most 15 rows", text)
+    header = next(line for line in lines if "reference" in line)
+    assert header.split() == ["actor", "rollout", "reference", "critic"]
+    for part in ("pool", "ranks", "weights", "gradients", "optimizer", "activations", "cache", "total"):
+        assert sum(line.split()[:1] == [part] for line in lines) >= 1
+    assert "pool main [2, 1]:" in text
+    assert "Nothing was started" in text
+
+
+def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known(command, tmp_path):
+    (tmp_path / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info=None): ...")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}')
+    own = ("model.path=Some/Model", f"data.train={tmp_path}/train.jsonl", f"reward.function={tmp_path}/rewards.py:f")
+    text = "\n".join(lines_of(command("train", "ppo", *own, "--dry-run")))
+    assert "unknown until it is loaded" in text
+    assert re.search(r"weights +\? +\? +\? +\?", text)
+
+
+SNIPPET = """
+import json, sys
+from typer.testing import CliRunner
+from rallypoint.cli.main import app
+result = CliRunner().invoke(app, sys.argv[1:])
+heavy = [name for name in ("torch", "ray", "transformers", "matplotlib") if name in sys.modules]
+print(json.dumps([result.exit_code, heavy]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("recipes",),
+        ("config", "digits", "--explain"),
+        ("train", "digits", "--dry-run"),
+        ("eval", "--help"),
+    ],
+)
+def test_what_only_prints_starts_nothing_makes_nothing_and_imports_nothing_heavy(arguments, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SNIPPET, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,56 @@
+"""The exit status and the words of whatever goes wrong on the command line."""
+
+import pytest
+
+from rallypoint.cli.report import report
+from rallypoint.errors import ConfigError, PlacementError, RunFolderError, WorkerError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("trian", "digits"), "No such command 'trian'"),
+        (("train",), "Missing argument 'RECIPE'"),
+        (("train", "digits", "--resum"), "--resume"),
+        (("chat", "x", "--temperature", "11"), "less than or equal to 10"),
+        (("eval", "x"), "Missing argument 'DATA"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_and_says_what_is_right(command, arguments, said):
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_the_real_command_ends_with_status_2_and_makes_nothing(process, tmp_path):
+    done = process("train", "digits", "rollout.temprature=1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "error: 1 problem in the config:"
+    assert not list(tmp_path.iterdir())
+
+
+def test_resuming_what_was_never_started_says_how_to_start_it(process, tmp_path):
+    done = process("train", "digits", "--resume", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "start one with `rally train digits`" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_run_is_resumed_and_never_trained_anew(process, tmp_path):
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("base: digits\n")
+    done = process("train", "runs/one", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "resume it with --resume" in done.stderr
+    assert [path.name for path in run.iterdir()] == ["config.yaml"]
+
+
+def test_wrong_input_has_status_2_and_a_failure_status_1(capsys):
+    assert report(ConfigError(("seed=-1: expected [0, 1]",))) == 2
+    assert report(RunFolderError("runs/x is in use by process 7")) == 2
+    assert report(PlacementError("no place")) == 1
+    assert report(WorkerError("actor", 0, "update", "boom", "Traceback ...")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "seed=-1: expected [0, 1]" in captured.err

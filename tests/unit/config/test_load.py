@@ -1,0 +1,259 @@
+"""Where values come from, and what they become."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rallypoint.config import (
+    LoadedConfig,
+    RunConfig,
+    describe,
+    expected,
+    leaves,
+    load_config,
+    shipped_recipes,
+    shown,
+    to_yaml,
+    unread_sections,
+    values_of,
+)
+from rallypoint.config.fields import section_of, unit_of
+from rallypoint.config.source import read
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.run_folder import create_run
+
+MINIMAL = {"recipe": "ppo", "reward.function": "digits", "model.create": {}, "data.generate": {}}
+
+
+def load(*overrides: str) -> LoadedConfig:
+    return load_config("base.yaml", overrides)
+
+
+def test_each_value_knows_where_it_was_set(here: Path):
+    (here / "mine.yaml").write_text("base: base.yaml\nactor:\n  optimizer:\n    lr: 1e-5\n")
+    origins = load_config("mine.yaml", ["trainer.num_steps=9"]).origins
+    assert origins["actor.optimizer.lr"] == "mine.yaml:4"
+    assert origins["actor.optimizer.warmup_steps"] == "base.yaml:11"
+    assert origins["actor.optimizer.beta1"] == "default"
+    assert origins["trainer.num_steps"] == "command line"
+    assert set(origins) == {name for name, _ in values_of(load().config)}
+
+
+def test_a_file_builds_on_a_shipped_recipe_or_on_a_file_beside_it(here: Path):
+    (here / "shipped.yaml").write_text("base: digits\nseed: 7\n")
+    (here / "deep").mkdir()
+    (here / "deep" / "above.yaml").write_text("base: ../base.yaml\nseed: 8\n")
+    (here / "deep" / "two.yaml").write_text("base: above.yaml\ntrainer: {num_steps: 30}\n")
+    assert load_config("shipped.yaml").config.seed == 7
+    two = load_config("deep/two.yaml")
+    assert (two.config.seed, two.config.trainer.num_steps, two.config.rollout.num_prompts) == (8, 30, 8)
+    assert (two.name, two.origins["seed"]) == ("two", "above.yaml:2")
+
+
+def test_the_name_is_that_of_the_file_the_recipe_or_the_run_folder(here: Path, monkeypatch: pytest.MonkeyPatch):
+    run = here / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text((here / "base.yaml").read_text())
+    assert [load_config(name).name for name in ("base.yaml", "digits", "runs/first")] == ["base", "digits", "first"]
+    monkeypatch.chdir(run)
+    assert load_config("config.yaml").name == "first"
+
+
+def test_none_is_off_and_an_object_is_on(here: Path):
+    (here / "off.yaml").write_text("base: base.yaml\nkl: null\n")
+    assert load("kl=null").config.kl is None
+    assert "reference" not in load("kl=null").config.roles
+    on = load_config("off.yaml", ["kl={}"]).config.kl
+    assert on is not None
+    assert on.coef == RunConfig.model_validate(nested({**MINIMAL, "kl": {}})).kl.coef
+    assert load_config("off.yaml", ["kl.coef=0.5"]).config.kl.coef == 0.5
+    assert load("kl={}").config.kl.coef == 1e-2, "an empty object leaves what is on as it is"
+
+
+def test_a_section_that_is_replaced_takes_its_origins_away(here: Path):
+    loaded = load("kl=null", "kl.coef=0.5")
+    assert loaded.origins["kl.coef"] == "command line"
+    assert loaded.origins["kl.estimator"] == "default"
+
+
+def test_the_last_override_wins_and_an_object_sets_several_keys(here: Path):
+    rollout = load("rollout={num_prompts: 3, group_size: 2}", "rollout.num_prompts=5").config.rollout
+    assert (rollout.num_prompts, rollout.group_size, rollout.max_response_tokens) == (5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("3e-4", 3e-4), ("3E-4", 3e-4), ("1e-06", 1e-6), ("+1.5e-3", 1.5e-3), (".5", 0.5), ("1.", 1.0), ("1", 1.0),
+        ("1.0e-06", 1e-6), ("0.1", 0.1),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_as_people_write_them(here: Path, written: str, value: float):
+    (here / "lr.yaml").write_text(f"base: base.yaml\nactor: {{optimizer: {{lr: {written}}}}}\n")
+    assert load(f"actor.optimizer.lr={written}").config.actor.optimizer.lr == value
+    assert load_config("lr.yaml").config.actor.optimizer.lr == value
+
+
+@pytest.mark.parametrize("name", ["2026-01-01", "010", "1:30", "0x1f", "1_2e", "'5'", '"null"', "a b", "e5"])
+def test_what_is_no_number_is_text(here: Path, name: str):
+    assert load(f"trainer.name={name}").config.trainer.name == name.strip("'\"")
+
+
+def test_overrides_are_yaml(here: Path):
+    config = load(
+        "data.generate=null",
+        "data.train=[a.jsonl, 'b c.parquet']",
+        "reward.function=r.py:f",
+        "data.shuffle=false",
+        "cluster.pools={main: [1, 2]}",
+    ).config
+    assert config.data.train == ("a.jsonl", "b c.parquet")
+    assert config.data.shuffle is False
+    assert config.cluster.pools == {"main": (1, 2)}
+    assert load("data.generate=null", "data.train=a.jsonl", "reward.function=r.py:f").config.data.train == ("a.jsonl",)
+
+
+def test_a_config_is_frozen(here: Path):
+    config = load().config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
+    with pytest.raises(ValidationError, match="frozen"):
+        config.actor.optimizer.lr = 1.0
+
+
+def test_there_are_at_most_120_keys_each_with_a_meaning_and_a_default_in_one_place():
+    known = leaves(RunConfig)
+    assert len(known) <= 120
+    for dotted, info in known.items():
+        assert info.description, dotted
+        assert info.description.endswith("."), dotted
+        assert len(info.description) <= 120, dotted
+    assert {dotted for dotted, info in known.items() if info.is_required()} == {"recipe", "reward.function"}
+
+
+def test_every_section_says_what_it_is_for():
+    def sections(kind):
+        for name, info in kind.model_fields.items():
+            inner = section_of(info)
+            if inner:
+                yield name, info, inner
+                yield from sections(inner)
+
+    for name, info, inner in sections(RunConfig):
+        assert info.description, name
+        assert inner.__doc__, name
+
+
+def test_every_number_has_a_bound_and_what_is_measured_has_its_unit():
+    units = {
+        "tokens": "tokens", "token": "", "steps": "steps", "prompts": "prompts", "rows": "rows", "s": "s",
+        "gib": "GiB", "rollouts": "rollouts",
+    }  # fmt: skip
+    for dotted, info in leaves(RunConfig).items():
+        words = dotted.rsplit(".", 1)[-1].split("_")
+        takes = expected(info)
+        if takes.startswith(("a number", "a whole number")):
+            assert any(word in takes for word in (" from ", " above ", " of at least ")), dotted
+        if takes.startswith(("a number", "a whole number")) and words[-1] in units:
+            assert unit_of(info) == units[words[-1]], dotted
+
+
+def test_roles_follow_from_the_recipe_and_from_kl(here: Path):
+    grpo = ("recipe=grpo",)
+    assert list(load().config.roles) == ["actor", "rollout", "reference", "critic"]
+    assert list(load(*grpo).config.roles) == ["actor", "rollout", "reference"]
+    assert list(load(*grpo, "kl=null").config.roles) == ["actor", "rollout"]
+    assert unread_sections(load().config) == {"grpo": "recipe=ppo"}
+    assert unread_sections(load(*grpo, "kl=null").config) == {
+        "ppo": "recipe=grpo", "critic": "recipe=grpo", "reference": "kl=null",
+    }  # fmt: skip
+
+
+def test_what_a_recipe_does_not_read_may_stand_in_a_file_and_is_not_judged(here: Path):
+    wrong_for_a_critic = ("critic.num_mini_batches", "critic.optimizer.warmup_steps")
+    (here / "other.yaml").write_text(
+        "base: base.yaml\nrecipe: grpo\ncritic: {num_mini_batches: 99, optimizer: {warmup_steps: 99}}\n"
+        "reference: {placement: {pool: main}}\nkl: null\n"
+    )
+    assert load_config("other.yaml").config.critic.num_mini_batches == 99
+    with pytest.raises(ConfigError) as raised:
+        load_config("other.yaml", ["recipe=ppo"])
+    assert all(name in str(raised.value) for name in wrong_for_a_critic)
+
+
+def test_ranks_default_to_the_whole_pool_and_rollout_shares_the_actor_where_it_can(here: Path):
+    config = load("cluster.pools.main=[2,2]", "rollout.placement.num_ranks=3").config
+    assert (config.num_ranks("actor"), config.num_ranks("rollout")) == (4, 3)
+    assert config.rollout_shares_actor
+    assert not load("actor.placement.num_ranks=1").config.rollout_shares_actor
+    assert not load("cluster.pools.second=[1]", "rollout.placement.pool=second").config.rollout_shares_actor
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_described_and_lacks_only_what_is_the_users(name: str):
+    assert describe(shipped_recipes()[name]).endswith(".")
+    problems: tuple[str, ...] = ()
+    try:
+        load_config(name)
+    except ConfigError as error:
+        problems = error.problems
+    required = ("model.path: required", "data.train: required", "reward.function: required")
+    assert all(problem.startswith(required) for problem in problems)
+    own = ("model.path=m", "data.train=d.jsonl", "reward.function=r.py:f", "model.create=null", "data.generate=null")
+    assert load_config(name, own).config.model.path == "m"
+
+
+def nested(dotted: dict[str, object]) -> dict[str, object]:
+    tree: dict[str, object] = {}
+    for name, value in dotted.items():
+        *path, last = name.split(".")
+        inner = tree
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("recipe=grpo", "kl=null"), ("reward.function=rewards.py:f", "actor.dual_clip=3")]
+)
+def test_the_config_of_a_run_folder_loads_to_the_same_config(here: Path, more: tuple[str, ...]):
+    (here / "rewards.py").write_text("")
+    loaded = load(f"trainer.runs_dir={here / 'runs'}", "trainer.name='3e-4'", *more)
+    again = load_config(str(create_run(loaded).path))
+    values = dict(values_of(again.config))
+    values["reward.function"] = values["reward.function"].replace(f"{here}/", "")
+    assert values == dict(values_of(loaded.config))
+    assert again.config.trainer.name == "3e-4"
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii"))
+TREES = st.dictionaries(
+    st.from_regex(r"\A[a-z0-9][a-z0-9_]{0,8}\Z"), LEAVES | st.lists(LEAVES, max_size=3), min_size=1, max_size=5
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=TREES)
+def test_what_is_written_is_what_is_read(tmp_path: Path, values: dict[str, object]):
+    values = {name: value for name, value in values.items() if name != "base"}
+    if values:
+        (tmp_path / "any.yaml").write_text(to_yaml(values), encoding="utf-8")
+        assert read(str(tmp_path / "any.yaml")).values == values
+
+
+@pytest.mark.parametrize(
+    "text", ["3e-4", "1e5", "010", "1:30", "2026-01-01", "yes", "null", "5", ".5", "", "a: b", "~"]
+)
+def test_text_that_looks_like_something_else_stays_text(tmp_path: Path, text: str):
+    (tmp_path / "any.yaml").write_text(to_yaml({"trainer": {"name": text}}))
+    assert read(str(tmp_path / "any.yaml")).values == {"trainer": {"name": text}}
+
+
+def test_values_are_shown_as_in_yaml():
+    assert shown(True) == "true"
+    assert shown(("a", 1, None)) == "['a', 1, null]"
+    assert len(shown(list(range(1000)))) < 150

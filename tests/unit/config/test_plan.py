@@ -1,0 +1,105 @@
+"""The plan's numbers, against real models and against examples done by hand."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rallypoint.config import RunConfig, load_config, make_plan
+from rallypoint.config.plan import read_shape
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.models import create_model
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_config("base.yaml", overrides).config
+
+
+def num_parameters(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parameters_of_the_plan_are_those_of_the_model(here: Path, architecture: str, tied: bool):
+    sizes = "hidden_size: 48, num_layers: 3, num_heads: 6, num_key_value_heads: 2, intermediate_size: 80"
+    config = load(f"model.create={{architecture: {architecture}, tie_embeddings: {str(tied).lower()}, {sizes}}}")
+    made = config.model.create
+    create_model(here / "model", make_digits_tokenizer(), max_positions=16, seed=0, **made.model_dump())
+    plan = make_plan(config)
+    actor = AutoModelForCausalLM.from_pretrained(here / "model")
+    critic = AutoModelForTokenClassification.from_pretrained(here / "model", num_labels=1)
+    assert plan.num_parameters == num_parameters(actor)
+    weights = {memory.role: memory.weights for memory in plan.memory}
+    assert weights == {
+        "actor": 4 * num_parameters(actor),
+        "rollout": 0,  # samples from the actor's own
+        "reference": 4 * num_parameters(actor),
+        "critic": 4 * num_parameters(critic),
+    }
+    from_folder = make_plan(load("model.create=null", f"model.path={here / 'model'}"))
+    assert from_folder.num_parameters == plan.num_parameters
+    assert from_folder.memory == plan.memory
+
+
+def test_batches_by_hand(here: Path):
+    # 8 prompts x 4 = 32 rows of at most 8 + 8 tokens; 4 mini-batches of 8 rows; 4 rows on each of 2 ranks; 4 rows of
+    # 16 tokens fill a micro-batch of 64.
+    plan = make_plan(load())
+    assert (plan.num_prompts, plan.group_size, plan.num_rows, plan.max_tokens) == (8, 4, 32, 512)
+    assert plan.updates == {"actor": (4, 8, 1), "critic": (4, 8, 1)}
+
+
+def test_batches_that_do_not_divide_by_hand(here: Path):
+    # 5 x 3 = 15 rows; 4 mini-batches of at most 4 rows, twice over; 3 ranks with at most 2 rows; a micro-batch of 31
+    # tokens holds 1 row of 16. The critic: 1 mini-batch of 15 rows, 5 on each rank.
+    plan = make_plan(
+        load(
+            "rollout={num_prompts: 5, group_size: 3}",
+            "actor={num_epochs: 2, num_mini_batches: 4}",
+            "critic.num_mini_batches=1",
+            "cluster.pools.main=[2, 1]",
+            "engine.max_tokens_per_micro_batch=31",
+        )
+    )
+    assert (plan.num_rows, plan.max_tokens) == (15, 240)
+    assert plan.updates == {"actor": (8, 4, 2), "critic": (1, 15, 5)}
+
+
+def test_memory_by_hand(here: Path):
+    plan = make_plan(load("model.dtype=bfloat16", "rollout.max_batch_rows=8"))
+    by_role = {memory.role: memory for memory in plan.memory}
+    actor, rollout, reference = by_role["actor"], by_role["rollout"], by_role["reference"]
+    assert actor.weights == actor.gradients == 2 * plan.num_parameters
+    assert actor.optimizer == 4 * plan.num_parameters
+    assert (reference.gradients, reference.optimizer, reference.cache) == (0, 0, 0)
+    # Keys and values (2) of 2 bytes, in 2 layers, of 2 heads of 16: 256 bytes a token. Each of 2 ranks has 4 prompts,
+    # but decodes 8 rows = 2 groups together: 2 x (8 prompt + 4 x 8 response) tokens.
+    assert rollout.cache == 256 * 2 * (8 + 4 * 8)
+    assert rollout.total == rollout.cache
+    assert actor.total == actor.weights + actor.gradients + actor.optimizer + actor.activations
+
+
+def test_a_rollout_role_on_a_pool_of_its_own_has_weights(here: Path):
+    plan = make_plan(load("cluster.pools.second=[1]", "rollout.placement.pool=second"))
+    rollout = next(memory for memory in plan.memory if memory.role == "rollout")
+    assert (rollout.pool, rollout.num_ranks, rollout.weights) == ("second", 1, 4 * plan.num_parameters)
+
+
+def test_nothing_is_known_of_a_model_on_the_hub(here: Path):
+    plan = make_plan(load("model.create=null", "model.path=Some/Model"))
+    assert plan.num_parameters is None
+    assert plan.memory == ()
+    assert plan.num_rows == 32
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[]", "{}", '{"hidden_size": "wide"}', '{"text_config": {"hidden_size": 8}}',
+        '{"hidden_size": 8, "num_attention_heads": 0, "num_hidden_layers": 1, "intermediate_size": 1, "vocab_size": 1}',
+    ],
+)  # fmt: skip
+def test_a_config_json_of_another_kind_gives_no_shape_and_no_crash(tmp_path: Path, content: str):
+    (tmp_path / "config.json").write_text(content)
+    assert read_shape(tmp_path) is None

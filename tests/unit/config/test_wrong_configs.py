@@ -1,0 +1,322 @@
+"""Every wrong config is refused at once: with the key, the value, and the way out."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.preflight import load_checked
+
+REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+
+def two_arguments(data_source, text):
+    return 0.0
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+"""
+OWN = ("model.create=null", "model.path=model", "data.generate=null", "data.train=good.jsonl")
+OWN = (*OWN, "reward.function=rewards.py:compute_score")
+
+DATA = "data.generate=null reward.function=rewards.py:compute_score"
+
+
+@pytest.fixture
+def files(here: Path) -> Path:
+    """Good and bad files of a user, beside base.yaml."""
+    good = '{"prompt": "1+2", "ground_truth": "3"}\n'
+    texts = {
+        "good.jsonl": good,
+        "good.csv": "a,b\n",
+        "zero.jsonl": "",
+        "zero.parquet": "",
+        "blank.jsonl": "\n  \n",
+        "torn.parquet": "PAR1 and no more",
+        "rewards.py": REWARDS,
+        "torn.py": "def compute_score(:\n",
+        "model/config.json": '{"model_type": "llama", "max_position_embeddings": 32}',
+        "model/model.safetensors": "",
+        "no_weights/config.json": '{"model_type": "llama"}',
+        "no_config/model.safetensors": "",
+        "no_type/config.json": "{}",
+        "no_type/model.safetensors": "",
+        "torn/config.json": "{",
+        "torn/model.safetensors": "",
+        "twice.yaml": "base: base\nseed: 1\nactor: {num_epochs: 1, num_epochs: 2}\nseed: 2\n",
+        "broken.yaml": "recipe: ppo\nrollout: [1\n",
+        "empty.yaml": "# nothing\n",
+        "list.yaml": "- recipe\n",
+        "loop.yaml": "base: loop2.yaml\n",
+        "loop2.yaml": "base: sub/../loop.yaml\n",
+        "sub/.keep": "",
+        "lost.yaml": "seed: 1\nbase: bse.yaml\n",
+        "number.yaml": "base: 3\n",
+        "itself.yaml": "base: base.yaml\nactor: &a\n  optimizer: *a\n",
+        "deep.yaml": "seed: " + "[" * 3000,
+        "keys.yaml": "base: base.yaml\n[a, b]: 3\n",
+        "out.yaml": "base: base.yaml\nactor:\n  # everything below is commented out\n",
+        "no_pools.yaml": "recipe: ppo\nreward: {function: digits}\nmodel: {create: {}}\ndata: {generate: {}}\n"
+        "cluster: {pools: {}}\n",
+        "nothing.yaml": "recipe: grpo\n",
+    }
+    for name, text in texts.items():
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(text)
+    (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), here / "no_rows.parquet")
+    return here
+
+
+WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
+    # Unknown keys, at every level: the nearest right one is named.
+    "unknown: section": ("actr.num_epochs=2", ("actr={num_epochs: 2}", "did you mean actor.num_epochs?")),
+    "unknown: section in a section": ("actor.optimiser.lr=1", ("{lr: 1}", "did you mean actor.optimizer.lr?")),
+    "unknown: leaf": ("rollout.temprature=0.9", ("rollout.temprature=0.9", "did you mean rollout.temperature?")),
+    "unknown: deep leaf": ("actor.optimizer.beta_1=0.9", ("beta_1=0.9", "did you mean actor.optimizer.beta1?")),
+    "unknown: in a section that may be off": ("kl.coeff=1", ("kl.coeff=1", "did you mean kl.coef?")),
+    "unknown: right name without its section": ("lr=1e-3", ("lr=0.001", "actor.optimizer.lr or critic.optimizer.lr")),
+    "unknown: half a name": ("optimizer.lr=1e-3", ("optimizer={lr: 0.001}", "did you mean actor.optimizer.lr")),
+    "unknown: near name without its section": ("epochs=3", ("epochs=3", "did you mean actor.num_epochs")),
+    "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean ppo.discount?")),
+    "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe?")),
+    "unknown: nothing near": ("foo.bar=1", ("foo={bar: 1}", "the top level has the keys recipe, seed")),
+    # Wrong types.
+    "type: text for a number": ("actor.optimizer.lr=fast", ("lr='fast'", "a number above 0, at most 1")),
+    "type: fraction for a count": ("trainer.num_steps=1.5", ("num_steps=1.5", "whole number of at least 1 (steps)")),
+    "type: float for a count": ("trainer.num_steps=1e2", ("num_steps=100.0", "did you mean 100?")),
+    "type: octal": ("trainer.num_steps=010", ("num_steps='010'", "a whole number of at least 1")),
+    "type: clock": ("trainer.num_steps=1:30", ("num_steps='1:30'", "a whole number of at least 1")),
+    "type: true for a number": ("seed=true", ("seed=true", "a whole number from 0 to 2147483647")),
+    "type: number for true": ("data.shuffle=1", ("data.shuffle=1", "expected true or false")),
+    "type: number for text": ("trainer.name=5", ("trainer.name=5", 'with quotes it is text: "5"')),
+    "type: null for a number": ("seed=null", ("seed=null", "a whole number")),
+    "type: list for a number": ("seed=[1]", ("seed=[1]", "a whole number")),
+    "type: section for a number": ("seed.x=1", ("seed={x: 1}", "a whole number")),
+    "type: number for a section": ("actor=3", ("actor=3", "a section with the keys num_epochs")),
+    "type: true for a section": ("kl=true", ("kl=true", "{} switches it on")),
+    "type: number for paths": ("data.train=3", ("data.train=3", "a file name or a list of file names")),
+    "type: pools": ("cluster.pools.main=2", ("cluster.pools.main=2", "such as {main: [2]}")),
+    "type: processes": ("cluster.pools.main=[a]", ("cluster.pools.main=['a'] (command line)", "{main: [2]}")),
+    "type: object of python": ("seed=!!python/object:os.system", ("seed (command line)", "python/object:os.system")),
+    # Out of range.
+    "range: below": ("actor.num_epochs=0", ("actor.num_epochs=0", "from 1 to 100")),
+    "range: above": ("actor.num_epochs=101", ("actor.num_epochs=101", "from 1 to 100")),
+    "range: must be above": ("actor.optimizer.lr=0", ("actor.optimizer.lr=0", "above 0, at most 1")),
+    "range: nan": ("actor.optimizer.lr=.nan", ("actor.optimizer.lr=nan", "above 0")),
+    "range: infinite": ("critic.clip=.inf", ("critic.clip=inf", "a number above 0 or null")),
+    "range: unit": ("cluster.object_store_gib=0", ("object_store_gib=0", "from 0.1 to 1024 (GiB)")),
+    "range: dual clip": ("actor.dual_clip=0.5", ("actor.dual_clip=0.5", "above 1 or null")),
+    # Words that are none.
+    "word: algorithm": ("recipe=pppo", ("recipe='pppo'", "one of ppo, grpo; did you mean ppo?")),
+    "word: runtime": ("cluster.runtime=slurm", ("cluster.runtime='slurm'", "one of ray, inline")),
+    "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
+    # Keys that do not fit together.
+    "fit: ranks and bundles": ("actor.placement.num_ranks=3", ("num_ranks=3", "cluster.pools.main=[2] makes 2")),
+    "fit: pool": ("critic.placement.pool=gpus", ("pool='gpus'", "expected one of main")),
+    "fit: pool of nobody": ("cluster.pools.mian=[4]", ("cluster.pools.mian=[4]", "no role is placed on it")),
+    "fit: empty node": ("cluster.pools.main=[2,0]", ("cluster.pools.main=[2, 0]", "at least 1 for each node")),
+    "fit: no node": ("cluster.pools.main=[]", ("cluster.pools.main=[]", "such as [2]")),
+    "fit: mini-batches and rows": ("actor.num_mini_batches=33", ("num_mini_batches=33", "more than the 32 rows")),
+    "fit: token cap": ("engine.max_tokens_per_micro_batch=15", ("micro_batch=15", "expected at least 16")),
+    "fit: rows decoded together": ("rollout.max_batch_rows=3", ("rollout.max_batch_rows=3", "rollout.group_size=4")),
+    "fit: group of one": ("recipe=grpo rollout.group_size=1", ("rollout.group_size=1", "expected at least 2")),
+    "fit: k1 in the loss": ("kl.estimator=k1", ("kl.estimator='k1'", "expected k2 or k3, or kl.placement=reward")),
+    "fit: dual clip": ("actor.dual_clip=1.1", ("actor.dual_clip=1.1", "1 + actor.clip_high = 1.2")),
+    "fit: heads": ("model.create.num_heads=5", ("num_heads=5", "expected one of 1, 2, 4, 8, 16, 32")),
+    "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),
+    "fit: odd width": ("model.create.hidden_size=65", ("hidden_size=65", "expected 64 or 66")),
+    "fit: key/value heads": ("model.create.num_key_value_heads=3", ("heads=3", "expected one of 1, 2, 4")),
+    "fit: warmup": ("actor.optimizer.warmup_steps=20", ("warmup_steps=20", "less than trainer.num_steps=20")),
+    "fit: two models": ("model.path=model", ("model.path='model'", "add model.create=null", "base.yaml:3")),
+    "fit: no model": ("model.create=null", ("model.path: required", "Hugging Face folder")),
+    "fit: two data sets": ("data.train=good.jsonl", ("data.train='good.jsonl'", "add data.generate=null")),
+    "fit: two validation sets": ("data.validation=good.jsonl", ("data.validation='good.jsonl'", "data.generate=null")),
+    "fit: no data": ("data.generate=null", ("data.train: required", ".parquet or .jsonl")),
+    "fit: digits without digits": (
+        "data.generate=null data.train=good.jsonl",
+        ("reward.function='digits'", "expected file.py:function"),
+    ),
+    "fit: section of another recipe": ("grpo.normalize_std=false", ("normalize_std=false has no effect", "recipe=ppo")),
+    "fit: critic of a recipe without": (
+        "recipe=grpo critic.num_epochs=2",
+        ("critic.num_epochs=2 has no", "recipe=grpo"),
+    ),
+    "fit: reference of nothing": (
+        "kl=null reference.placement.pool=main",
+        ("reference.placement.pool='main'", "kl=null"),
+    ),
+    "fit: short prompts": ("data.max_prompt_tokens=7", ("max_prompt_tokens=7", "expected at least 8")),
+    "fit: short answers": ("rollout.max_response_tokens=5", ("max_response_tokens=5", "expected at least 6")),
+    "fit: carry of a sum": (
+        "data.generate.task=sum data.max_prompt_tokens=15 rollout.max_response_tokens=6",
+        ("rollout.max_response_tokens=6", "expected at least 7"),
+    ),
+    "fit: more prompts than there are": (
+        "data.generate.num_digits=2 data.generate.num_validation_prompts=100",
+        ("num_validation_prompts=100", "expected at most 99"),
+    ),
+    # Files.
+    "file: no model": ("model.create=null model.path=modle", ("model.path='modle'", "no such folder")),
+    "file: model is a file": ("model.create=null model.path=good.jsonl", ("'good.jsonl' is a file", "a folder")),
+    "file: not a model": ("model.create=null model.path=no_config", ("'no_config'", "config.json is missing")),
+    "file: model without a type": ("model.create=null model.path=no_type", ("'no_type'", "no model_type")),
+    "file: torn model": ("model.create=null model.path=torn", ("'torn'", "not valid JSON")),
+    "file: model without weights": ("model.create=null model.path=no_weights", ("'no_weights'", "*.safetensors")),
+    "file: rows longer than the model": (
+        f"{' '.join(OWN)} rollout.max_response_tokens=30",
+        ("rollout.max_response_tokens=30", "expected at most 32", "model.path='model'"),
+    ),
+    "file: no critic": ("critic.path=critic", ("critic.path='critic'", "no such folder")),
+    "file: no data": (f"{DATA} data.train=god.jsonl", ("data.train: god.jsonl", "mean 'good.jsonl'?")),
+    "file: data is a folder": (f"{DATA} data.train=sub", ("data.train: sub is a folder", "expected a file")),
+    "file: data of another kind": (f"{DATA} data.train=good.csv", ("good.csv", ".parquet or .jsonl")),
+    "file: data of 0 bytes": (f"{DATA} data.train=zero.jsonl", ("zero.jsonl is empty (0 bytes)",)),
+    "file: parquet of 0 bytes": (f"{DATA} data.train=zero.parquet", ("zero.parquet is empty (0 bytes)",)),
+    "file: parquet of 0 rows": (f"{DATA} data.train=no_rows.parquet", ("no_rows.parquet", "no rows")),
+    "file: blank lines": (f"{DATA} data.train=blank.jsonl", ("blank.jsonl", "no rows")),
+    "file: torn parquet": (f"{DATA} data.train=torn.parquet", ("torn.parquet cannot be read",)),
+    "file: one of several": (f"{DATA} data.train=[good.jsonl,no.jsonl]", ("data.train: no.jsonl",)),
+    "file: no validation data": (f"{' '.join(OWN)} data.validation=no.jsonl", ("data.validation: no.jsonl",)),
+    "file: no reward": (
+        "reward.function=reward.py:f",
+        ("'reward.py:f'", "does not exist", "did you mean 'rewards.py'?"),
+    ),
+    "file: reward without a function": ("reward.function=rewards.py:score", ("'rewards.py:score'", "compute_score")),
+    "file: reward without a colon": ("reward.function=rewards.py", ("'rewards.py'", "rewards.py:compute_score")),
+    "file: shipped reward misspelt": ("reward.function=digit", ("'digit'", "did you mean 'digits'?")),
+    "file: torn reward": ("reward.function=torn.py:compute_score", ("torn.py:compute_score", "line 1")),
+    "file: reward of two": ("reward.function=rewards.py:two_arguments", ("(data_source, text)", "ground_truth")),
+    "file: async reward": ("reward.function=rewards.py:later", ("rewards.py:later", "async")),
+    "file: runs below a file": ("trainer.runs_dir=good.jsonl", ("runs_dir='good.jsonl' is a file", "a folder")),
+    "file: name with a slash": ("trainer.name=a/b", ("trainer.name='a/b'", "plain folder name")),
+    # Overrides that are none.
+    "override: no value": ("seed=", ("'seed='", "seed=null")),
+    "override: no equals sign": ("seed", ("'seed'", "expected key=value")),
+    "override: no key": ("=3", ("'=3'", "expected key=value")),
+    "override: two dots": ("actor..num_epochs=3", ("'actor..num_epochs=3'", "expected key=value")),
+    "override: torn list": ("data.train=[a", ("'data.train=[a'", "not valid YAML", "expected ',' or ']'")),
+    # Sources that are none; they stand first, in the place of the recipe.
+    "source: no such recipe": ("@digts", ("'digts'", "did you mean `digits`?")),
+    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, grpo, ppo")),
+    "source: no such file": ("@bas.yaml", ("bas.yaml: no such file",)),
+    "source: folder without a run": ("@sub", ("'sub'", "nor a run folder")),
+    "source: broken YAML": ("@broken.yaml", ("broken.yaml:3: not valid YAML", "expected ',' or ']'")),
+    "source: nested too deeply": ("@deep.yaml", ("deep.yaml:1: not valid YAML", "too deeply")),
+    "source: no text": ("@binary.yaml", ("binary.yaml", "cannot be read")),
+    "source: empty": ("@empty.yaml", ("empty.yaml: the file is empty", "`recipe:`")),
+    "source: list": ("@list.yaml", ("list.yaml", "found a list")),
+    "source: keys twice": (
+        "@twice.yaml",
+        ("actor.num_epochs is set twice: in twice.yaml:3", "seed is set twice: in twice.yaml:2 and in twice.yaml:4"),
+    ),
+    "source: key that is a list": ("@keys.yaml", ("keys.yaml:2", "expected a name, found a list")),
+    "source: contains itself": ("@itself.yaml", ("actor.optimizer (itself.yaml:2) contains itself",)),
+    "source: base leads back": ("@loop.yaml", ("leads back to itself: loop.yaml -> loop2.yaml -> loop.yaml",)),
+    "source: base is lost": ("@lost.yaml", ("base='bse.yaml' (lost.yaml:2)", "no such file")),
+    "source: base is a number": ("@number.yaml", ("base=3 (number.yaml:1)", "a shipped recipe or a .yaml file")),
+    "source: section without keys": ("@out.yaml", ("actor=null (out.yaml:2)", "leave it out for its defaults")),
+    "source: no pool": ("@no_pools.yaml", ("cluster.pools is empty", "{main: [1]}")),
+    "source: required keys": (
+        "@nothing.yaml",
+        ("reward.function: required", "file.py:compute_score", "model.path: required", "data.train: required"),
+    ),
+}
+
+
+def arguments(case: str) -> list[str]:
+    first, *rest = WRONG[case][0].split(" ")
+    return [first[1:], *rest] if first.startswith("@") else ["base.yaml", first, *rest]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_config_is_refused_with_key_value_and_remedy(files: Path, case: str):
+    name, *overrides = arguments(case)
+    with pytest.raises(ConfigError) as raised:
+        load_checked(name, overrides)
+    message = str(raised.value)
+    for part in WRONG[case][1]:
+        assert part in message
+    assert all("\n" not in problem for problem in raised.value.problems)
+    assert "runs" not in os.listdir(files)
+
+
+def test_the_right_configs_beside_them_are_accepted(files: Path):
+    assert load_checked("base.yaml").config.seed == 0
+    assert load_checked("base.yaml", OWN).config.model.path == "model"
+
+
+def test_all_the_problems_of_a_config_are_reported_together(files: Path):
+    wrong = ("actor.num_epochs=0", "rollout.temprature=1", "data.shuffle=2", "kl.estimator=k1", "critic.path=nowhere")
+    with pytest.raises(ConfigError) as raised:
+        load_checked("base.yaml", wrong)
+    assert len(raised.value.problems) == len(wrong)
+    assert str(raised.value).startswith("5 problems in the config:\n  - ")
+    for override in wrong:
+        assert override.split("=")[0] in str(raised.value)
+
+
+def test_a_key_with_a_wrong_value_is_reported_once_and_not_again_as_a_contradiction(files: Path):
+    with pytest.raises(ConfigError) as raised:
+        load_checked("base.yaml", ["rollout.group_size=-1", "recipe=grpo", "cluster.pools.main=[a,b]"])
+    assert len(raised.value.problems) == 2
+
+
+def test_a_long_value_is_cut_in_the_message(files: Path):
+    with pytest.raises(ConfigError) as raised:
+        load_checked("base.yaml", ["seed=" + "x" * 5000])
+    assert len(str(raised.value)) < 400
+
+
+REPRESENTATIVE = (
+    "unknown: leaf",
+    "type: text for a number",
+    "fit: ranks and bundles",
+    "file: no data",
+    "file: parquet of 0 rows",
+    "file: torn reward",
+    "source: no such recipe",
+    "source: broken YAML",
+)
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_the_command_ends_with_status_2_before_anything_is_started_or_made(files: Path, case: str):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "rallypoint.cli.main", "train", *arguments(case)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=files,
+        check=False,
+    )
+    print(f"{case}: {time.monotonic() - began:.2f} s")
+    imports = [line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert said.startswith("error: 1 problem in the config:\n  - ")
+    for part in WRONG[case][1]:
+        assert part in said
+    assert "Traceback" not in said
+    assert "rallypoint.config" in imports
+    assert not {name.split(".")[0] for name in imports} & {"torch", "ray", "transformers"}
+    assert not (files / "runs").exists()
+
+
+def test_there_are_at_least_forty_wrong_configs():
+    assert len(WRONG) >= 40
+
+
+def test_a_model_folder_that_is_complete_is_not_looked_into_further(files: Path):
+    shutil.copytree(files / "model", files / "critic")
+    assert load_checked("base.yaml", [*OWN, "critic.path=critic"]).config.critic.path == "critic"

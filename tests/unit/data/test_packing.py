@@ -1,0 +1,66 @@
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.data.packing import pack_rows
+from rallypoint.errors import RowTooLongError
+
+# Caps of one to four rows: where they nearly fit is where a cap is exceeded.
+lengths_and_cap = st.lists(st.integers(0, 12), max_size=30).flatmap(
+    lambda lengths: st.tuples(st.just(lengths), st.integers(max([1, *lengths]), 40))
+)
+
+
+@given(lengths_and_cap)
+def test_every_row_occurs_once_and_no_micro_batch_exceeds_the_cap(case):
+    lengths, cap = case
+    parts = pack_rows(lengths, cap)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) and part for part in parts)
+    assert all(sum(lengths[row] for row in part) <= cap for part in parts)
+
+
+@given(lengths_and_cap)
+def test_micro_batches_are_few_and_evenly_loaded(case):
+    lengths, cap = case
+    loads = [sum(lengths[row] for row in part) for part in pack_rows(lengths, cap)]
+    if loads:
+        # Where one less overflowed, every part was more than half full.
+        assert (len(loads) - 1) * cap <= 2 * sum(lengths)
+        assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(lengths_and_cap)
+def test_the_same_lengths_are_packed_the_same_way(case):
+    assert pack_rows(*case) == pack_rows(*case)
+
+
+def test_rows_that_would_exceed_the_cap_by_one_get_a_micro_batch_more():
+    assert pack_rows([6, 6, 5, 3], 10) == [[0], [1], [2, 3]]
+
+
+def test_a_cap_of_the_longest_row_is_enough():
+    assert pack_rows([7, 7, 7], 7) == [[0], [1], [2]]
+
+
+def test_no_rows_give_no_micro_batch():
+    assert pack_rows([], 8) == []
+
+
+def test_rows_without_tokens_are_kept():
+    assert sorted(row for part in pack_rows([0, 0, 0], 8) for row in part) == [0, 1, 2]
+
+
+def test_a_row_longer_than_the_cap_is_named_with_its_length_and_what_to_change():
+    message = r"row 2 has 9 tokens, .* may hold 8: raise max_tokens_per_micro_batch"
+    with pytest.raises(RowTooLongError, match=message) as raised:
+        pack_rows([1, 8, 9, 3], 8)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (again.row, again.num_tokens, again.max_tokens) == (2, 9, 8)
+
+
+def test_thousands_of_rows_are_packed_at_once():
+    parts = pack_rows([1 + (row * 7919) % 997 for row in range(5000)], 4096)
+    assert len(parts) < 640

@@ -1,0 +1,117 @@
+"""Logprobs, entropies and values against a float64 loop over tokens and the plain transformers model."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.engine.forward import trained_positions
+from rallypoint.errors import RowTooLongError
+from rallypoint.models import load_critic, load_policy
+from rallypoint.parallel import Solo
+
+LENGTHS = [6, 1, 13, 0, 30, 2, 7]
+
+
+def engine_of(model, cap):
+    return Engine(model, optimizer=None, collective=Solo(), max_tokens_per_micro_batch=cap)
+
+
+def token_by_token(folder, batch, temperature):
+    """(logprobs, entropies) of every token by plain floats; 0 where there is nothing to say."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float64).eval()
+    logprobs, entropies = [0.0] * batch.num_tokens, [0.0] * batch.num_tokens
+    for row in range(len(batch)):
+        start, stop = batch.offsets[row : row + 2].tolist()
+        for t in range(start + 1, stop):
+            if not batch.loss_mask[t]:
+                continue
+            with torch.no_grad():
+                logits = model(batch.tokens[start:t].unsqueeze(0)).logits[0, -1].tolist()
+            weights = [math.exp(logit / temperature) for logit in logits]
+            shares = [weight / math.fsum(weights) for weight in weights]
+            logprobs[t] = math.log(shares[int(batch.tokens[t])])
+            entropies[t] = -math.fsum(share * math.log(share) for share in shares if share)
+    return torch.tensor(logprobs), torch.tensor(entropies)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_logprobs_and_entropies_equal_a_loop_over_tokens(make_folder, make_batch, architecture, temperature):
+    folder, batch = make_folder(architecture), make_batch(LENGTHS)
+    engine = engine_of(load_policy(folder, dtype="float32"), 32)
+    expected = token_by_token(folder, batch, temperature)
+    for name, wanted in zip(("logprobs", "entropy"), expected, strict=True):
+        actual = engine.evaluate(
+            batch, lambda part, at, name=name: getattr(policy_outputs(engine.model, part, at, temperature), name)
+        )
+        torch.testing.assert_close(actual.values, wanted, rtol=1e-4, atol=1e-5)
+        assert (actual.values[~batch.loss_mask] == 0).all()
+
+
+def test_values_are_of_the_state_in_which_each_token_was_chosen(make_folder, make_batch):
+    critic = load_critic(make_folder(), dtype="float32", seed=0)
+    with torch.no_grad():
+        critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    batch = make_batch(LENGTHS)
+    values = engine_of(critic, 64).evaluate(batch, lambda part, at: critic_values(critic, part, at)).values
+    critic.set_attn_implementation("eager")
+    for row in range(len(batch)):
+        start, stop = batch.offsets[row : row + 2].tolist()
+        for t in range(start + 1, stop):
+            with torch.no_grad():
+                expected = critic(batch.tokens[start:t].unsqueeze(0)).logits[0, -1, 0] if batch.loss_mask[t] else 0.0
+            assert values[t] == pytest.approx(float(expected), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("cap", [30, 31, 37, 59, 1000])
+def test_numbers_come_back_in_the_order_of_the_batch_for_every_cap(make_policy, make_batch, cap):
+    engine = engine_of(make_policy(), cap)
+    for seed in range(5):
+        lengths = [LENGTHS[i] for i in torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(seed))]
+        batch = make_batch(lengths, seed=seed, masked_rows=[seed])
+        sizes = []
+
+        def advantage(part, at, sizes=sizes):
+            sizes.append(part.num_tokens)
+            return part.advantages[at]
+
+        values = engine.evaluate(batch, advantage)
+        assert torch.equal(values.values, torch.where(batch.loss_mask, batch.advantages, 0.0))
+        assert torch.equal(values.offsets, batch.offsets)
+        assert max(sizes) <= cap
+
+
+def test_logprobs_do_not_depend_on_the_cap(make_policy, make_batch):
+    model, batch = make_policy(torch.float32), make_batch(LENGTHS)
+    by_cap = [
+        engine_of(model, cap).evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs).values
+        for cap in (30, 40, 1000)
+    ]
+    for other in by_cap[1:]:
+        torch.testing.assert_close(other, by_cap[0], rtol=1e-5, atol=1e-6)
+
+
+def test_evaluating_makes_no_gradients_and_asks_nothing_of_rows_that_are_not_trained(make_policy, make_batch):
+    batch = make_batch([4, 5], masked_rows=[0, 1])
+    values = engine_of(make_policy(), 5).evaluate(batch, lambda part, at: pytest.fail("nothing is trained"))
+    assert values.values.tolist() == [0.0] * 9
+    assert not values.values.requires_grad
+
+
+def test_a_batch_without_rows_gives_no_numbers(make_policy, make_batch):
+    assert len(engine_of(make_policy(), 5).evaluate(make_batch([]), lambda part, at: pytest.fail("no rows"))) == 0
+
+
+def test_a_row_over_the_cap_is_named(make_policy, make_batch):
+    with pytest.raises(RowTooLongError, match="row 4 has 30 tokens, but a micro-batch may hold 29"):
+        engine_of(make_policy(), 29).evaluate(make_batch(LENGTHS), lambda part, at: part.advantages[at])
+
+
+def test_a_first_token_cannot_be_trained(make_batch):
+    batch = make_batch([0, 3, 2])
+    batch.loss_mask[3] = True
+    with pytest.raises(ValueError, match="first token of a row"):
+        trained_positions(batch)

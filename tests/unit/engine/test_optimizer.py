@@ -1,0 +1,109 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from rallypoint.config import OptimizerConfig
+from rallypoint.engine import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+
+
+def rates(num_steps, **config):
+    return [learning_rate(OptimizerConfig(lr=2.0 / 4, **config), step, num_steps) for step in range(1, num_steps + 1)]
+
+
+def test_a_constant_rate_is_reached_after_the_warmup():
+    assert rates(5, warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert rates(3) == [0.5, 0.5, 0.5]
+
+
+def test_a_linear_rate_falls_by_equal_amounts_to_its_floor():
+    assert rates(6, schedule="linear", warmup_steps=2) == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
+    assert rates(4, schedule="linear", final_lr_fraction=0.5) == [0.5, 0.4375, 0.375, 0.3125]
+
+
+def test_a_cosine_rate_follows_half_a_wave():
+    expected = [0.25 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    assert rates(4, schedule="cosine") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_step_beyond_the_last_stays_at_the_floor(schedule):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=5, final_lr_fraction=0.1)
+    assert learning_rate(config, 1000, 10) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    # Training that ends within its warmup never gets to the decay.
+    assert [learning_rate(config, step, 3) for step in (1, 2, 3)] == pytest.approx([0.2, 0.4, 0.6])
+
+
+def make(width=3, **config):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width))
+    return model, make_optimizer(model, OptimizerConfig(lr=0.1, **config))
+
+
+def step(model, optimizer, seed):
+    optimizer.zero_grad()
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    (model(inputs) ** 3).sum().backward()
+    optimizer.step()
+
+
+def test_decay_is_for_matrices_only():
+    _, optimizer = make(weight_decay=0.1)
+    assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in optimizer.param_groups] == [
+        (0.1, {2}),
+        (0.0, {1}),
+    ]
+
+
+def test_a_restored_state_continues_bit_for_bit():
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    step(model, optimizer, 1)
+    other, other_optimizer = make()
+    step(other, other_optimizer, 9)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            weight.copy_(weights[name])
+    restore_optimizer(other, other_optimizer, saved)
+    step(other, other_optimizer, 1)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    # What was restored is a copy: the step did not write into it.
+    assert saved["0.weight/step"] == 1
+
+
+def test_the_state_before_the_first_step_can_be_restored():
+    model, optimizer = make()
+    empty = optimizer_tensors(model, optimizer)
+    assert empty == {}
+    step(model, optimizer, 0)
+    restore_optimizer(model, optimizer, empty)
+    assert optimizer_tensors(model, optimizer) == {}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop("0.weight/exp_avg_sq"), "lacking 0.weight/exp_avg_sq"),
+        (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.bias")], "lacking 1.bias/exp_avg"),
+        (lambda t: t.update({"2.weight/exp_avg": torch.zeros(1)}), "unknown 2.weight/exp_avg"),
+        (lambda t: t.update({"0.weight/momentum": torch.zeros(1)}), "unknown 0.weight/momentum"),
+        (
+            lambda t: t.update({"0.weight/exp_avg": torch.zeros(4, 3)}),
+            r"0.weight/exp_avg: \[4, 3\] instead of \[3, 4\]",
+        ),
+    ],
+)
+def test_the_state_of_another_model_is_refused_and_changes_nothing(damage, message):
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    before = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    other = dict(before)
+    damage(other)
+    with pytest.raises(ValueError, match=message):
+        restore_optimizer(model, optimizer, other)
+    after = optimizer_tensors(model, optimizer)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

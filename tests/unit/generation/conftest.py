@@ -1,0 +1,62 @@
+"""Tiny policies, prompts of different lengths, and how they are sampled."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.generation import SamplingParams
+from rallypoint.models import create_model, load_policy
+from rallypoint.types import Prompts, offsets_from_lengths
+
+
+@pytest.fixture(scope="session")
+def make_policy(tmp_path_factory) -> Callable[..., PreTrainedModel]:
+    """Return a function that creates a policy; what it returns is shared and must not be changed."""
+
+    @functools.cache
+    def make(architecture="llama", num_key_value_heads=2, initializer_range=0.3) -> PreTrainedModel:
+        folder: Path = tmp_path_factory.mktemp("model")
+        create_model(
+            folder,
+            make_digits_tokenizer(),
+            architecture=architecture,
+            hidden_size=16,
+            num_layers=2,
+            num_heads=4,
+            num_key_value_heads=num_key_value_heads,
+            intermediate_size=32,
+            tie_embeddings=False,
+            initializer_range=initializer_range,
+            max_positions=1024,
+            seed=0,
+        )
+        return load_policy(str(folder), dtype="float32")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_prompts() -> Callable[..., Prompts]:
+    """Return a function that makes prompts of given lengths, numbered from `first`."""
+
+    def make(lengths, *, first=7) -> Prompts:
+        offsets = offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64))
+        generator = torch.Generator().manual_seed(0)
+        return Prompts(
+            offsets=offsets,
+            tokens=torch.randint(1, 20, (int(offsets[-1]),), generator=generator),
+            prompt_index=torch.arange(len(lengths)) + first,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def params() -> SamplingParams:
+    """The shared way of sampling: <eos> is token 0, and a few more end a rollout, so that lengths differ."""
+    return SamplingParams(group_size=4, max_new_tokens=12, temperature=1.0, seed=3, stop_tokens=(0, 5, 11))

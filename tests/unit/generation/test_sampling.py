@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from rallypoint.generation import sample
+
+
+def numbers(count):
+    """Evenly spread in [0, 1), each exactly once: frequencies are then exact up to one count."""
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_evenly_spread_numbers_hit_each_token_as_often_as_its_probability_says(temperature):
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3
+    tokens, logprobs = sample(logits.expand(100_000, -1), temperature, numbers(100_000))
+    shares = (logits.double() / temperature).softmax(-1)
+    frequencies = torch.bincount(tokens, minlength=50) / 100_000
+    assert (frequencies - shares).abs().max() < 2e-5
+    torch.testing.assert_close(logprobs.double(), shares.log()[tokens], rtol=1e-5, atol=1e-5)
+
+
+def test_a_vocabulary_of_150_thousand_is_sampled_without_bias():
+    logits = torch.zeros(1, 150_000).expand(64, -1)
+    tokens, _ = sample(logits, 1.0, numbers(64))
+    assert tokens.tolist() == [int(number * 150_000) for number in numbers(64)]
+
+
+def test_a_tail_that_float32_cannot_tell_from_nothing_is_drawn_as_its_probabilities_say():
+    # After a token of nearly 1 come a thousand of 1e-9 each; next to 1, float32 has steps of 6e-8.
+    shares = torch.tensor([1.0 - 1e-6, *[1e-9] * 1000], dtype=torch.float64)
+    wanted = torch.arange(1, 1001, 37)
+    middles = 1.0 - 1e-6 + (wanted.double() - 0.5) * 1e-9
+    tokens, _ = sample(shares.log().float().expand(len(wanted), -1), 1.0, middles)
+    assert tokens[0] <= 2
+    assert (tokens - wanted).abs().max() <= 1
+
+
+def test_temperature_0_takes_the_likeliest_and_reports_the_models_own_logprob():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]])
+    tokens, logprobs = sample(logits, 0.0, numbers(2))
+    assert tokens.tolist() == [1, 2]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[torch.arange(2), tokens])
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
+def test_tokens_without_probability_are_never_drawn(number):
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf"), -200.0]])
+    tokens, logprobs = sample(logits, 1.0, torch.tensor([number], dtype=torch.float64))
+    assert tokens.item() == (1 if number < 0.5 else 3)
+    assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_a_vocabulary_of_one_is_drawn_with_certainty(number):
+    tokens, logprobs = sample(torch.tensor([[-7.0]]), 1.0, torch.tensor([number], dtype=torch.float64))
+    assert (tokens.item(), logprobs.item()) == (0, 0.0)
+
+
+def test_rows_are_drawn_alike_however_many_are_drawn_at_once():
+    # 400 rows of this width need several chunks.
+    logits = torch.randn(400, 50_000, generator=torch.Generator().manual_seed(0))
+    together, _ = sample(logits, 1.0, numbers(400))
+    alone = [sample(logits[row : row + 1], 1.0, numbers(400)[row : row + 1])[0].item() for row in range(0, 400, 37)]
+    assert together[::37].tolist() == alone
+
+
+def test_bfloat16_logits_are_drawn_from_in_full_precision():
+    logits = torch.zeros(1000, 300, dtype=torch.bfloat16)
+    tokens, logprobs = sample(logits, 1.0, numbers(1000))
+    assert len(torch.unique(tokens)) == 300
+    assert logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_row(temperature, number):
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = number
+    _, logprobs = sample(logits, temperature, numbers(3))
+    assert logprobs.isnan().tolist() == [False, True, False]

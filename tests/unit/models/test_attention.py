@@ -1,0 +1,130 @@
+"""Packed rows against transformers' own attention on each row alone, in float64.
+
+Its eager attention rounds every softmax to float32, so it is compared more loosely than its sdpa.
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rallypoint.models import PackedRows, lm_head, load_policy
+from rallypoint.models.attention import attend_rows
+from rallypoint.types import offsets_from_lengths
+
+CPU = torch.device("cpu")
+FAMILIES = [("llama", 2), ("llama", 4), ("llama", 1), ("qwen3", 2), ("qwen3", 4)]
+LENGTHS = {
+    "one row": [5],
+    "one token": [1],
+    "equal rows": [6, 6, 6],
+    "one class": [5, 8, 7],
+    "many classes": [1, 33, 2, 64, 3, 1, 100, 5, 65],
+    "rows without tokens": [0, 4, 0, 9, 0],
+    "the longest for two products": [512, 300, 3],
+    "the fused kernel": [513, 600, 2],
+}
+
+
+def rows_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(20, (length,), generator=generator) for length in lengths]
+
+
+def packed_logits(model, rows):
+    packed = PackedRows(offsets_from_lengths(torch.tensor([len(row) for row in rows])), CPU)
+    output = model.base_model(
+        input_ids=torch.cat(rows).unsqueeze(0), position_ids=packed.position_ids, use_cache=False, rows=packed
+    )
+    return lm_head(model)(output.last_hidden_state.squeeze(0))
+
+
+TOLERANCES = {"eager": 1e-5, "sdpa": 1e-9}
+
+
+def ours_and_theirs(folder, attention):
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float64).eval()
+    return load_policy(folder, dtype="float32").to(torch.float64), theirs
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize(("architecture", "kv_heads"), FAMILIES)
+@pytest.mark.parametrize("attention", TOLERANCES)
+def test_packed_rows_give_the_logits_of_each_row_alone(make_folder, attention, architecture, kv_heads, lengths):
+    ours, theirs = ours_and_theirs(make_folder(architecture, num_key_value_heads=kv_heads), attention)
+    rows = rows_of(lengths)
+    with torch.no_grad():
+        expected = torch.cat([theirs(row.unsqueeze(0)).logits.squeeze(0) for row in rows if len(row)])
+        error = (packed_logits(ours, rows) - expected).abs().max()
+    assert error <= TOLERANCES[attention] * expected.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[1, 33, 2, 7, 16], [600, 3, 513]], ids=["short", "fused"])
+@pytest.mark.parametrize(("architecture", "kv_heads"), FAMILIES[:1] + FAMILIES[3:])
+@pytest.mark.parametrize("attention", TOLERANCES)
+def test_gradients_of_packed_rows_are_the_sum_of_those_of_each_row(
+    make_folder, attention, architecture, kv_heads, lengths
+):
+    ours, theirs = ours_and_theirs(make_folder(architecture, num_key_value_heads=kv_heads), attention)
+    rows = rows_of(lengths)
+    weigh = torch.randn(sum(lengths), 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (packed_logits(ours, rows) * weigh).sum().backward()
+    for row, weights in zip(rows, weigh.split(lengths), strict=True):
+        (theirs(row.unsqueeze(0)).logits.squeeze(0) * weights).sum().backward()
+    expected = {name: weight.grad for name, weight in theirs.named_parameters()}
+    for name, weight in ours.named_parameters():
+        error = (weight.grad - expected[name]).abs().max()
+        assert error <= TOLERANCES[attention] * expected[name].abs().max(), name
+
+
+@pytest.mark.parametrize("lengths", [[4, 6, 5, 40], [520, 600]], ids=["short", "fused"])
+def test_changing_one_row_changes_no_bit_of_any_other(make_folder, lengths):
+    model = load_policy(make_folder(), dtype="float32")
+    rows = rows_of(lengths)
+    with torch.no_grad():
+        before = packed_logits(model, rows).split(lengths)
+        for changed in range(len(rows)):
+            others = [(row + 1) % 20 if index == changed else row for index, row in enumerate(rows)]
+            after = packed_logits(model, others).split(lengths)
+            same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+            assert same == [index != changed for index in range(len(rows))]
+
+
+def test_a_later_token_changes_no_bit_of_an_earlier_one(make_folder):
+    model = load_policy(make_folder(), dtype="float32")
+    first, second = rows_of([9, 5])
+    changed = first.clone()
+    changed[6] = (changed[6] + 1) % 20
+    with torch.no_grad():
+        before, after = packed_logits(model, [first, second]), packed_logits(model, [changed, second])
+    assert torch.equal(before[:6], after[:6])
+    assert not torch.equal(before[6], after[6])
+
+
+def test_nan_in_one_row_stays_in_that_row(make_folder):
+    model = load_policy(make_folder(), dtype="float32")
+    lengths = [3, 4, 17]
+    packed = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU)
+    embeddings = model.get_input_embeddings()(torch.cat(rows_of(lengths))).detach().clone()
+    embeddings[3] = float("nan")
+    with torch.no_grad():
+        states = model.base_model(
+            inputs_embeds=embeddings.unsqueeze(0), position_ids=packed.position_ids, use_cache=False, rows=packed
+        ).last_hidden_state.squeeze(0)
+    assert [part.isnan().any().item() for part in states.split(lengths)] == [False, True, False]
+
+
+def test_positions_start_again_with_each_row():
+    assert PackedRows(torch.tensor([0, 3, 3, 5]), CPU).position_ids.tolist() == [[0, 1, 2, 0, 1]]
+
+
+@pytest.mark.parametrize("option", ["sliding_window", "softcap", "s_aux", "position_bias"])
+def test_what_packed_attention_would_leave_out_is_refused(option):
+    states = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=f"does not support {option} yet"):
+        attend_rows(torch.nn.Identity(), states, states, states, None, 1.0, rows=None, **{option: 4})
+
+
+def test_a_mask_or_dropout_is_refused():
+    states = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="neither a mask nor dropout"):
+        attend_rows(torch.nn.Identity(), states, states, states, None, 1.0, 0.1, rows=None)

@@ -1,0 +1,257 @@
+import json
+import re
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BertLMHeadModel,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rallypoint.errors import ModelError
+from rallypoint.models import PackedRows, lm_head, load_critic, load_policy, named_weights, save_model, value_head
+
+TOKENS = torch.tensor([3, 9, 4, 11, 0])
+SMALL = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def folder(make_folder, tmp_path):
+    """A folder of a policy that may be damaged."""
+    shutil.copytree(make_folder(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def edit_weights(folder, change):
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def through(model, head):
+    rows = PackedRows(torch.tensor([0, len(TOKENS)]), torch.device("cpu"))
+    with torch.no_grad():
+        output = model.base_model(
+            input_ids=TOKENS.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
+        )
+        return head(model)(output.last_hidden_state.squeeze(0))
+
+
+def in_transformers(factory, folder):
+    model = factory.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(TOKENS.unsqueeze(0)).logits.squeeze(0)
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_saved_policy_opens_unconverted_in_transformers(make_folder, tmp_path, architecture, tie_embeddings):
+    policy = load_policy(make_folder(architecture, tie_embeddings=tie_embeddings), dtype="float32")
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.1)
+    save_model(policy, tmp_path / "saved")
+    logits = in_transformers(AutoModelForCausalLM, tmp_path / "saved")
+    torch.testing.assert_close(through(policy, lm_head), logits, rtol=1e-4, atol=1e-4)
+    again = load_policy(str(tmp_path / "saved"), dtype="float32")
+    assert all(torch.equal(weight, named_weights(again)[name]) for name, weight in named_weights(policy).items())
+    assert ("lm_head.weight" in named_weights(policy)) is not tie_embeddings
+    assert "rallypoint" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_saved_critic_opens_unconverted_in_transformers_and_keeps_its_head(make_folder, tmp_path, architecture):
+    critic = load_critic(make_folder(architecture), dtype="float32", seed=0)
+    with torch.no_grad():
+        value_head(critic).weight.normal_()
+        value_head(critic).bias.fill_(0.5)
+    save_model(critic, tmp_path / "critic")
+    values = in_transformers(AutoModelForTokenClassification, tmp_path / "critic")
+    torch.testing.assert_close(through(critic, value_head), values, rtol=1e-4, atol=1e-4)
+    again = load_critic(str(tmp_path / "critic"), dtype="float32", seed=1)
+    assert all(torch.equal(weight, named_weights(again)[name]) for name, weight in named_weights(critic).items())
+
+
+def test_saving_leaves_the_model_as_usable_as_before(make_folder, tmp_path):
+    policy = load_policy(make_folder(), dtype="float32")
+    before = through(policy, lm_head)
+    save_model(policy, tmp_path / "saved")
+    assert torch.equal(through(policy, lm_head), before)
+
+
+def test_a_critic_from_a_policy_starts_with_the_policys_backbone_and_with_values_of_zero(make_folder):
+    critic = load_critic(make_folder(), dtype="float32", seed=0)
+    policy = named_weights(load_policy(make_folder(), dtype="float32"))
+    assert through(critic, value_head).abs().max() == 0
+    shared = [name for name in named_weights(critic) if not name.startswith("score.")]
+    assert shared
+    assert all(torch.equal(named_weights(critic)[name], policy[name]) for name in shared)
+
+
+@pytest.mark.parametrize("load", [load_policy, lambda path, dtype: load_critic(path, dtype=dtype, seed=0)])
+def test_models_load_in_bfloat16_too(make_folder, load):
+    model = load(make_folder(), dtype="bfloat16")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_missing_tensor_is_named(folder):
+    edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"do not fit config\.json: missing model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_policy(str(folder), dtype="float32")
+    with pytest.raises(ModelError, match="missing"):
+        load_critic(str(folder), dtype="float32", seed=0)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder):
+    def shorten(weights):
+        weights["model.norm.weight"] = torch.ones(8)
+
+    edit_weights(folder, shorten)
+    with pytest.raises(ModelError, match=r"wrong shape .*model\.norm\.weight.*8.*16"):
+        load_policy(str(folder), dtype="float32")
+
+
+def test_many_missing_tensors_are_counted_rather_than_listed(folder):
+    edit(folder, num_hidden_layers=4)
+    with pytest.raises(ModelError, match=r"missing model\.layers\.2.*; and \d+ more"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_file_is_refused(folder, kept):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
+    with pytest.raises(ModelError, match=r"model: transformers cannot load it: .*header"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_missing_file_is_refused(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=re.escape(str(folder))):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no_such_family"}'])
+def test_a_config_that_cannot_be_read_is_refused(folder, content):
+    (folder / "config.json").write_text(content)
+    for load in (lambda p: load_policy(p, dtype="float32"), lambda p: load_critic(p, dtype="float32", seed=0)):
+        with pytest.raises(ModelError, match=re.escape(str(folder))):
+            load(str(folder))
+
+
+def test_a_folder_with_pickled_weights_only_is_refused(folder):
+    torch.save(safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="safetensors"):
+        load_policy(str(folder), dtype="float32")
+
+
+def test_a_folder_that_does_not_exist_is_called_by_its_name(tmp_path):
+    with pytest.raises(ModelError, match=r"nowhere: there is no such folder"):
+        load_policy(str(tmp_path / "nowhere"), dtype="float32")
+
+
+def test_weights_that_are_not_finite_are_refused(folder):
+    edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(ModelError, match="not finite"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
+def test_a_critic_is_refused_as_a_policy(make_folder, tmp_path, tie_embeddings):
+    critic = load_critic(make_folder(tie_embeddings=tie_embeddings), dtype="float32", seed=0)
+    save_model(critic, tmp_path / "critic")
+    with pytest.raises(ModelError, match=r"critic or reward model \(LlamaForTokenClassification\)"):
+        load_policy(str(tmp_path / "critic"), dtype="float32")
+
+
+def test_a_critic_that_lost_its_head_is_refused_rather_than_given_another(make_folder, tmp_path):
+    save_model(load_critic(make_folder(), dtype="float32", seed=0), tmp_path / "critic")
+    edit_weights(tmp_path / "critic", lambda weights: weights.pop("score.weight"))
+    with pytest.raises(ModelError, match=r"missing score\.weight"):
+        load_critic(str(tmp_path / "critic"), dtype="float32", seed=0)
+
+
+def test_a_classifier_with_several_labels_is_refused_as_a_critic(tmp_path):
+    LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=3)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"wrong shape .*score\.weight"):
+        load_critic(str(tmp_path), dtype="float32", seed=0)
+
+
+UNSUPPORTED = {
+    "some layers slide": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        "sliding_attention",
+    ),
+    "all layers slide, and the config has no word for it": (
+        MistralForCausalLM,
+        MistralConfig(**SMALL, sliding_window=4096),
+        "sliding_window",
+    ),
+    "scores are capped": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**SMALL, head_dim=8, layer_types=["full_attention"] * 2),
+        "softcap",
+    ),
+    "logits are scaled": (CohereForCausalLM, CohereConfig(**SMALL), "differs from its own code"),
+    "attention in both directions": (
+        BertLMHeadModel,
+        BertConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+        "differs from its own code",
+    ),
+    "rotary angles depend on the longest row": (
+        LlamaForCausalLM,
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "longest row",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_a_family_that_packed_rows_would_compute_wrongly_is_refused(tmp_path, kind, config, message):
+    kind(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load_policy(str(tmp_path), dtype="float32")
+
+
+def test_a_family_without_a_token_classifier_cannot_be_a_critic(tmp_path):
+    CohereForCausalLM(CohereConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
+        load_critic(str(tmp_path), dtype="float32", seed=0)
+
+
+def test_the_same_seed_creates_the_same_model(make_folder, tmp_path):
+    weights = [named_weights(load_policy(make_folder(seed=seed), dtype="float32")) for seed in (0, 1)]
+    assert not torch.equal(weights[0]["lm_head.weight"], weights[1]["lm_head.weight"])

@@ -1,0 +1,133 @@
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rallypoint.parallel import Gloo, Solo, connect
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Return a function that runs one call per rank, each in a thread with a collective of its own."""
+    meetings = itertools.count()
+
+    def run(size, call):
+        meeting = tmp_path / f"meeting-{next(meetings)}"
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(lambda rank: call(connect(meeting, rank, size)), range(size)))
+
+    return run
+
+
+def test_a_single_rank_meets_nobody_and_sums_nothing(tmp_path):
+    alone = connect(tmp_path / "meeting", 0, 1)
+    tensor = torch.tensor([1.0, 2.0])
+    alone.all_reduce_sum([tensor])
+    assert isinstance(alone, Solo)
+    assert tensor.tolist() == [1.0, 2.0]
+    assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_rank_gets_the_sum_of_all(ranks, size):
+    def call(group):
+        tensors = [torch.full((3,), 10.0**group.rank), torch.tensor(group.rank, dtype=torch.int64)]
+        group.all_reduce_sum(tensors)
+        return group.rank, group.size, tensors[0].tolist(), tensors[1].item()
+
+    total = float(sum(10**rank for rank in range(size)))
+    assert ranks(size, call) == [(rank, size, [total] * 3, size * (size - 1) // 2) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_every_rank_gets_the_same_bits_every_time(ranks, size, dtype):
+    parts = torch.randn(size, 100_003, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def call(group):
+        mine = parts[group.rank].clone()
+        group.all_reduce_sum([mine])
+        return mine
+
+    first, *others = [*ranks(size, call), *ranks(size, call)]
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first.double(), parts.double().sum(0), rtol=0.05, atol=0.05)
+
+
+def test_tensors_of_any_type_and_layout_are_summed_in_place(ranks):
+    def make(rank):
+        base = torch.arange(12, dtype=torch.float32).view(3, 4) * (rank + 1)
+        return [
+            base.T,
+            torch.tensor(rank + 0.5, dtype=torch.float64),
+            torch.zeros(0, 3),
+            base.clone()[:, 1],
+            torch.tensor([rank], dtype=torch.int64),
+            torch.ones(2).bfloat16(),
+        ]
+
+    def call(group):
+        tensors = make(group.rank)
+        same = list(tensors)
+        group.all_reduce_sum(tensors)
+        assert all(one is other for one, other in zip(tensors, same, strict=True))
+        return tensors
+
+    expected = [sum(parts[1:], parts[0].clone()) for parts in zip(*(make(rank) for rank in range(3)), strict=True)]
+    for tensors in ranks(3, call):
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert tensor.dtype == wanted.dtype
+            assert torch.equal(tensor, wanted)
+
+
+def test_nan_of_one_rank_reaches_all(ranks):
+    def call(group):
+        tensor = torch.tensor([1.0, float("nan") if group.rank == 1 else 1.0])
+        group.all_reduce_sum([tensor])
+        return tensor.isnan().tolist()
+
+    assert ranks(3, call) == [[False, True]] * 3
+
+
+def test_nothing_to_sum_is_fine(ranks):
+    assert ranks(2, lambda group: group.all_reduce_sum([])) == [None, None]
+
+
+def test_groups_of_one_process_do_not_disturb_each_other(ranks, tmp_path):
+    """As in an inline run, where actor and critic each have a group over the same threads."""
+
+    def call(group):
+        other = connect(tmp_path / "critic", group.rank, group.size)
+        totals = []
+        for number in range(20):
+            one, two = torch.tensor([1.0 + number]), torch.tensor([100.0 + number])
+            group.all_reduce_sum([one])
+            other.all_reduce_sum([two])
+            totals.append((one.item(), two.item()))
+        return totals
+
+    assert ranks(2, call) == [[(2.0 + 2 * n, 200.0 + 2 * n) for n in range(20)]] * 2
+
+
+def test_a_rank_that_never_comes_is_an_error_after_the_timeout(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        Gloo(tmp_path / "meeting", 0, 2, timeout_s=1.0)
+    assert time.monotonic() - started < 20
+
+
+def test_a_rank_that_leaves_is_an_error_for_those_who_wait_for_it(tmp_path):
+    def call(rank):
+        group = Gloo(tmp_path / "meeting", rank, 2, timeout_s=2.0)
+        if rank == 1:
+            return "left"
+        try:
+            group.all_reduce_sum([torch.ones(3)])
+        except RuntimeError:
+            return "noticed"
+        return "went on alone"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(call, range(2))) == ["noticed", "left"]

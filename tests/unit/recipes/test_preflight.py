@@ -1,0 +1,55 @@
+"""What is looked at before anything is started; the wrong configs themselves are in tests/unit/config."""
+
+from pathlib import Path
+
+import pytest
+
+from rallypoint.recipes.preflight import is_hub_name, load_checked
+
+REWARD = "import a_module_that_is_not_there\nraise SystemExit('this must not be run')\n"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n')
+    function = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+    (tmp_path / "rewards.py").write_text(REWARD + function)
+    return [f"data.train={tmp_path}/train.jsonl", f"reward.function={tmp_path}/rewards.py:f"]
+
+
+def test_the_users_code_is_read_and_not_run(own: list[str]):
+    assert load_checked("ppo", [*own, "model.path=Some/Model"]).config.model.path == "Some/Model"
+
+
+def test_a_model_on_the_hub_is_left_to_the_run_and_a_path_is_not(own: list[str]):
+    with pytest.raises(ValueError, match="no such folder"):
+        load_checked("ppo", [*own, "model.path=./Some/Model"])
+
+
+@pytest.mark.parametrize(
+    ("path", "is_name"),
+    [("Qwen/Qwen3-0.6B", True), ("model", False), ("a/b/c", False), ("/a/b", False), ("~/b", False), ("../b", False)],
+)
+def test_names_on_the_hub_are_told_from_paths(path: str, is_name: bool):
+    assert is_hub_name(path) is is_name
+
+
+def test_a_folder_that_exists_makes_a_path_of_what_looks_like_a_name(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name("models/mine")
+    (tmp_path / "models").mkdir()
+    assert not is_hub_name("models/mine")
+
+
+@pytest.mark.parametrize("task", ["sort", "sequence", "sum"])
+def test_the_least_limits_of_each_task_are_accepted_and_one_less_is_not(task: str):
+    num_digits = 4
+    prompt = {"sort": num_digits, "sequence": 8, "sum": 2 * num_digits + 1}[task] + 2
+    answer = num_digits + (task == "sum")
+    base = [f"data.generate={{task: {task}, num_digits: {num_digits}, num_validation_prompts: 20}}"]
+    limits = {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": answer}
+    load_checked("digits", [*base, *(f"{key}={limit}" for key, limit in limits.items())])
+    for key in limits:
+        less = {**limits, key: limits[key] - 1}
+        with pytest.raises(ValueError, match=rf"{key}={less[key]} cannot hold"):
+            load_checked("digits", [*base, *(f"{key}={limit}" for key, limit in less.items())])

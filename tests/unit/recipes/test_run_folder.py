@@ -1,0 +1,138 @@
+"""The folder of a run: made once, found again, used by one process at a time."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rallypoint.config import LoadedConfig, load_config
+from rallypoint.errors import RunFolderError
+from rallypoint.recipes.run_folder import RunFolder, create_run, newest_run, open_run, write_config
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedConfig:
+    return load_config("digits", [f"trainer.runs_dir={tmp_path}/runs"])
+
+
+def named(tmp_path: Path, name: str) -> LoadedConfig:
+    return load_config("digits", [f"trainer.runs_dir={tmp_path}/runs", f"trainer.name={name}"])
+
+
+def test_a_run_without_a_name_is_called_after_recipe_and_time_and_two_in_a_second_differ(loaded: LoadedConfig):
+    paths = [create_run(loaded).path for _ in range(3)]
+    assert len(set(paths)) == 3
+    assert all(path.name.startswith(f"digits-{time.strftime('%Y')}") for path in paths)
+    assert all((path / "config.yaml").is_file() for path in paths)
+    assert all((path / "logs").is_dir() for path in paths)
+
+
+def test_a_name_is_used_once(tmp_path: Path):
+    first = create_run(named(tmp_path, "mine"))
+    assert first.path == tmp_path / "runs" / "mine"
+    with pytest.raises(RunFolderError, match=r"there already; resume it with `rally train .*runs/mine --resume`"):
+        create_run(named(tmp_path, "mine"))
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunFolderError, match="runs/mine cannot be made"):
+        create_run(named(tmp_path, "mine"))
+
+
+def test_the_newest_run_of_a_recipe_is_found_among_those_of_others(loaded: LoadedConfig, tmp_path: Path):
+    runs = [create_run(loaded).path for _ in range(2)]
+    others = [
+        create_run(named(tmp_path, name)).path for name in ("digits-long-20260101-000000", "digitsy", "digits-long")
+    ]
+    for age, path in enumerate([runs[1], runs[0], *others]):
+        os.utime(path / "config.yaml", (1e9 + age, 1e9 + age))
+    assert newest_run("digits", tmp_path / "runs") == runs[0]
+    assert newest_run("digits-long", tmp_path / "runs") == others[2]
+    (tmp_path / "runs" / "digits").mkdir()
+    with pytest.raises(RunFolderError, match=r"no run of 'grpo' .* start one with `rally train grpo`"):
+        newest_run("grpo", tmp_path / "runs")
+
+
+def test_a_run_with_the_very_name_counts_too(tmp_path: Path):
+    mine = create_run(named(tmp_path, "mine")).path
+    assert newest_run("mine", tmp_path / "runs") == mine
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from rallypoint.recipes.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_folder_belongs_to_one_process_until_that_ends_however_it_ends(tmp_path: Path):
+    folder = create_run(named(tmp_path, "mine"))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunFolderError, match=f"in use by process {holder.pid}; .*trainer.name="), folder.locked():
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with folder.locked():
+        pass
+
+
+def test_the_config_is_replaced_whole_and_says_what_it_is(loaded: LoadedConfig):
+    folder = create_run(loaded)
+    write_config(folder, loaded.config.model_copy(update={"seed": 7}))
+    assert folder.config.read_text().startswith("# The resolved config")
+    assert load_config(str(folder.path)).config.seed == 7
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "logs"]
+
+
+def test_paths_in_a_config_hold_from_any_working_directory_and_hub_names_stay(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("train.jsonl", "rewards.py"):
+        (tmp_path / name).write_text("")
+    own = ["model.path=model", "critic.path=Some/Critic", "data.train=train.jsonl", "reward.function=rewards.py:f"]
+    folder = create_run(load_config("ppo", [*own, "trainer.name=mine"]))
+    monkeypatch.chdir("/")
+    config = load_config(str(tmp_path / folder.path)).config
+    assert config.model.path == f"{tmp_path}/model"
+    assert config.critic.path == "Some/Critic"
+    assert config.data.train == (f"{tmp_path}/train.jsonl",)
+    assert config.reward.function == f"{tmp_path}/rewards.py:f"
+    assert config.trainer.runs_dir == f"{tmp_path}/runs"
+
+
+@dataclasses.dataclass
+class Record:
+    prompt: str
+    score: float
+
+
+def test_rollouts_are_lines_and_a_step_done_again_replaces_its_own(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.write_rollouts(1, [])
+    assert list(tmp_path.iterdir()) == []
+    folder.write_rollouts(20, [Record("1+2\n", 0.0), Record("lost", 0.0)])
+    folder.write_rollouts(20, [Record("ü\u2028", 1.0)])
+    lines = (tmp_path / "rollouts" / "step_000020.jsonl").read_text().split("\n")
+    assert [json.loads(line) for line in lines if line] == [{"prompt": "ü\u2028", "score": 1.0}]
+
+
+def test_the_log_is_appended_to(tmp_path: Path):
+    folder = open_run(tmp_path)
+    folder.log("one")
+    folder.log("two")
+    lines = (tmp_path / "logs" / "train.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["one", "two"]
