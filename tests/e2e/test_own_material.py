@@ -39,7 +39,10 @@ def own(tmp_path, runs):
     """A folder as a user has it: a model, a jsonl file, a reward file."""
     made = runs.run("made", "trainer.num_steps=2", *INLINE)
     rows = [
-        {"prompt": [{"role": "user", "content": f"{n:03}"}], "reward_model": {"ground_truth": "".join(sorted(f"{n:03}"))}}
+        {
+            "prompt": [{"role": "user", "content": f"{n:03}"}],
+            "reward_model": {"ground_truth": "".join(sorted(f"{n:03}"))},
+        }
         for n in range(0, 1000, 7)
     ]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -52,7 +55,9 @@ def own(tmp_path, runs):
             f"reward.function={tmp_path / 'rewards.py'}:{function}",
             "data.max_prompt_tokens=5",
         )
-        tiny = [o for o in runs.overrides(name, f"recipe={recipe}") if not o.startswith(("model.create", "data.generate"))]
+        tiny = [
+            o for o in runs.overrides(name, f"recipe={recipe}") if not o.startswith(("model.create", "data.generate"))
+        ]
         return runs.run_with(recipe, [*tiny, *keys, *INLINE, *more])
 
     return run

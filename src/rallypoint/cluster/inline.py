@@ -18,7 +18,6 @@ from rallypoint.cluster.group import Host
 from rallypoint.cluster.host import WorkerHost
 from rallypoint.cluster.pool import ResourcePool
 
-
 _PATIENCE_S = 30.0
 """How long a call that is under way may take to end when the runtime is shut down."""
 

@@ -23,7 +23,6 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _either_or(config)
     yield from _algorithm(config)
     yield from _batch(config)
-    yield from _schedule(config)
     yield from _created_model(config)
     yield from _placement(config)
     yield from _without_effect(config, origins)
@@ -127,19 +126,6 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             f"rollout.max_batch_rows={config.rollout.max_batch_rows} is less than one group: expected at least "
             f"rollout.group_size={config.rollout.group_size}",
         )
-
-
-def _schedule(config: RunConfig) -> Iterator[Problem]:
-    for role in ("actor", "critic"):
-        optimizer = config.actor.optimizer if role == "actor" else config.critic.optimizer
-        if role not in config.roles:
-            continue
-        if optimizer.warmup_steps >= config.trainer.num_steps and optimizer.warmup_steps > 0:
-            yield Problem(
-                (f"{role}.optimizer.warmup_steps", "trainer.num_steps"),
-                f"{role}.optimizer.warmup_steps={optimizer.warmup_steps} leaves no step at the full rate: expected "
-                f"less than trainer.num_steps={config.trainer.num_steps}",
-            )
 
 
 def _created_model(config: RunConfig) -> Iterator[Problem]:

@@ -35,8 +35,8 @@ class OptimizerConfig(Section):
 
     lr: float = key(1e-6, above=0, at_most=1, help="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = key("constant", help="Decay after the warmup.")
-    warmup_steps: int = key(0, at_least=0, unit="steps", help="Training steps of linear warmup from zero.")
-    final_lr_fraction: float = key(0.0, at_least=0, at_most=1, help="Where the decay ends, as a part of lr.")
+    warmup_ratio: float = key(0.0, at_least=0, at_most=0.9, help="Part of the run that lr rises in, linearly from 0.")
+    min_lr_ratio: float = key(0.0, at_least=0, at_most=1, help="Where the decay ends, as a part of lr.")
     beta1: float = key(0.9, at_least=0, at_most=0.9999, help="Decay of the gradient's running mean.")
     beta2: float = key(0.95, at_least=0, at_most=0.99999, help="Decay of its running square.")
     eps: float = key(1e-8, above=0, at_most=1e-2, help="Added to the denominator.")

@@ -13,22 +13,23 @@ from rallypoint.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Return the rate of a training step, counted from 1.
 
-    Linear up to `lr` over `warmup_steps`, then constant, or from `lr` down towards `final_lr_fraction`, which
-    would be reached one step after the last: the last step still counts.
+    Linear up to `lr` over the first `warmup_ratio` of the steps, then constant, or from `lr` down towards
+    `min_lr_ratio`, which would be reached one step after the last: the last step still counts.
 
-    >>> config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
+    >>> config = OptimizerConfig(lr=1.0, schedule="linear", warmup_ratio=0.3)
     >>> [learning_rate(config, step, num_steps=6) for step in range(1, 7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    progress = min(1.0, (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    num_warmup_steps = round(config.warmup_ratio * num_steps)
+    if step <= num_warmup_steps:
+        return config.lr * step / num_warmup_steps
+    progress = min(1.0, (step - 1 - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
     decay = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[config.schedule]
-    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * decay)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -7,6 +7,7 @@ does not fit. Must not know: who trains the model.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,9 @@ from transformers.utils import logging as transformers_logging
 from rallypoint.errors import ModelError
 from rallypoint.models.agreement import check_agreement
 from rallypoint.models.attention import ATTENTION
+
+LOADING = threading.Lock()
+"""Held while transformers loads or makes a model: it swaps methods of its classes meanwhile, for all threads."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -147,7 +151,7 @@ def _load(
     trust_remote_code: bool,
     may_lack: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    with _explained(path):
+    with _explained(path), LOADING:
         model, report = factory.from_pretrained(
             path,
             config=config,

@@ -5,6 +5,7 @@ Nothing here imports torch or ray, and none of the user's code is run.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,12 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         for path in paths:
             yield from _data(name, path)
     yield from _generated(config)
+    if config.cluster.runtime == "ray" and importlib.util.find_spec("ray") is None:
+        yield Problem(
+            ("cluster.runtime",),
+            "cluster.runtime=ray, but ray is not installed: pip install 'rallypoint[ray]', or run everything in one "
+            "process with cluster.runtime=inline",
+        )
     reward = check_reward_spec(config.reward.function)
     if reward is not None:
         yield Problem(("reward.function",), f"reward.function={config.reward.function!r}: {reward}")

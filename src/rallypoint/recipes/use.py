@@ -29,6 +29,11 @@ class Trained:
     path: str
     config: RunConfig | None
 
+    @property
+    def trusts_remote_code(self) -> bool:
+        """Whether its run was told to run Python code of the model's folder."""
+        return self.config is not None and self.config.model.trust_remote_code
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -97,7 +102,7 @@ def evaluate(
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
     function = load_reward(spec)
     examples = load_dataset(data)[:max_prompts]
-    tokenizer = load_tokenizer(trained.path)
+    tokenizer = load_tokenizer(trained.path, trust_remote_code=trained.trusts_remote_code)
     encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
     generator = _generator(trained)
     usual = config.rollout.max_response_tokens if config else 512
@@ -162,7 +167,7 @@ class Conversation:
     """Turns of a user and a model, each answer in pieces as it is sampled."""
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
-        self._tokenizer = load_tokenizer(trained.path)
+        self._tokenizer = load_tokenizer(trained.path, trust_remote_code=trained.trusts_remote_code)
         self._generator = _generator(trained)
         self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
         self._max_positions = _max_positions(self._generator)
@@ -214,7 +219,9 @@ def _max_positions(generator: NativeGenerator) -> int:
 def _generator(trained: Trained) -> NativeGenerator:
     dtype = trained.config.model.dtype if trained.config else "float32"
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
-    return NativeGenerator(load_policy(trained.path, dtype=dtype), max_batch_rows=rows)
+    return NativeGenerator(
+        load_policy(trained.path, dtype=dtype, trust_remote_code=trained.trusts_remote_code), max_batch_rows=rows
+    )
 
 
 def _params(

@@ -31,11 +31,12 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
     def __init__(
         self, context: WorkerContext, spec: WorkerSpec, model: PreTrainedModel, optimizer: OptimizerConfig
     ) -> None:
+        spec.prepare(context)
         self.context, self.config = context, spec.config
         self.engine: Engine[BatchT] = Engine(
             model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
             optimizer=optimizer,
-            collective=spec.prepare(context),
+            collective=spec.meet(context),
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
         )
 
@@ -90,13 +91,11 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
         try:
             saved = safetensors.torch.load_file(model_folder / "model.safetensors")
             weights = named_weights(self.engine.model)
-            if set(weights) != set(saved):
-                raise ValueError(f"other weights: {sorted(set(weights) ^ set(saved))[:5]}")
             with torch.no_grad():
                 for name, weight in weights.items():
-                    weight.copy_(saved[name])
+                    weight.copy_(saved.pop(name))
             restore_optimizer(self.engine.model, self.engine.optimizer, safetensors.torch.load_file(state_file))
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
 
 

@@ -27,9 +27,12 @@ class WorkerSpec:
     meeting_file: Path
     """Where the ranks of this group find each other; used once."""
 
-    def prepare(self, context: WorkerContext) -> Collective:
-        """Set up this process (or thread) for its rank, and meet the other ranks."""
+    def prepare(self, context: WorkerContext) -> None:
+        """Set up this process (or thread) for its rank."""
         torch.set_num_threads(context.num_cpus)
+
+    def meet(self, context: WorkerContext) -> Collective:
+        """Connect to the other ranks of the role; the result must be kept, for the others connect to it."""
         return connect(self.meeting_file, context.rank, context.num_ranks)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import load_policy
+from rallypoint.parallel import Solo
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
 
@@ -15,13 +16,14 @@ class ReferenceWorker:
     """One rank of the reference: an engine without an optimizer."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        spec.prepare(context)
         config = spec.config
         model = load_policy(spec.model_path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         self._temperature = config.rollout.temperature
         self.engine: Engine[Sequences] = Engine(
             model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
             optimizer=None,
-            collective=spec.prepare(context),
+            collective=Solo(),
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
         )
 

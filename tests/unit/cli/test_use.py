@@ -39,7 +39,7 @@ def test_greedy_first_prompts_and_own_reward(command, trained, tmp_path):
 @pytest.fixture
 def model(trained, tmp_path):
     """A checkpoint that was taken out of its run."""
-    return shutil.copytree(trained.checkpoint, tmp_path / "model")
+    return shutil.copytree(trained.checkpoint, tmp_path / "taken" / "model")
 
 
 def test_a_model_outside_a_run_needs_a_reward_and_is_told_how_to_name_it(command, trained, model):
@@ -50,9 +50,8 @@ def test_a_model_outside_a_run_needs_a_reward_and_is_told_how_to_name_it(command
 
 
 def test_a_config_that_happens_to_lie_two_folders_up_is_not_taken_for_that_of_a_run(trained, model, tmp_path):
-    (tmp_path.parent / "config.yaml").write_text("what: ever")
+    (tmp_path / "config.yaml").write_text("what: ever")
     assert find_trained(str(model)).config is None
-    (tmp_path.parent / "config.yaml").unlink()
 
 
 def test_a_checkpoint_is_found_from_where_its_user_stands(trained, monkeypatch):

@@ -15,7 +15,7 @@ reward: {function: digits}
 rollout: {num_prompts: 8, group_size: 4, max_response_tokens: 8}
 actor:
   num_mini_batches: 4
-  optimizer: {lr: 3e-4, warmup_steps: 2}
+  optimizer: {lr: 3e-4, warmup_ratio: 0.2}
 critic: {num_mini_batches: 4}
 kl: {coef: 1e-2, estimator: k3, placement: loss}
 engine: {max_tokens_per_micro_batch: 64}

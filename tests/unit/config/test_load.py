@@ -36,7 +36,7 @@ def test_each_value_knows_where_it_was_set(here: Path):
     (here / "mine.yaml").write_text("base: base.yaml\nactor:\n  optimizer:\n    lr: 1e-5\n")
     origins = load_config("mine.yaml", ["trainer.num_steps=9"]).origins
     assert origins["actor.optimizer.lr"] == "mine.yaml:4"
-    assert origins["actor.optimizer.warmup_steps"] == "base.yaml:11"
+    assert origins["actor.optimizer.warmup_ratio"] == "base.yaml:11"
     assert origins["actor.optimizer.beta1"] == "default"
     assert origins["trainer.num_steps"] == "command line"
     assert set(origins) == {name for name, _ in values_of(load().config)}
@@ -173,15 +173,13 @@ def test_roles_follow_from_the_recipe_and_from_kl(here: Path):
 
 
 def test_what_a_recipe_does_not_read_may_stand_in_a_file_and_is_not_judged(here: Path):
-    wrong_for_a_critic = ("critic.num_mini_batches", "critic.optimizer.warmup_steps")
     (here / "other.yaml").write_text(
-        "base: base.yaml\nrecipe: grpo\ncritic: {num_mini_batches: 99, optimizer: {warmup_steps: 99}}\n"
+        "base: base.yaml\nrecipe: grpo\ncritic: {num_mini_batches: 99}\n"
         "reference: {placement: {pool: main}}\nkl: null\n"
     )
     assert load_config("other.yaml").config.critic.num_mini_batches == 99
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=r"critic\.num_mini_batches"):
         load_config("other.yaml", ["recipe=ppo"])
-    assert all(name in str(raised.value) for name in wrong_for_a_critic)
 
 
 def test_ranks_default_to_the_whole_pool_and_rollout_shares_the_actor_where_it_can(here: Path):

@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),
     "fit: odd width": ("model.create.hidden_size=65", ("hidden_size=65", "expected 64 or 66")),
     "fit: key/value heads": ("model.create.num_key_value_heads=3", ("heads=3", "expected one of 1, 2, 4")),
-    "fit: warmup": ("actor.optimizer.warmup_steps=20", ("warmup_steps=20", "less than trainer.num_steps=20")),
+    "range: warmup": ("actor.optimizer.warmup_ratio=20", ("warmup_ratio=20", "from 0 to 0.9")),
     "fit: two models": ("model.path=model", ("model.path='model'", "add model.create=null", "base.yaml:3")),
     "fit: no model": ("model.create=null", ("model.path: required", "Hugging Face folder")),
     "fit: two data sets": ("data.train=good.jsonl", ("data.train='good.jsonl'", "add data.generate=null")),

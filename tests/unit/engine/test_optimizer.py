@@ -13,13 +13,13 @@ def rates(num_steps, **config):
 
 
 def test_a_constant_rate_is_reached_after_the_warmup():
-    assert rates(5, warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert rates(5, warmup_ratio=0.8) == [0.125, 0.25, 0.375, 0.5, 0.5]
     assert rates(3) == [0.5, 0.5, 0.5]
 
 
 def test_a_linear_rate_falls_by_equal_amounts_to_its_floor():
-    assert rates(6, schedule="linear", warmup_steps=2) == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
-    assert rates(4, schedule="linear", final_lr_fraction=0.5) == [0.5, 0.4375, 0.375, 0.3125]
+    assert rates(6, schedule="linear", warmup_ratio=1 / 3) == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
+    assert rates(4, schedule="linear", min_lr_ratio=0.5) == [0.5, 0.4375, 0.375, 0.3125]
 
 
 def test_a_cosine_rate_follows_half_a_wave():
@@ -29,10 +29,14 @@ def test_a_cosine_rate_follows_half_a_wave():
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_step_beyond_the_last_stays_at_the_floor(schedule):
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=5, final_lr_fraction=0.1)
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_ratio=0.5, min_lr_ratio=0.1)
     assert learning_rate(config, 1000, 10) == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    # Training that ends within its warmup never gets to the decay.
-    assert [learning_rate(config, step, 3) for step in (1, 2, 3)] == pytest.approx([0.2, 0.4, 0.6])
+
+
+def test_the_warmup_shrinks_with_the_run_so_that_a_short_one_gets_to_its_peak_too():
+    config = OptimizerConfig(lr=1.0, warmup_ratio=0.1)
+    assert [learning_rate(config, step, 20) for step in (1, 2, 3)] == [0.5, 1.0, 1.0]
+    assert learning_rate(config, 1, 2) == 1.0
 
 
 def make(width=3, **config):
