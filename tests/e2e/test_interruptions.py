@@ -63,7 +63,7 @@ def test_two_processes_cannot_train_in_one_run_folder(runs):
 def test_resuming_without_any_checkpoint_begins_at_the_first_step(runs, weights_of):
     whole = runs.run("whole", *INLINE)
     process = runs.start("train", "digits", *runs.overrides("early", *INLINE))
-    wait_for("early", "loading model and data", process)
+    wait_for("early", "starting the roles", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

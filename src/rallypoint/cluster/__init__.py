@@ -6,7 +6,7 @@ where it is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ def open_runtime(
     log_folder: Path,
     object_store_gib: float,
     placement_timeout_s: float,
+    preload: Sequence[str] = (),
     say: Callable[[str], None],
 ) -> Runtime:
     """Start the runtime of that kind.
@@ -43,7 +44,11 @@ def open_runtime(
             "or run everything in one process with cluster.runtime=inline"
         ) from None
     return RayRuntime(
-        log_folder=log_folder, object_store_gib=object_store_gib, placement_timeout_s=placement_timeout_s, say=say
+        log_folder=log_folder,
+        object_store_gib=object_store_gib,
+        placement_timeout_s=placement_timeout_s,
+        preload=preload,
+        say=say,
     )
 
 

@@ -8,10 +8,11 @@ trains.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import platform
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rallypoint.errors import PeerFailedError, RallyError, WorkerError
@@ -34,7 +35,10 @@ class WorkerContext:
 class WorkerHost:
     """Holds the workers of one process by role and calls their methods."""
 
-    def __init__(self, num_cpus: int, device: str) -> None:
+    def __init__(self, num_cpus: int, device: str, preload: Sequence[str] = ()) -> None:
+        """Import what workers will need while the driver is busy with other things; `preload` names modules."""
+        for module in preload:
+            importlib.import_module(module)
         self._num_cpus, self._device = num_cpus, device
         self._workers: dict[str, Any] = {}
         self._contexts: dict[str, WorkerContext] = {}

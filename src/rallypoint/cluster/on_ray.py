@@ -83,7 +83,13 @@ class RayRuntime:
     """A local Ray cluster, started by this program and ended by it."""
 
     def __init__(
-        self, *, log_folder: Path, object_store_gib: float, placement_timeout_s: float, say: Callable[[str], None]
+        self,
+        *,
+        log_folder: Path,
+        object_store_gib: float,
+        placement_timeout_s: float,
+        preload: Sequence[str],
+        say: Callable[[str], None],
     ) -> None:
         """Start Ray.
 
@@ -91,9 +97,10 @@ class RayRuntime:
             log_folder: receives Ray's own logs.
             object_store_gib: shared memory for data between processes.
             placement_timeout_s: how long a pool may wait for its place.
+            preload: modules that every process imports as soon as it is there.
             say: called with one line about everything that is waited for.
         """
-        self._timeout_s, self._say = placement_timeout_s, say
+        self._timeout_s, self._preload, self._say = placement_timeout_s, tuple(preload), say
         self._groups: list[PlacementGroup] = []
         self._pools: dict[str, list[RayHost]] = {}
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +133,7 @@ class RayRuntime:
                 group = placement_group([pool.bundle] * num_processes, strategy="STRICT_PACK")
                 self._groups.append(group)
                 await self._wait_for(group, pool)
-                hosts += [RayHost(_start(pool, group, bundle)) for bundle in range(num_processes)]
+                hosts += [RayHost(_start(pool, group, bundle, self._preload)) for bundle in range(num_processes)]
             self._pools[pool.name] = hosts
         return self._pools[pool.name]
 
@@ -154,7 +161,7 @@ class RayRuntime:
             shutil.copytree(self._ray_logs, self._log_link, ignore=shutil.ignore_patterns("old"))
 
 
-def _start(pool: ResourcePool, group: PlacementGroup, bundle: int) -> Any:
+def _start(pool: ResourcePool, group: PlacementGroup, bundle: int, preload: tuple[str, ...]) -> Any:
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
     return (
         ray.remote(WorkerHost)
@@ -165,7 +172,7 @@ def _start(pool: ResourcePool, group: PlacementGroup, bundle: int) -> Any:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(pool.num_cpus)}},
             max_restarts=0,
         )
-        .remote(pool.num_cpus, pool.device)
+        .remote(pool.num_cpus, pool.device, preload)
     )
 
 

@@ -40,7 +40,7 @@ from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.run_folder import RunFolder
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.placement import Placement
+from rallypoint.roles.placement import Placement, open_pools
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
 from rallypoint.types import Metrics
@@ -86,6 +86,8 @@ class Recipe(Protocol):
         ...
 
 
+_PRELOAD = ("rallypoint.roles.actor", "rallypoint.roles.critic", "rallypoint.roles.reference")
+
 RECIPES: dict[str, type[Recipe]] = {"ppo": PPO, "grpo": GRPO}
 
 
@@ -113,18 +115,23 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
         first = _state_of(folder)["step"] if resume else 0
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
-        progress.waiting(f"starting {config.cluster.runtime}")
+        progress.waiting(f"starting {config.cluster.runtime}, loading model and data")
+        # Two things that take seconds each and do not need each other.
+        preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, say))
+        await asyncio.sleep(0)
         runtime = open_runtime(
             config.cluster.runtime,
             log_folder=folder.logs,
             object_store_gib=config.cluster.object_store_gib,
             placement_timeout_s=config.cluster.placement_timeout_s,
+            preload=_PRELOAD,
             say=say,
         )
         meeting = Path(tempfile.mkdtemp(prefix="rally-"))
         try:
-            progress.waiting("loading model and data")
-            material = prepare(config, folder, say)
+            await open_pools(config, runtime)
+            material = await preparing
+            progress.waiting("starting the roles")
             recipe = await _start(config, Placement(config, runtime, material.model_path, meeting), material, say)
             run = _Run(config, folder, progress, log, recipe, material)
             return await run.steps(await run.restore() if first else 0)

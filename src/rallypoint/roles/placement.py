@@ -56,8 +56,22 @@ class Placement:
             kind: the worker's class, called with its context, a `WorkerSpec` and the further arguments.
             *args: for every worker's constructor.
         """
-        cluster, placement = self.config.cluster, self.config.roles[role]
-        pool = ResourcePool(placement.pool, cluster.pools[placement.pool], cluster.num_cpus_per_process, cluster.device)
+        pool = _pool(self.config, self.config.roles[role].pool)
         hosts = (await self.runtime.hosts(pool))[: self.config.num_ranks(role)]
         spec = WorkerSpec(self.config, self.model_path, self.meeting_folder / f"{role}-{uuid.uuid4().hex}")
         return await WorkerGroup.create(role, kind, hosts, spec, *args)
+
+
+async def open_pools(config: RunConfig, runtime: Runtime) -> None:
+    """Start the processes of all pools, so that they get ready while the driver is busy with other things.
+
+    Raises:
+        PlacementError: a pool does not fit.
+    """
+    for name in dict.fromkeys(placement.pool for placement in config.roles.values()):
+        await runtime.hosts(_pool(config, name))
+
+
+def _pool(config: RunConfig, name: str) -> ResourcePool:
+    cluster = config.cluster
+    return ResourcePool(name, cluster.pools[name], cluster.num_cpus_per_process, cluster.device)
