@@ -141,6 +141,10 @@ def _draw_line(axes: Axes, steps: list[float], values: list[float], title: str) 
     _tidy(axes, steps)
 
 
+_NAMED_SHARE = 0.02
+"""Phases with a smaller share of the time are drawn without a name."""
+
+
 def _draw_time(axes: Axes, records: Sequence[Record], title: str) -> None:
     """Stack the seconds of the phases; each name stands beside them in its own colour."""
     timed = [record for record in records if any(name.startswith(TIME_PREFIX) for name in record)]
@@ -155,7 +159,10 @@ def _draw_time(axes: Axes, records: Sequence[Record], title: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=9, color=INK, loc="left")
     _tidy(axes, steps)
-    for row, phase in enumerate(reversed(phases)):
+    # Slivers have no name: their area could not be seen, and there is room for few.
+    totals = {phase: sum(column) for phase, column in zip(phases, columns, strict=True)}
+    named = [phase for phase in phases if totals[phase] >= _NAMED_SHARE * sum(totals.values())]
+    for row, phase in enumerate(reversed(named)):
         axes.text(
             1.02,
             1.0 - 0.17 * row,
