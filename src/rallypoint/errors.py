@@ -94,30 +94,109 @@ class WorkerError(RallyError, RuntimeError):
         cause: str,
         remote_traceback: str,
         *,
+        step: int | None = None,
         pid: int = 0,
         node: str = "",
         is_consequence: bool = False,
     ) -> None:
         super().__init__(role, rank, call, cause, remote_traceback)
         self.role, self.rank, self.call, self.cause = role, rank, call, cause
-        self.remote_traceback, self.pid, self.node = remote_traceback, pid, node
+        self.remote_traceback, self.step, self.pid, self.node = remote_traceback, step, pid, node
         self.is_consequence = is_consequence
+        self.num_cancelled = 0
+        """Ranks whose calls were cancelled because of this."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        arguments = (self.role, self.rank, self.call, self.cause, self.remote_traceback)
-        return (type(self), arguments, {"pid": self.pid, "node": self.node, "is_consequence": self.is_consequence})
+        return (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
-        where = f"{self.role} rank {self.rank} (pid {self.pid}{', node ' + self.node if self.node else ''})"
-        return f"{where} failed in {self.call}: {self.cause}\n\n{self.remote_traceback.rstrip()}"
+        where = _where(self.role, self.rank, self.pid, self.node)
+        others = _others(self.num_cancelled)
+        return (
+            f"{where} failed in {self.call}{_at(self.step)}{others}: {self.cause}\n\n{self.remote_traceback.rstrip()}"
+        )
 
 
 class WorkerDiedError(RallyError, RuntimeError):
     """A worker process ended while it was needed."""
 
-    def __init__(self, role: str, rank: int, call: str, detail: str) -> None:
+    verb = "died during"
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        call: str,
+        detail: str,
+        *,
+        step: int | None = None,
+        pid: int = 0,
+        node: str = "",
+    ) -> None:
         super().__init__(role, rank, call, detail)
         self.role, self.rank, self.call, self.detail = role, rank, call, detail
+        self.step, self.pid, self.node = step, pid, node
+        self.num_cancelled = 0
+        """Ranks whose calls were cancelled because of this."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} died during {self.call}: {self.detail}"
+        where = _where(self.role, self.rank, self.pid, self.node)
+        return f"{where} {self.verb} {self.call}{_at(self.step)}{_others(self.num_cancelled)}: {self.detail}"
+
+
+class WorkerHungError(WorkerDiedError):
+    """A worker process gave no sign of life, or a call made no progress until its deadline; it was ended."""
+
+    verb = "hung in"
+
+
+class CallCancelledError(RallyError, RuntimeError):
+    """A call was stopped because nobody waits for it any more."""
+
+
+def _where(role: str, rank: int, pid: int, node: str) -> str:
+    known = ", ".join([f"pid {pid}"] * bool(pid) + [f"node {node}"] * bool(node))
+    return f"{role} rank {rank}{f' ({known})' if known else ''}"
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
+
+
+def _others(num_cancelled: int) -> str:
+    return f" (calls of {num_cancelled} other rank{'s' * (num_cancelled != 1)} cancelled)" if num_cancelled else ""
+
+
+class RendezvousError(RallyError, RuntimeError):
+    """Ranks did not find each other, or one that was found is gone; `ranks` are those it is about."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class RankTakenError(RendezvousError):
+    """Two live participants claim the same rank; the one that came second is refused."""
+
+
+class WorldSizeError(RendezvousError):
+    """A participant expects another number of ranks than those who are there already."""
+
+
+class StaleGenerationError(RendezvousError):
+    """A participant belongs to an earlier attempt; a newer generation has begun."""
+
+
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
+    """Some ranks did not come in time; each is listed with where and when it was last seen."""
+
+
+class MembershipLostError(RendezvousError, ConnectionError):
+    """A member of a complete generation died or left, or this one was given up because it did not renew."""
+
+
+class RendezvousUnreachableError(RendezvousError, ConnectionError):
+    """The place that keeps the rendezvous does not answer."""

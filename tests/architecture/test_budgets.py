@@ -20,8 +20,8 @@ EXCEPTIONS: dict[str, str] = {}
 """`path` or `path:function` -> why it may be longer."""
 
 BROAD: dict[str, str] = {
-    "cluster/host.py:call": "whatever a worker raises must reach the driver with its traceback",
-    "cluster/host.py:create": "as in call",
+    "cluster/host.py:_execute": "whatever a worker raises must reach the driver with its traceback",
+    "cluster/ray_cluster.py:start_local": "whatever keeps Ray from starting, nothing of it may stay",
     "cluster/inline.py:_run": "raised again where the result is awaited",
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "engine/engine.py:train": "raised again as soon as the other ranks know",

@@ -90,7 +90,9 @@ def test_every_config_in_the_documentation_loads(document: Path, tmp_path: Path)
 
 
 def test_every_config_of_the_examples_loads():
-    for path in sorted((ROOT / "examples").rglob("*.yaml")):
+    configs = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "apiVersion:" not in path.read_text()]
+    assert configs
+    for path in configs:
         assert load_config(str(path)), path
 
 

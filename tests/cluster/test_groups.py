@@ -1,19 +1,62 @@
 """Worker groups, the same on Ray and inline."""
 
+import asyncio
+import copy
+import dataclasses
 import os
+from typing import Self
 
 import numpy as np
 import pytest
 
-from rallypoint.cluster import ResourcePool, Rule, WorkerContext, WorkerGroup, broadcast, dispatched, first_rank, shard
-from rallypoint.cluster.dispatch import Part
+from rallypoint.cluster import (
+    Layout,
+    Mesh,
+    Part,
+    ResourcePool,
+    Rule,
+    WorkerContext,
+    WorkerGroup,
+    broadcast,
+    collect,
+    dispatched,
+    first_rank,
+    merge,
+    scatter,
+    shard,
+)
 from rallypoint.errors import WorkerError
+
+PAIR = ResourcePool([2], name="pair", num_cpus=0.1)
+GRID = ResourcePool([4], name="grid", num_cpus=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The smallest carrier."""
+
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def split(self, num_parts: int) -> list[Self]:
+        borders = [len(self) * part // num_parts for part in range(num_parts + 1)]
+        return [type(self)(self.values[borders[part] : borders[part + 1]]) for part in range(num_parts)]
+
+    @classmethod
+    def join(cls, parts: list[Self]) -> Self:
+        return cls(np.concatenate([part.values for part in parts]))
+
+
+def backwards(mesh, args, kwargs):
+    return [Part((args[0][-1 - rank],), kwargs) for rank in range(mesh.size)]
 
 
 class Worker:
     """Counts and echoes."""
 
-    def __init__(self, context: WorkerContext, start: int) -> None:
+    def __init__(self, context: WorkerContext, start: int = 0) -> None:
         self.context, self.total = context, start
         context.shared[f"{context.role}/start"] = start
 
@@ -22,36 +65,61 @@ class Worker:
         self.total += number
         return self.total + self.context.rank
 
+    @collect
+    def metrics(self, *, scale: float = 1.0) -> dict[str, float]:
+        return {"rank": scale * self.context.rank, "total": self.total}
+
     @shard
     def echo(self, items: list[int], *, factor: int = 1) -> list[tuple[int, int]]:
         return [(self.context.rank, factor * item) for item in items]
 
     @shard
+    def doubled(self, *, batch: Rows) -> Rows:
+        return Rows(2 * batch.values)
+
+    @shard
+    def by_name(self, items: list[int]) -> dict[str, list[int]]:
+        return {"items": items, "ranks": [self.context.rank]}
+
+    @shard
     def silent(self, items: list[int]) -> None:
         self.total += len(items)
+
+    @shard
+    def mixed(self, items: list[int]) -> list[int] | None:
+        return items if self.context.rank else None
+
+    @shard
+    def number(self, items: list[int]) -> int:
+        return len(items)
+
+    @scatter
+    def take(self, item: str, suffix: str = "") -> str:
+        return f"{self.context.rank}{item}{suffix}"
 
     @first_rank
     def who(self) -> tuple[str, int, int]:
         return self.context.role, self.context.rank, self.context.num_ranks
 
-    @first_rank
-    def neighbours(self) -> list[str]:
+    @collect
+    def seen(self) -> list[str]:
         return sorted(self.context.shared)
 
-    @first_rank
-    def pid(self) -> int:
-        return os.getpid()
+    @collect
+    def place(self) -> tuple[int, dict[str, int]]:
+        return os.getpid(), self.context.mesh.coordinates(self.context.rank)
 
-    @broadcast
-    def fail_on(self, rank: int) -> None:
-        if self.context.rank == rank:
-            raise ValueError(f"rank {rank} does not like this")
-
-    @dispatched(
-        Rule("mirror", lambda ranks, args, kwargs: [Part((args[0][-1 - r],), kwargs) for r in range(ranks)], list)
-    )
+    @dispatched(Rule("backwards", backwards, list))
     def mirrored(self, item: str) -> str:
         return f"{self.context.rank}{item}"
+
+    @dispatched(Rule("nobody", lambda mesh, args, kwargs: [None] * mesh.size, list))
+    def nobody(self) -> int:
+        return 0
+
+    @dispatched(Rule("too few", lambda mesh, args, kwargs: [Part((), {})], list))
+    def too_few(self) -> int:
+        return 0
 
     @broadcast
     def size(self, array: np.ndarray) -> int:
@@ -61,18 +129,44 @@ class Worker:
         return 1
 
 
+class Rollout:
+    """Another class, whose methods are named like those of `Worker`."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @first_rank
+    def who(self) -> str:
+        return f"rollout {self.context.role}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.context.shared["closed"] = self.context.role
+
+
 @pytest.fixture(scope="module")
-def group(runtime, loop):
+def group(runtime, run):
     async def make():
-        hosts = await runtime.hosts(ResourcePool("main", (2,)))
-        return await WorkerGroup.create("counter", Worker, hosts, 10)
+        return await WorkerGroup.create(Layout("counter", await runtime.hosts(PAIR)), Worker, 10)
 
-    return loop.run_until_complete(make())
+    return run(make())
 
 
-def test_broadcast_calls_all_and_returns_the_first_ranks_result(group, loop):
-    assert loop.run_until_complete(group.call(Worker.add, 5)) == 15
-    assert loop.run_until_complete(group.call(Worker.add, number=-5)) == 10
+@pytest.fixture(scope="module")
+def grid(runtime, run):
+    async def make():
+        layout = Layout("grid", await runtime.hosts(GRID), Mesh({"dp": 2, "tp": 2}))
+        return await WorkerGroup.create(layout, Worker, start=1)
+
+    return run(make())
+
+
+def test_broadcast_calls_all_and_returns_the_first_ranks_result(group, run):
+    assert run(group.call(Worker.add, 5)) == 15
+    assert run(group.call(Worker.add, number=-5)) == 10
+    assert [metrics["total"] for metrics in run(group.call(Worker.metrics))] == [10, 10]
 
 
 @pytest.mark.parametrize(
@@ -84,56 +178,152 @@ def test_broadcast_calls_all_and_returns_the_first_ranks_result(group, loop):
         ([], []),
     ],
 )
-def test_shard_splits_unevenly_if_it_must_and_joins_in_order(group, loop, items, expected):
-    assert loop.run_until_complete(group.call(Worker.echo, items, factor=10)) == expected
-    assert loop.run_until_complete(group.call(Worker.echo, items=items, factor=10)) == expected
+def test_shard_splits_unevenly_if_it_must_and_joins_in_order(group, run, items, expected):
+    assert run(group.call(Worker.echo, items, factor=10)) == expected
+    assert run(group.call(Worker.echo, items=items, factor=10)) == expected
+    assert run(group.call(Worker.doubled, batch=Rows(np.array(items, dtype=int)))).values.tolist() == [
+        2 * item for item in items
+    ]
 
 
-def test_what_is_passed_is_not_modified_and_nothing_comes_back_as_none(group, loop):
-    items = [3, 1, 2]
-    assert loop.run_until_complete(group.call(Worker.silent, items)) is None
-    assert items == [3, 1, 2]
+def test_results_may_be_dicts_lists_none_and_metrics_of_every_rank(group, run):
+    assert run(group.call(Worker.by_name, [1, 2, 3])) == {"items": [1, 2, 3], "ranks": [0, 1]}
+    assert run(group.call(Worker.silent, [])) is None
+    assert [metrics["rank"] for metrics in run(group.call(Worker.metrics, scale=0.5))] == [0.0, 0.5]
 
 
-def test_first_rank_and_a_rule_of_ones_own(group, loop):
-    assert loop.run_until_complete(group.call(Worker.who)) == ("counter", 0, 2)
-    assert loop.run_until_complete(group.call(Worker.mirrored, "ab")) == ["0b", "1a"]
+def test_results_that_have_no_whole_are_an_error_that_names_the_call(group, run):
+    with pytest.raises(TypeError, match=r"counter.mixed: .* some are NoneType and others list"):
+        run(group.call(Worker.mixed, [1, 2]))
+    with pytest.raises(
+        TypeError, match=r"counter.number: .* int has no `join`; return a list or a carrier, or use @col"
+    ):
+        group.call(Worker.number, [1, 2]).result()
 
 
-def test_roles_on_one_pool_share_their_processes(runtime, group, loop):
-    async def second():
-        hosts = await runtime.hosts(ResourcePool("main", (2,)))
-        return await WorkerGroup.create("counter_two", Worker, hosts, 20)
-
-    other = loop.run_until_complete(second())
-    assert loop.run_until_complete(other.call(Worker.pid)) == loop.run_until_complete(group.call(Worker.pid))
-    assert loop.run_until_complete(other.call(Worker.neighbours)) == ["counter/start", "counter_two/start"]
-
-
-def test_an_exception_names_role_rank_pid_call_and_shows_the_workers_own_traceback(group, loop):
-    with pytest.raises(WorkerError) as caught:
-        loop.run_until_complete(group.call(Worker.fail_on, 1))
-    error = caught.value
-    assert (error.role, error.rank, error.call) == ("counter", 1, "fail_on")
-    assert error.pid > 0
-    assert "ValueError: rank 1 does not like this" in str(error)
-    assert "in fail_on" in error.remote_traceback
-    assert loop.run_until_complete(group.call(Worker.who))[0] == "counter", "the group lives on"
+def test_nothing_that_is_passed_is_modified(group, run):
+    items, batch = [3, 1, 2], Rows(np.arange(3))
+    before = copy.deepcopy((items, batch.values))
+    run(group.call(Worker.silent, items))
+    run(group.call(Worker.echo, items=items))
+    run(group.call(Worker.doubled, batch=batch))
+    run(group.call(Worker.add, 0))
+    assert items == before[0]
+    assert np.array_equal(batch.values, before[1])
 
 
-def test_a_constructor_that_raises_is_a_worker_error(runtime, loop):
-    async def make():
-        hosts = await runtime.hosts(ResourcePool("main", (2,)))
-        await WorkerGroup.create("wrong", Worker, hosts, *["one", "too many"])
-
-    with pytest.raises(WorkerError, match="takes 3 positional arguments"):
-        loop.run_until_complete(make())
+def test_scatter_first_rank_and_a_rule_of_ones_own(group, grid, run):
+    assert run(group.call(Worker.take, ["a", "b"], suffix="!")) == ["0a!", "1b!"]
+    assert run(grid.call(Worker.take, "abcd", "!")) == ["0a!", "1b!", "2c!", "3d!"]
+    assert run(group.call(Worker.who)) == ("counter", 0, 2)
+    assert run(group.call(Worker.mirrored, "ab")) == ["0b", "1a"]
 
 
-def test_a_method_without_a_rule_cannot_be_called_on_a_group(group, loop):
+def test_a_call_that_fits_no_rank_is_refused_before_anything_is_sent(group):
+    with pytest.raises(ValueError, match="one item per rank: 2 ranks, found 3 items"):
+        group.call(Worker.take, ["a", "b", "c"])
+    with pytest.raises(TypeError, match="at least one argument that can be split"):
+        group.call(Worker.doubled, batch=np.arange(3))
+    with pytest.raises(
+        ValueError, match=r"counter.nobody: rule 'nobody' must make a part, or None, for each of 2 ranks"
+    ):
+        group.call(Worker.nobody)
+    with pytest.raises(ValueError, match=r"rule 'too few' .* found \[Part"):
+        group.call(Worker.too_few)
     with pytest.raises(TypeError, match="undecorated has no dispatch rule; decorate it"):
-        loop.run_until_complete(group.call(Worker.undecorated))
+        group.call(Worker.undecorated)
 
 
-def test_large_arrays_arrive_whole(group, loop):
-    assert loop.run_until_complete(group.call(Worker.size, np.ones(3_000_000))) == 24_000_000
+def test_a_mesh_gives_each_part_to_all_peers_and_takes_the_leaders_results_in_order(grid, run):
+    assert [at for _, at in run(grid.call(Worker.place))] == [
+        {"dp": 0, "tp": 0},
+        {"dp": 0, "tp": 1},
+        {"dp": 1, "tp": 0},
+        {"dp": 1, "tp": 1},
+    ]
+    assert run(grid.call(Worker.echo, [1, 2, 3])) == [(0, 1), (2, 2), (2, 3)]
+    before = [metrics["total"] for metrics in run(grid.call(Worker.metrics))]
+    run(grid.call(Worker.silent, [1, 2, 3]))
+    after = [metrics["total"] for metrics in run(grid.call(Worker.metrics))]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2, 2], "peers saw what their leader saw"
+
+
+def test_a_mesh_of_another_size_and_a_process_twice_are_refused(runtime, run):
+    hosts = run(runtime.hosts(PAIR))
+    with pytest.raises(ValueError, match="wrong: dp=2 x tp=2 makes 4 ranks, but there are 2"):
+        Layout("wrong", hosts, Mesh({"dp": 2, "tp": 2}))
+    with pytest.raises(ValueError, match="wrong: a process cannot be two ranks of one role"):
+        Layout("wrong", [hosts[0], hosts[0]])
+
+
+def test_roles_on_one_pool_share_processes_and_leak_nothing_into_each_other(runtime, group, run):
+    async def second():
+        return await WorkerGroup.create(Layout("counter_rollout", await runtime.hosts(PAIR)), Rollout)
+
+    other = run(second())
+    assert other.hosts == group.hosts
+    assert run(group.call(Worker.who)) == ("counter", 0, 2)
+    assert run(other.call(Rollout.who)) == "rollout counter_rollout"
+    run(other.shutdown())
+    assert run(group.call(Worker.seen)) == [["closed", "counter/start"]] * 2, "it was closed in every process"
+    assert run(group.call(Worker.who)) == ("counter", 0, 2)
+    with pytest.raises(WorkerError, match="there is no counter_rollout here any more: its group was shut down"):
+        run(other.call(Rollout.who))
+
+
+def test_a_second_group_of_the_same_role_in_the_same_processes_is_refused(runtime, group, run):
+    with pytest.raises(ValueError, match="counter is in these processes already: shut that group down, or use another"):
+        run(WorkerGroup.create(Layout("counter", group.hosts[:1]), Worker))
+    assert run(group.call(Worker.who)) == ("counter", 0, 2)
+
+
+def test_a_constructor_that_raises_is_an_error_and_leaves_no_role_behind(runtime, group, run):
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"wrong rank \d .*in __init__.* takes from 2 to 3 positional arguments"):
+            run(WorkerGroup.create(Layout("wrong", group.hosts), Worker, *[1, 2]))
+    assert set(group.hosts[0].roles) == {"counter"}
+    assert run(group.call(Worker.who)) == ("counter", 0, 2)
+
+
+def test_views_of_a_pool_are_groups_of_their_own_in_its_processes(runtime, grid, run):
+    first, rest = GRID.split([1, 3])
+
+    async def make():
+        single = await WorkerGroup.create(Layout("single", await runtime.hosts(first)), Worker)
+        three = await WorkerGroup.create(Layout("three", await runtime.hosts(rest)), Worker)
+        both = await WorkerGroup.create(Layout("both", await runtime.hosts(merge(PAIR, rest))), Worker)
+        return single, three, both
+
+    single, three, both = run(make())
+    pids = [pid for pid, _ in run(grid.call(Worker.place))]
+    assert [pid for pid, _ in run(single.call(Worker.place))] == pids[:1]
+    assert [pid for pid, _ in run(three.call(Worker.place))] == pids[1:]
+    assert [pid for pid, _ in run(both.call(Worker.place))][2:] == pids[1:]
+    assert run(both.call(Worker.echo, list(range(5)))) == [(rank, rank) for rank in range(5)]
+    for group in (single, three, both):
+        run(group.shutdown())
+        run(group.shutdown())
+    assert run(grid.call(Worker.who)) == ("grid", 0, 4)
+
+
+def test_a_process_that_ended_with_its_last_role_is_started_anew_when_the_pool_is_asked_for(runtime, run):
+    pool = ResourcePool([2], name="again", num_cpus=0.1)
+    first, second = pool.split([1, 1])
+
+    async def scenario():
+        stays = await WorkerGroup.create(Layout("stays", await runtime.hosts(first)), Worker, 3)
+        goes = await WorkerGroup.create(Layout("goes", await runtime.hosts(second)), Worker)
+        await goes.shutdown()
+        again = await WorkerGroup.create(Layout("goes", await runtime.hosts(second)), Worker, 4)
+        totals = await asyncio.gather(stays.call(Worker.add, 0), again.call(Worker.add, 0))
+        await asyncio.gather(stays.shutdown(), again.shutdown())
+        whole = await WorkerGroup.create(Layout("whole", await runtime.hosts(pool)), Worker, 5)
+        shared = await whole.call(Worker.seen)
+        await whole.shutdown()
+        return totals, shared
+
+    assert run(scenario()) == ([3, 4], [["whole/start"]] * 2)
+
+
+def test_large_arrays_arrive_whole(group, run):
+    assert run(group.call(Worker.size, np.ones(3_000_000))) == 24_000_000

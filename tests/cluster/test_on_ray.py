@@ -1,55 +1,111 @@
-"""What only real processes can do: die, not fit, and be cleaned up."""
+"""What only a local Ray can do: start, not fit, be let go of piece by piece, and leave nothing."""
 
 import asyncio
 import os
-import signal
+import sys
+import threading
 import time
+from pathlib import Path
+from typing import Self
 
 import pytest
 
-from rallypoint.cluster import ResourcePool, WorkerContext, WorkerGroup, broadcast, first_rank, open_runtime
+from rallypoint.cluster import Layout, ResourcePool, WorkerContext, WorkerGroup, collect, open_runtime
 from rallypoint.errors import PlacementError, WorkerDiedError
 
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
-class Mortal:
-    """Can be killed."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
+class Worker:
+    """Leaves a file when it is closed."""
 
-    @first_rank
+    def __init__(self, context: WorkerContext, folder: Path | None = None) -> None:
+        self.context, self.folder = context, folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.folder is not None:
+            (self.folder / f"closed-{self.context.rank}").touch()
+
+    @collect
     def pid(self) -> int:
         return os.getpid()
 
-    @broadcast
+    @collect
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def test_death_placement_and_shutdown(tmp_path):
-    async def scenario():
-        runtime = open_runtime(
-            "ray", log_folder=tmp_path, object_store_gib=0.2, placement_timeout_s=3, say=lambda line: None
-        )
-        try:
-            with pytest.raises(PlacementError, match=r"cannot fit on this cluster:\n.*wanted +999 CPU, has"):
-                await runtime.hosts(ResourcePool("huge", (999,)))
-            cores = len(os.sched_getaffinity(0))
-            group = await WorkerGroup.create("mortal", Mortal, await runtime.hosts(ResourcePool("all", (cores,))))
-            with pytest.raises(PlacementError, match=r"pool 'more' waits for 1 x \(1 CPU\).*gave up after"):
-                await runtime.hosts(ResourcePool("more", (1,)))
-            pid = await group.call(Mortal.pid)
-            sleeping = asyncio.ensure_future(group.call(Mortal.sleep, 60))
-            await asyncio.sleep(0.5)
-            os.kill(pid, signal.SIGKILL)
-            started = time.monotonic()
-            with pytest.raises(WorkerDiedError, match="mortal rank 0 died during sleep"):
-                await sleeping
-            assert time.monotonic() - started < 30, "the other ranks' sixty seconds are not waited for"
-        finally:
-            await runtime.shutdown()
-        return pid
+def named_actors():
+    import ray
 
-    asyncio.run(scenario())
-    assert (tmp_path / "ray" / "raylet.out").is_file(), "Ray's logs are in the run's folder"
-    assert not (tmp_path / "ray").is_symlink()
+    return ray.util.list_named_actors(all_namespaces=True)
+
+
+def alive(pids):
+    """Those of some processes that are there after the others had time to go."""
+    until = time.monotonic() + 30
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+async def life_of_a_runtime(logs, folder):
+    """Open, fill, empty and leave; return the process ids that were seen."""
+    runtime = open_runtime("ray", log_folder=logs, object_store_gib=0.2, say=print)
+    try:
+        with pytest.raises(
+            PlacementError, match=r"pool 'huge' cannot fit on this cluster:\n(.*\n)* .*999 CPU .*too little"
+        ):
+            await runtime.hosts(ResourcePool([999], name="huge"))
+        with pytest.raises(PlacementError, match=r"not all of them at the same time:\npool 'one':\n"):
+            await runtime.reserve([ResourcePool([CORES], name="one"), ResourcePool([1], name="other")])
+
+        full = await WorkerGroup.create(
+            Layout("full", await runtime.hosts(ResourcePool([CORES], name="full"))), Worker, folder
+        )
+        pids = await full.call(Worker.pid)
+        await full.shutdown()
+        assert sorted(path.name for path in folder.iterdir()) == [f"closed-{rank}" for rank in range(CORES)]
+        assert alive(pids) == [], "a group leaves no process, whatever else goes on"
+
+        second = await WorkerGroup.create(Layout("second", await runtime.hosts(ResourcePool([CORES]))), Worker)
+        pids += await second.call(Worker.pid)
+        assert named_actors() == []
+        busy = asyncio.ensure_future(second.call(Worker.sleep, 60))
+        await asyncio.sleep(0.2)
+    finally:
+        await runtime.shutdown()
+    with pytest.raises(WorkerDiedError, match=r"second rank \d .* died during sleep.*: it had been ended"):
+        await busy
+    return pids
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the processes are looked up in /proc")
+def test_pools_come_and_go_and_nothing_is_left(tmp_path):
+    logs, folder = tmp_path / "logs", tmp_path / "closed"
+    folder.mkdir()
+    before = set(Path("/dev/shm").iterdir())
+    pids = asyncio.run(life_of_a_runtime(logs, folder))
+    assert len(pids) == 2 * CORES
+    assert alive(pids) == []
+    assert set(Path("/dev/shm").iterdir()) <= before, "no shared memory"
+    assert (logs / "ray" / "raylet.out").is_file(), "Ray's logs are in the run's folder"
+    assert not (logs / "ray").is_symlink()
+
+
+def test_inline_runtimes_leave_no_thread(tmp_path):
+    async def scenario():
+        runtime = open_runtime("inline", log_folder=tmp_path)
+        group = await WorkerGroup.create(Layout("group", await runtime.hosts(ResourcePool([3]))), Worker)
+        busy = asyncio.ensure_future(group.call(Worker.sleep, 0.3))
+        await asyncio.sleep(0.05)
+        await runtime.shutdown()
+        return await asyncio.gather(busy, return_exceptions=True)
+
+    before = set(threading.enumerate())
+    (error,) = asyncio.run(scenario())
+    assert "it had been ended: its group was shut down, or the runtime" in str(error)
+    assert {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")} <= before

@@ -1,10 +1,11 @@
 """One rank of `test_processes.py`: takes the steps of every case that has a place for it and writes what it got.
 
-Its arguments are the model's folder, the folder to write to, and the rank.
+Its arguments are the model's folder, the folder to write to, which also holds the rendezvous, and the rank.
 """
 
 import json
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
@@ -76,13 +77,14 @@ def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -
 def main(model_folder: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     batch = make_batch()
+    rendezvous = pickle.loads((folder / "rendezvous").read_bytes())
     cases = {(name, dtype): shards for name, shards in SHARDS.items() for dtype in DTYPES}
     if rank == 0:
         cases |= {("1 rank", dtype): [list(range(len(batch)))] for dtype in DTYPES}
     for (name, dtype), shards in cases.items():
         if rank >= len(shards):
             continue
-        collective = connect(folder / f"meeting of {name} in {dtype}", rank, len(shards))
+        collective = connect(rendezvous, f"{name} in {dtype}", rank, len(shards), timeout_s=60)
         cap = 1000 if isinstance(collective, Solo) else 45
         engine = make_engine(model_folder, DTYPES[dtype], cap, collective)
         metrics = take_steps(engine, batch.rows(shards[rank]), batch.num_loss_tokens)
@@ -94,12 +96,12 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
         tensors = {key: torch.tensor(number, dtype=torch.float64) for key, number in numbers.items()}
         tensors |= {key: weight.detach() for key, weight in named_weights(engine.model).items()}
         safetensors.torch.save_file(tensors, folder / f"{name} in {dtype}, {rank}.safetensors")
-    lose_a_rank(model_folder, folder, rank, batch)
+    lose_a_rank(model_folder, folder, rank, batch, connect(rendezvous, "the last case", rank, 3, timeout_s=60))
 
 
-def lose_a_rank(model_folder: str, folder: Path, rank: int, batch: ActorBatch) -> None:
+def lose_a_rank(model_folder: str, folder: Path, rank: int, batch: ActorBatch, collective: Collective) -> None:
     """The last rank dies in the middle of its step; the others say what they noticed, and whether they stepped."""
-    engine = make_engine(model_folder, torch.float32, 45, connect(folder / "meeting of the last case", rank, 3))
+    engine = make_engine(model_folder, torch.float32, 45, collective)
     before = {name: weight.detach().clone() for name, weight in named_weights(engine.model).items()}
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ Three processes are started once, because importing torch takes most of their ti
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.models import create_model
 
@@ -44,6 +46,8 @@ def outcomes(tmp_path_factory) -> Path:
         max_positions=64,
         seed=0,
     )
+    rendezvous = open_rendezvous("tcp", "these tests")
+    (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
     command = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(model), str(folder)]
     processes = [
         subprocess.Popen(
@@ -60,6 +64,7 @@ def outcomes(tmp_path_factory) -> Path:
     finally:
         for process in processes:
             process.kill()
+        rendezvous.close()
     assert [process.returncode for process in processes] == [0, 0, -9], "\n".join(said)
     return folder
 

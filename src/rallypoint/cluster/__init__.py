@@ -10,11 +10,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rallypoint.cluster.dispatch import Joinable, Rule, Splittable, broadcast, collect, dispatched, first_rank, shard
-from rallypoint.cluster.group import Host, Runtime, WorkerGroup
-from rallypoint.cluster.host import WorkerContext, WorkerHost
+from rallypoint.cluster.call import Call, Host
+from rallypoint.cluster.dispatch import (
+    Joinable,
+    Part,
+    Rule,
+    Splittable,
+    broadcast,
+    collect,
+    dispatched,
+    first_rank,
+    joined,
+    scatter,
+    shard,
+)
+from rallypoint.cluster.group import Layout, Runtime, WorkerGroup, at_step
+from rallypoint.cluster.host import HostInfo, WorkerContext
 from rallypoint.cluster.inline import InlineRuntime
-from rallypoint.cluster.pool import ResourcePool
+from rallypoint.cluster.manager import ResourcePoolManager
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, merge
 from rallypoint.errors import PlacementError
 
 
@@ -22,20 +37,37 @@ def open_runtime(
     kind: Literal["ray", "inline"],
     *,
     log_folder: Path,
-    object_store_gib: float,
-    placement_timeout_s: float,
+    address: str | None = None,
+    namespace: str = "rallypoint",
+    object_store_gib: float = 0.5,
+    dashboard: bool = False,
+    placement_timeout_s: float = 300.0,
+    silence_s: float = 60.0,
     preload: Sequence[str] = (),
-    say: Callable[[str], None],
+    say: Callable[[str], None] = print,
 ) -> Runtime:
     """Start the runtime of that kind.
 
+    Args:
+        kind: Ray's processes, or threads of this one.
+        log_folder: receives Ray's logs, and the stacks of processes that hang.
+        address: of a running Ray cluster to join, "auto" or "host:port"; None starts one on this machine.
+        namespace: of our named Ray actors; two runs on one cluster need two.
+        object_store_gib: shared memory for data between processes, of a cluster that is started.
+        dashboard: whether Ray's dashboard is started, on loopback.
+        placement_timeout_s: how long a pool may wait for its place.
+        silence_s: how long a process may give no sign of life during a call.
+        preload: modules that every process imports as soon as it is there.
+        say: called with one line about everything that is waited for.
+
     Raises:
-        PlacementError: Ray is asked for and not installed.
+        PlacementError: Ray is asked for and not installed, or there is no cluster at the address.
     """
     if kind == "inline":
-        return InlineRuntime()
+        return InlineRuntime(log_folder=log_folder, silence_s=silence_s)
     try:
         from rallypoint.cluster.on_ray import RayRuntime
+        from rallypoint.cluster.ray_cluster import RayCluster
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
@@ -43,30 +75,48 @@ def open_runtime(
             "cluster.runtime=ray, but ray is not installed: pip install 'rallypoint[ray]', "
             "or run everything in one process with cluster.runtime=inline"
         ) from None
+    if address is None:
+        cluster = RayCluster.start_local(
+            log_folder=log_folder, object_store_gib=object_store_gib, dashboard=dashboard, say=say
+        )
+    else:
+        cluster = RayCluster.join(address, namespace=namespace, say=say)
     return RayRuntime(
+        cluster,
         log_folder=log_folder,
-        object_store_gib=object_store_gib,
         placement_timeout_s=placement_timeout_s,
+        silence_s=silence_s,
         preload=preload,
         say=say,
     )
 
 
 __all__ = [
+    "Call",
     "Host",
+    "HostInfo",
     "InlineRuntime",
     "Joinable",
+    "Layout",
+    "Mesh",
+    "Part",
+    "Pool",
+    "PoolView",
     "ResourcePool",
+    "ResourcePoolManager",
     "Rule",
     "Runtime",
     "Splittable",
     "WorkerContext",
     "WorkerGroup",
-    "WorkerHost",
+    "at_step",
     "broadcast",
     "collect",
     "dispatched",
     "first_rank",
+    "joined",
+    "merge",
     "open_runtime",
+    "scatter",
     "shard",
 ]

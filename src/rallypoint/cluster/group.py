@@ -1,50 +1,74 @@
 """N workers that act as one, and the runtime that holds their processes.
 
 A call names the worker's method itself, so that an editor jumps to it and a type checker knows its
-arguments and result:
+arguments and result. It can be awaited, waited for, or passed on before its result is there:
 
     logprobs = await group.call(ActorWorker.logprobs, batch)
+    logprobs = group.call(ActorWorker.logprobs, batch).result()
+    other.call(CriticWorker.train, group.call(ActorWorker.logprobs, batch).reference)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from rallypoint.cluster.dispatch import rule_of
-from rallypoint.cluster.pool import ResourcePool
-from rallypoint.errors import WorkerError
-
-_PATIENCE_S = 10.0
-"""How long the rank that failed first may take to say so after another one stopped because of it."""
+from rallypoint.cluster.call import Call, Host, Pending
+from rallypoint.cluster.dispatch import Part, rule_of
+from rallypoint.cluster.host import Invocation
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.pool import Pool, ResourcePool
+from rallypoint.cluster.reference import Fetch, Reference, whole
+from rallypoint.errors import WorkerDiedError
 
 WorkerT = TypeVar("WorkerT")
+MadeT = TypeVar("MadeT")
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
 
+_STEP: contextvars.ContextVar[int | None] = contextvars.ContextVar("training step", default=None)
+_NUMBERS = itertools.count(1)
 
-class Host(Protocol):
-    """The driver's end of one process; calls are executed one after another, in order of submission."""
 
-    def create(
-        self, role: str, kind: type, rank: int, num_ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Awaitable[None]:
-        """See `WorkerHost.create`."""
-        ...
-
-    def call(
-        self, role: str, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Awaitable[Any]:
-        """Submit now, return what can be awaited; see `WorkerHost.call`."""
-        ...
+@contextlib.contextmanager
+def at_step(step: int) -> Iterator[None]:
+    """Let errors of the calls that are made inside name the training step."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
 
 
 class Runtime(Protocol):
     """Where processes come from."""
 
-    async def hosts(self, pool: ResourcePool) -> Sequence[Host]:
-        """Return the processes of a pool, in rank order; the same ones for every role placed on it."""
+    @property
+    def head(self) -> str | None:
+        """Address of the cluster's head; None when everything is on this machine."""
+        ...
+
+    async def reserve(self, pools: Sequence[ResourcePool]) -> None:
+        """Check that pools fit together, before anything is asked for.
+
+        Raises:
+            PlacementError: they can never fit; a table says what is wanted and what is there.
+        """
+        ...
+
+    async def hosts(self, pool: Pool) -> Sequence[Host]:
+        """Return the processes of a pool, in rank order; the same ones for every role placed on it.
+
+        Raises:
+            PlacementError: the pool can never fit, or does not within the timeout.
+        """
         ...
 
     async def shutdown(self) -> None:
@@ -52,80 +76,171 @@ class Runtime(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which processes the ranks of a role live in, and how they are arranged."""
+
+    role: str
+    """What the model is for; names the group in errors."""
+    hosts: Sequence[Host]
+    """In rank order."""
+    mesh: Mesh | None = None
+    """None: all ranks are data-parallel."""
+    deadline_s: float | None = None
+    """How long a call may take without progress; None for ever."""
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.mesh.size != len(self.hosts):
+            axes = " x ".join(f"{name}={size}" for name, size in self.mesh.axes.items())
+            raise ValueError(f"{self.role}: {axes} makes {self.mesh.size} ranks, but there are {len(self.hosts)}")
+        if len(set(self.hosts)) != len(self.hosts):
+            raise ValueError(f"{self.role}: a process cannot be two ranks of one role")
+
+
 class WorkerGroup(Generic[WorkerT]):
     """The workers of one role."""
 
-    def __init__(self, role: str, hosts: Sequence[Host]) -> None:
-        self.role = role
+    def __init__(self, role: str, hosts: Sequence[Host], mesh: Mesh, deadline_s: float | None) -> None:
+        self.role, self.mesh, self.deadline_s = role, mesh, deadline_s
         self.hosts = tuple(hosts)
 
     @classmethod
     async def create(
         cls,
-        role: str,
-        kind: Callable[Concatenate[Any, P], WorkerT],
-        hosts: Sequence[Host],
+        layout: Layout,
+        kind: Callable[Concatenate[Any, P], MadeT],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> WorkerGroup[WorkerT]:
-        """Make one worker on each host.
+    ) -> WorkerGroup[MadeT]:
+        """Make one worker in each process.
 
         Args:
-            role: what the model is for; names the group in errors.
+            layout: whose ranks, where.
             kind: the worker's class; its first argument is a `WorkerContext`, added here.
-            hosts: in rank order.
             *args: for every worker's constructor.
             **kwargs: for every worker's constructor.
-        """
-        making = [
-            host.create(role, cast("type", kind), rank, len(hosts), args, kwargs) for rank, host in enumerate(hosts)
-        ]
-        await _all(making)
-        return WorkerGroup(role, hosts)
 
-    async def call(
+        Raises:
+            ValueError: the role has a worker in one of the processes already.
+            WorkerError: a constructor raised.
+        """
+        if any(layout.role in host.roles for host in layout.hosts):
+            raise ValueError(f"{layout.role} is in these processes already: shut that group down, or use another name")
+        mesh = layout.mesh or Mesh({"dp": len(layout.hosts)})
+        group = WorkerGroup[MadeT](layout.role, layout.hosts, mesh, layout.deadline_s)
+        number = next(_NUMBERS)
+        with contextlib.ExitStack() as unless_all_goes_well:
+            unless_all_goes_well.callback(group._abandon)
+            making = [
+                host.create(group._invocation(number, rank, "__init__"), cast("type", kind), mesh, args, kwargs)
+                for rank, host in enumerate(layout.hosts)
+            ]
+            await Call[None](making, (), _nothing, layout.deadline_s)
+            unless_all_goes_well.pop_all()
+        return group
+
+    def call(
         self,
         method: Callable[Concatenate[WorkerT, P], ResultT],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> ResultT:
-        """Call a method by its rule and return its joined result.
+    ) -> Call[ResultT]:
+        """Call a method by its rule; see `Call` for the result and its errors."""
+        rule = rule_of(method)
+        parts = rule.split(self.mesh, args, kwargs)
+        if len(parts) != self.mesh.size or not any(parts):
+            raise ValueError(
+                f"{self.role}.{method.__name__}: rule {rule.name!r} must make a part, or None, for each of "
+                f"{self.mesh.size} ranks and not None for all, found {list(parts)}"
+            )
+        answering = frozenset(rule.answering(self.mesh))
+        number = next(_NUMBERS)
+        pending: dict[int, Pending] = {}
+        with contextlib.ExitStack() as unless_all_are_sent:
+            for rank, part in self._sent_once(parts):
+                invocation = self._invocation(number, rank, method.__name__, answers=rank in answering)
+                pending[rank] = self.hosts[rank].call(invocation, part.args, part.kwargs)
+                unless_all_are_sent.callback(pending[rank].cancel)
+            unless_all_are_sent.pop_all()
+        answers = [index for index, rank in enumerate(pending) if rank in answering]
+        values = (*args, *kwargs.values())
+        sources = [host for value in values if isinstance(value, Reference) for host in value.makers]
+        return Call(tuple(pending.values()), answers, rule.join, self.deadline_s, sources)
+
+    def _sent_once(self, parts: Sequence[Part | None]) -> Iterator[tuple[int, Part]]:
+        """Return ranks and their arguments; a value that several ranks get is the same small thing in all of them."""
+        if not any(part.args or part.kwargs for part in parts if part):
+            yield from ((rank, part) for rank, part in enumerate(parts) if part)
+            return
+        counts = Counter(id(value) for part in parts if part for value in (*part.args, *part.kwargs.values()))
+        shared: dict[int, Any] = {}
+
+        def once(value: Any) -> Any:
+            if isinstance(value, Reference | Fetch) or counts[id(value)] == 1:
+                return whole(value)
+            if id(value) not in shared:
+                shared[id(value)] = self.hosts[0].share(value)
+            return shared[id(value)]
+
+        for rank, part in enumerate(parts):
+            if part is not None:
+                yield (
+                    rank,
+                    Part(tuple(map(once, part.args)), {name: once(value) for name, value in part.kwargs.items()}),
+                )
+
+    def _invocation(self, number: int, rank: int, method: str, *, answers: bool = False) -> Invocation:
+        return Invocation(number, self.role, rank, method, answers, _STEP.get())
+
+    def within(self, deadline_s: float | None) -> WorkerGroup[WorkerT]:
+        """Return the same group with another deadline for its calls."""
+        return WorkerGroup(self.role, self.hosts, self.mesh, deadline_s)
+
+    async def shutdown(self, patience_s: float = 30.0) -> None:
+        """Let go of the workers, after what they are doing; processes that hold no other role end.
+
+        Does nothing if that has been done. A process that is dead already is no error.
+
+        Args:
+            patience_s: how long they may take. A process that is busy for longer, or waits for one that died, is ended
+                as it is.
 
         Raises:
-            WorkerError: a rank raised; the first one's traceback is shown.
-            WorkerDiedError: a process ended.
+            WorkerError: a worker that can be closed (a context manager) raised when it was.
         """
-        rule = rule_of(method)
-        parts = rule.split(len(self.hosts), args, kwargs)
-        waiting = [
-            host.call(self.role, rank, method.__name__, part.args, part.kwargs)
-            for rank, (host, part) in enumerate(zip(self.hosts, parts, strict=False))
-        ]
-        return cast("ResultT", rule.join(await _all(waiting)))
+        number, left = next(_NUMBERS), [rank for rank, host in enumerate(self.hosts) if self.role in host.roles]
+        closing = {
+            asyncio.ensure_future(Call[None]([pending], (), _nothing, None))
+            for rank in left
+            if not self.hosts[rank].ended
+            for pending in [self.hosts[rank].retire(self._invocation(number, rank, "__exit__"))]
+        }
+        errors: list[BaseException] = []
+        until = time.monotonic() + (patience_s if len(closing) == len(left) else 0)
+        try:
+            while closing and (left_s := until - time.monotonic()) > 0:
+                done, closing = await asyncio.wait(closing, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                errors += [error for one in done if (error := one.exception()) is not None]
+                if any(isinstance(error, WorkerDiedError) for error in errors):
+                    break
+        finally:
+            for one in closing:
+                one.cancel()
+            for rank in left:
+                self.hosts[rank].release(self.role)
+        for error in errors:
+            if not isinstance(error, WorkerDiedError):
+                raise error
+
+    def _abandon(self) -> None:
+        """Let go of workers that were not all made."""
+        number = next(_NUMBERS)
+        for rank, host in enumerate(self.hosts):
+            if len(host.roles) > 1:  # the process lives on, for others
+                host.retire(self._invocation(number, rank, "__exit__"))
+            host.release(self.role)
 
 
-async def _all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Wait for all; when one fails, stop waiting for the others and raise what failed first.
-
-    A rank that stopped only because another one did is not what failed first: the other is waited for, shortly.
-    """
-    tasks = [asyncio.ensure_future(one) for one in waiting]
-    try:
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if pending and all(_is_consequence(task) for task in done if task.exception()):
-            await asyncio.wait(pending, timeout=_PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task for task in tasks if task.done() and task.exception()]
-        if not failed:
-            return [task.result() for task in tasks]
-        cause = next((task for task in failed if not _is_consequence(task)), failed[0])
-        return cause.result()  # raises
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _is_consequence(task: asyncio.Future[Any]) -> bool:
-    error = task.exception()
-    return isinstance(error, WorkerError) and error.is_consequence
+def _nothing(results: Sequence[Any]) -> None:
+    del results

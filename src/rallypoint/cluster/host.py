@@ -3,19 +3,35 @@
 Colocated roles are workers of one host: they take turns on its cores, and may share objects by name
 (`WorkerContext.shared`), which is how a rollout worker samples from the very weights that the actor
 trains.
+
+Two threads come here. One executes calls, one after another. The other answers `pulse` and `interrupt` while a
+call is under way, so that the driver can tell a process that works from one that hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import faulthandler
 import importlib
+import json
 import os
 import platform
+import signal
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
-from rallypoint.errors import PeerFailedError, RallyError, WorkerError
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.reference import attach
+from rallypoint.errors import CallCancelledError, PeerFailedError, PlacementError, RallyError, WorkerError
+
+ResultT = TypeVar("ResultT")
+
+_MOST_TEXT = 20_000
+"""Characters of a message or traceback that are sent; of a longer one the middle is left out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,12 +40,73 @@ class WorkerContext:
 
     role: str
     rank: int
-    num_ranks: int
+    mesh: Mesh
+    """How the ranks of the role are arranged."""
     num_cpus: int
+    """Cores (and threads) of this process."""
     device: str
-    """"cpu" or "cuda"."""
+    """"cpu", or torch's word for the accelerator that this process holds."""
     shared: dict[str, Any]
     """Objects that the workers of one process leave for each other, by a name both know."""
+    tick: Callable[[], None] = lambda: None
+    """Call it when a long method gets on with its work: a call's deadline counts from the last tick."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of workers of the role."""
+        return self.mesh.size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostInfo:
+    """Where a process is."""
+
+    node: str
+    """The machine's name."""
+    node_id: str
+    """The machine's identity in its runtime: two machines never share one."""
+    pid: int
+    devices: tuple[str, ...] = ()
+    """Accelerators of this process, by their number on the node."""
+    stacks_fd: int = -1
+    """Descriptor in that process to which it writes its stacks on SIGUSR1; -1 when it cannot."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Invocation:
+    """A call as it is sent to one rank, without its arguments."""
+
+    number: int
+    """Unique within the driver; rises with every call."""
+    role: str
+    rank: int
+    method: str
+    answers: bool
+    """Whether the result is wanted; it stays in the process otherwise."""
+    step: int | None = None
+    """Training step during which the call was made."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
+
+    def packed(self) -> bytes:
+        """Return it as bytes, which Ray sends five times as fast as an object."""
+        return json.dumps([self.number, self.role, self.rank, self.method, self.answers, self.step]).encode()
+
+    @classmethod
+    def unpacked(cls, text: bytes) -> Self:
+        """Undo `packed`."""
+        return cls(*json.loads(text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a process answers when it is asked whether it lives."""
+
+    progress: int
+    """Rises with every call that begins or ends and with every tick."""
+    call: Invocation | None
+    """What it is executing."""
 
 
 class WorkerHost:
@@ -41,46 +118,140 @@ class WorkerHost:
             importlib.import_module(module)
         self._num_cpus, self._device = num_cpus, device
         self._workers: dict[str, Any] = {}
-        self._contexts: dict[str, WorkerContext] = {}
         self._shared: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._progress = 0
+        self._running: Invocation | None = None
+        self._thread = 0
+        self._cancelled: set[int] = set()
 
     def create(
-        self, role: str, kind: type, rank: int, num_ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, invocation: Invocation, kind: type, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Make the worker of a role.
 
         Raises:
             WorkerError: its constructor raised.
         """
-        context = WorkerContext(role, rank, num_ranks, self._num_cpus, self._device, self._shared)
-        self._contexts[role] = context
-        try:
-            self._workers[role] = kind(context, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is must reach the driver with its traceback
-            raise _report(context, "__init__", error) from None
+        role, rank = invocation.role, invocation.rank
+        if role in self._workers:
+            raise PlacementError(
+                f"a worker of {role} lives in this process already: shut its group down first, or give this group "
+                "another role name"
+            )
+        context = WorkerContext(role, rank, mesh, self._num_cpus, self._device, self._shared, self._tick)
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of the worker of a role.
+        def make() -> None:
+            self._workers[role] = kind(context, *args, **kwargs)
+
+        self._execute(invocation, make)
+
+    def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Any) -> Any:
+        """Call a method of the worker of a role; `values` are the parts that its arguments refer to.
 
         Raises:
             WorkerError: the method raised.
+            CallCancelledError: the driver no longer waits for it.
         """
+
+        def answer() -> Any:
+            if invocation.role not in self._workers:
+                raise LookupError(f"there is no {invocation.role} here any more: its group was shut down")
+            whole_args, whole_kwargs = attach(args, kwargs, values)
+            result = getattr(self._workers[invocation.role], invocation.method)(*whole_args, **whole_kwargs)
+            return result if invocation.answers else None
+
+        return self._execute(invocation, answer)
+
+    def retire(self, invocation: Invocation) -> None:
+        """Let go of the worker of a role, and of what it left for others; it is closed if it can be.
+
+        Raises:
+            WorkerError: closing it raised.
+        """
+        worker = self._workers.pop(invocation.role, None)
+        for name in [name for name in self._shared if name.startswith(f"{invocation.role}/")]:
+            del self._shared[name]
+        if isinstance(worker, contextlib.AbstractContextManager):
+            self._execute(invocation, lambda: worker.__exit__(None, None, None))
+
+    def pulse(self) -> Pulse:
+        """Answer at once, whatever the other thread does."""
+        return Pulse(self._progress, self._running)
+
+    def interrupt(self, number: int) -> None:
+        """Cancel a call: it does not begin, or is stopped at its next line of Python."""
+        with self._lock:
+            self._cancelled.add(number)
+            if self._running is not None and self._running.number == number:
+                _raise_in(self._thread, CallCancelledError)
+
+    def _tick(self) -> None:
+        self._progress += 1
+
+    def _execute(self, invocation: Invocation, work: Callable[[], ResultT]) -> ResultT:
+        """Say what is being done, do it, and turn what it raises into an error that crosses processes."""
         try:
-            return getattr(self._workers[role], method)(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - as above
-            raise _report(self._contexts[role], method, error) from None
+            with self._lock:
+                if invocation.number in self._cancelled:
+                    raise CallCancelledError  # noqa: TRY301 - as if it had been stopped at its first line
+                self._running, self._thread = invocation, threading.get_ident()
+            self._tick()
+            return work()
+        except CallCancelledError:
+            raise CallCancelledError(str(invocation)) from None
+        except SystemExit:  # who asks for the end of the process gets it
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is must reach the driver with its traceback
+            raise _report(invocation, error) from None
+        finally:
+            with self._lock:
+                self._running = None
+                self._cancelled.discard(invocation.number)
+                _raise_in(threading.get_ident(), None)  # what did not arrive in time must not hit the next call
+            self._tick()
 
 
-def _report(context: WorkerContext, call: str, error: Exception) -> WorkerError:
-    cause = str(error) if isinstance(error, RallyError) else f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Have a thread raise at its next line of Python; None takes that back."""
+    what = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+def open_stacks() -> int:
+    """Make SIGUSR1 write the stacks of all threads of this process, and return the descriptor they go to.
+
+    It works while the interpreter is held by a call that never returns. The memory file leaves nothing behind.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
+        return -1
+    descriptor = os.memfd_create("stacks")
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
+    return descriptor
+
+
+def _report(invocation: Invocation, error: BaseException) -> WorkerError:
+    """Describe an exception in words: its class may exist in this process only, and may not even have a `str`."""
+    cause = str(error) if isinstance(error, RallyError) else "".join(traceback.format_exception_only(error))
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # ours are no help
     return WorkerError(
-        context.role,
-        context.rank,
-        call,
-        cause,
-        trace,
+        invocation.role,
+        invocation.rank,
+        invocation.method,
+        _shortened(cause.strip()),
+        _shortened("".join(traceback.format_exception(type(error), error, frames))),
+        step=invocation.step,
         pid=os.getpid(),
         node=platform.node(),
         is_consequence=isinstance(error, PeerFailedError),
     )
+
+
+def _shortened(text: str) -> str:
+    num_left_out = len(text) - _MOST_TEXT
+    if num_left_out <= 0:
+        return text
+    half = _MOST_TEXT // 2
+    return f"{text[:half]}\n... {num_left_out} characters left out ...\n{text[-half:]}"

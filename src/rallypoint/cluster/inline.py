@@ -2,24 +2,58 @@
 
 For debugging, for notebooks, and where Ray is not installed. The workers, their ranks and their results
 are those of the Ray runtime, bit for bit; only the speed of several ranks differs, because they share
-one interpreter.
+one interpreter. Arguments and results are handed over as they are: a worker that modified an argument in place, which
+Ray's copies forgive, would modify it for everybody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
+import dataclasses
+import os
+import platform
 import queue
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from typing import Any
 
-from rallypoint.cluster.group import Host
-from rallypoint.cluster.host import WorkerHost
-from rallypoint.cluster.pool import ResourcePool
+from rallypoint.cluster.call import Host, Pending
+from rallypoint.cluster.host import HostInfo, Invocation, Pulse, WorkerHost
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.pool import Placed, Pool, ResourcePool
+from rallypoint.cluster.reference import detach
+from rallypoint.cluster.watch import Vigil, Watchdog
+from rallypoint.errors import RallyError, WorkerDiedError
 
 _PATIENCE_S = 30.0
 """How long a call that is under way may take to end when the runtime is shut down."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InlinePending:
+    """See `Pending`."""
+
+    invocation: Invocation
+    host: InlineHost
+    handle: Future[Any]
+
+    def future(self) -> Future[Any]:
+        """See `Pending.future`."""
+        return self.handle
+
+    def error(self, raised: BaseException) -> BaseException:
+        """See `Pending.error`."""
+        return copy.copy(raised) if isinstance(raised, RallyError) else raised  # others may refer to this call
+
+    def cancel(self) -> None:
+        """See `Pending.cancel`."""
+        self.host.inner.interrupt(self.invocation.number)
 
 
 class InlineHost:
@@ -28,66 +62,183 @@ class InlineHost:
     The thread is a daemon: a rank that waits for one that failed cannot keep the program from ending.
     """
 
-    def __init__(self, pool: ResourcePool, rank: int) -> None:
-        self._host = WorkerHost(pool.num_cpus, pool.device)
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"{pool.name}-{rank}", daemon=True)
-        self._thread.start()
+    def __init__(self, runtime: InlineRuntime, pool: ResourcePool, index: int) -> None:
+        self.inner = WorkerHost(pool.num_threads, pool.device)
+        self.info = HostInfo(platform.node(), "inline", os.getpid())
+        self.watch = runtime.watch
+        self.roles: dict[str, int] = {}
+        self.pool, self._runtime = pool, runtime
+        self._calls: queue.SimpleQueue[tuple[InlinePending, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._under_way: InlinePending | None = None
+        self._lock = threading.Lock()
+        self._death: Callable[[Invocation], WorkerDiedError] | None = None
+        self.thread = threading.Thread(target=self._run, name=f"{pool.name}-{index}", daemon=True)
+        self.thread.start()
 
-    def create(
-        self, role: str, kind: type, rank: int, num_ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Awaitable[None]:
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._death is not None
+
+    def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> InlinePending:
         """See `Host.create`."""
-        return self._submit(lambda: self._host.create(role, kind, rank, num_ranks, args, kwargs))
+        self.roles[invocation.role] = invocation.rank
+        return self._submit(invocation, lambda: self.inner.create(invocation, kind, mesh, args, kwargs))
 
-    def call(
-        self, role: str, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Awaitable[Any]:
+    def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InlinePending:
         """See `Host.call`."""
-        del rank
-        return self._submit(lambda: self._host.call(role, method, args, kwargs))
+        args, kwargs, handles = detach(args, kwargs)
+        return self._submit(
+            invocation, lambda: self.inner.call(invocation, args, kwargs, *(handle.result() for handle in handles))
+        )
 
-    def close(self) -> None:
+    def share(self, value: Any) -> Any:
+        """See `Host.share`; nothing is sent here."""
+        return value
+
+    def get(self, pending: Sequence[Pending], timeout_s: float) -> list[Any] | None:
+        """See `Host.get`; there is no quicker way."""
+        del pending, timeout_s
+        return None
+
+    def pulse(self) -> Future[Pulse]:
+        """See `Host.pulse`."""
+        answer: Future[Pulse] = Future()
+        answer.set_result(self.inner.pulse())
+        return answer
+
+    def retire(self, invocation: Invocation) -> InlinePending:
+        """See `Host.retire`."""
+        return self._submit(invocation, lambda: self.inner.retire(invocation))
+
+    def release(self, role: str) -> None:
+        """See `Host.release`."""
+        if self.roles.pop(role, None) is not None:
+            self._runtime.released(self)
+
+    def kill(self, why: WorkerDiedError) -> None:
+        """See `Host.kill`; a thread cannot be ended, but it is told to, and nobody waits for it any more."""
+        self._end(lambda _: copy.copy(why))
+
+    def end(self) -> None:
         """Take no more calls."""
-        self._calls.put(None)
+        self._end(
+            lambda it: WorkerDiedError(
+                it.role,
+                it.rank,
+                it.method,
+                "it had been ended: its group was shut down, or the runtime",
+                step=it.step,
+                node=self.info.node,
+                pid=self.info.pid,
+            )
+        )
 
-    def join(self) -> None:
-        """Wait for the calls that were submitted, but not for ever."""
-        self._thread.join(_PATIENCE_S)
+    def _end(self, death: Callable[[Invocation], WorkerDiedError]) -> None:
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death = death
+            left = [] if self._under_way is None else [self._under_way]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if (submitted := self._calls.get_nowait()) is not None:
+                        left.append(submitted[0])
+            self._calls.put(None)
+        for one in left:
+            one.cancel()
+            _settle(one, error=death(one.invocation))
 
-    def _submit(self, call: Callable[[], Any]) -> Awaitable[Any]:
-        outcome: Future[Any] = Future()
-        self._calls.put((outcome, call))
-        return asyncio.wrap_future(outcome)
+    def _submit(self, invocation: Invocation, call: Callable[[], Any]) -> InlinePending:
+        pending = InlinePending(invocation, self, Future())
+        with self._lock:
+            if self._death is None:
+                self._calls.put((pending, call))
+                return pending
+            death = self._death
+        _settle(pending, error=death(invocation))
+        return pending
 
     def _run(self) -> None:
         while (submitted := self._calls.get()) is not None:
-            outcome, call = submitted
-            if not outcome.set_running_or_notify_cancel():
-                continue
+            self._under_way, call = submitted
+            it = self._under_way.invocation
             try:
-                outcome.set_result(call())
+                _settle(self._under_way, call())
+            except SystemExit as asked:
+                code, where = asked.code, self.info
+                why = f"it asked its process to end: sys.exit({code!r})"
+                self.kill(
+                    WorkerDiedError(it.role, it.rank, it.method, why, step=it.step, node=where.node, pid=where.pid)
+                )
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
-                outcome.set_exception(error)
+                _settle(self._under_way, error=error)
+            self._under_way = None
+
+
+def _settle(pending: InlinePending, result: Any = None, error: BaseException | None = None) -> None:
+    """Give an answer, unless there is one: the thread may have been given up meanwhile."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            pending.handle.set_result(result)
+        else:
+            pending.handle.set_exception(error)
 
 
 class InlineRuntime:
     """Pools of threads."""
 
-    def __init__(self) -> None:
-        self._pools: dict[str, list[InlineHost]] = {}
+    head = None
 
-    async def hosts(self, pool: ResourcePool) -> Sequence[Host]:
+    def __init__(self, *, log_folder: Path, silence_s: float = 60.0) -> None:
+        self._pools: dict[ResourcePool, list[InlineHost]] = {}
+        self.watch = Watchdog(Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder))
+        """Looks after the calls of all hosts."""
+
+    async def reserve(self, pools: Sequence[ResourcePool]) -> None:
+        """See `Runtime.reserve`; threads always fit."""
+
+    async def hosts(self, pool: Pool) -> Sequence[Host]:
         """See `Runtime.hosts`."""
-        if pool.name not in self._pools:
-            self._pools[pool.name] = [InlineHost(pool, rank) for rank in range(pool.num_processes)]
-        return self._pools[pool.name]
+        for source in pool.sources:
+            running = self._pools.get(source, [None] * source.num_processes)
+            self._pools[source] = [
+                InlineHost(self, source, index) if host is None or host.ended else host
+                for index, host in enumerate(running)
+            ]
+        places = {source: [Placed(host, "inline") for host in self._pools[source]] for source in pool.sources}
+        return pool.ranks(places)
+
+    def released(self, host: InlineHost) -> None:
+        """End a thread that has no role any more, and forget its pool if it was the last."""
+        if not host.roles:
+            host.end()
+        hosts = self._pools.get(host.pool, [])
+        if not any(one.roles for one in hosts):
+            for one in hosts:
+                one.end()
+            self._pools.pop(host.pool, None)
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
-        hosts = [host for pool in self._pools.values() for host in pool]
+        hosts = self._all()
         for host in hosts:
-            host.close()
+            host.end()
         for host in hosts:
-            await asyncio.to_thread(host.join)
+            await asyncio.to_thread(host.thread.join, _PATIENCE_S)
+        await asyncio.to_thread(self.watch.stop)
         self._pools.clear()
+
+    def _all(self) -> list[InlineHost]:
+        """Return the hosts that have not ended."""
+        return [host for pool in list(self._pools.values()) for host in pool if not host.ended]
+
+
+def _save_stacks(hosts: Sequence[Host], file: Path) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [
+        f"=== thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
+    file.write_text("\n".join(stacks))
+    return f"the stacks of all {len(hosts)} ranks are in {file}"

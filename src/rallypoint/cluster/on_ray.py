@@ -1,203 +1,254 @@
-"""The runtime on Ray: every process of a pool is a Ray actor in a bundle of a placement group.
+"""The runtime on Ray: every process of a pool is a Ray actor in a placement group.
 
-The only file that imports ray. Ray places, starts and connects; what is added here is that waiting has a
-voice, that what cannot fit says so at once, and that errors name role, rank and call.
+Ray places, starts and connects. What is added here: what cannot fit says so at once, waiting has a voice, errors
+name role, rank and call, and what hangs is found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
-import shutil
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-# Before ray is imported, which reads these once: no usage statistics, no advice on accelerators we do not use.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray makes its workers nice (15); ours do the actual work, and the driver waits for them.
-os.environ.setdefault("RAY_worker_niceness", "0")
+# First, because it decides what Ray reads when it is imported.
+from rallypoint.cluster.ray_cluster import RayCluster
 
+# isort: split
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rallypoint.cluster.group import Host
-from rallypoint.cluster.host import WorkerHost
-from rallypoint.cluster.pool import ResourcePool
-from rallypoint.errors import PlacementError, WorkerDiedError, WorkerError
+from rallypoint.cluster.call import Host
+from rallypoint.cluster.fit import Node, amounts_text, misfit, table
+from rallypoint.cluster.host import HostInfo
+from rallypoint.cluster.pool import Placed, Pool, ResourcePool
+from rallypoint.cluster.ray_host import RayActor, RayHost, on_node
+from rallypoint.cluster.stacks import stacks_of
+from rallypoint.cluster.watch import Vigil, Watchdog
+from rallypoint.errors import PlacementError
 
-_VOICE_EVERY_S = 30.0
-
-# A dead or frozen node is noticed in seconds instead of a minute; the first check leaves time to start.
-_HEALTH = {
-    "health_check_initial_delay_ms": 5000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 3000,
-    "health_check_failure_threshold": 3,
-}
-
-
-class RayHost:
-    """The driver's end of one Ray actor."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def create(
-        self, role: str, kind: type, rank: int, num_ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Awaitable[None]:
-        """See `Host.create`."""
-        submitted = self.handle.create.remote(role, kind, rank, num_ranks, args, kwargs)
-        return _result(submitted, role, rank, "__init__")
-
-    def call(
-        self, role: str, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Awaitable[Any]:
-        """See `Host.call`."""
-        submitted = self.handle.call.remote(role, method, args, kwargs)
-        return _result(submitted, role, rank, method)
-
-
-async def _result(submitted: ray.ObjectRef, role: str, rank: int, call: str) -> Any:
-    """Wait for a result, and turn Ray's errors into ours."""
-    try:
-        return await submitted
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, WorkerError):
-            raise cause from None
-        raise WorkerError(role, rank, call, str(cause), str(error)) from None
-    except RayActorError as error:
-        # What follows in Ray's text are guesses and advice about Ray's own settings.
-        detail = " ".join(str(error).split()).split(" Some common causes include")[0]
-        raise WorkerDiedError(role, rank, call, detail) from None
+_STACKS_TIMEOUT_S = 20.0
 
 
 class RayRuntime:
-    """A local Ray cluster, started by this program and ended by it."""
+    """Pools of Ray actors on a cluster that this program started, or joined."""
 
     def __init__(
         self,
+        cluster: RayCluster,
         *,
         log_folder: Path,
-        object_store_gib: float,
         placement_timeout_s: float,
+        silence_s: float,
         preload: Sequence[str],
         say: Callable[[str], None],
+        voice_every_s: float = 30.0,
     ) -> None:
-        """Start Ray.
+        """Take a cluster over; it is left when the runtime is shut down.
 
         Args:
-            log_folder: receives Ray's own logs.
-            object_store_gib: shared memory for data between processes.
+            cluster: that this program is connected to.
+            log_folder: receives the stacks of processes that hang.
             placement_timeout_s: how long a pool may wait for its place.
+            silence_s: how long a process may give no sign of life during a call.
             preload: modules that every process imports as soon as it is there.
-            say: called with one line about everything that is waited for.
+            say: called, from any thread, with one line or a table about everything that is waited for.
+            voice_every_s: how often a pool that waits says so.
         """
-        self._timeout_s, self._preload, self._say = placement_timeout_s, tuple(preload), say
-        self._groups: list[PlacementGroup] = []
-        self._pools: dict[str, list[RayHost]] = {}
-        log_folder.mkdir(parents=True, exist_ok=True)
-        context: Any = ray.init(
-            address="local",
-            num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            include_dashboard=False,
-            object_store_memory=int(object_store_gib * 2**30),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _system_config=_HEALTH,
-        )
-        self._ray_logs = Path(context.address_info["session_dir"]) / "logs"
-        self._log_link = log_folder / "ray"
-        if self._log_link.is_symlink():
-            self._log_link.unlink()
-        shutil.rmtree(self._log_link, ignore_errors=True)
-        self._log_link.symlink_to(self._ray_logs)
+        self._cluster, self._timeout_s, self._preload, self._say = cluster, placement_timeout_s, tuple(preload), say
+        self._voice_every_s = voice_every_s
+        self._groups: dict[ResourcePool, PlacementGroup] = {}
+        self._pools: dict[ResourcePool, asyncio.Task[list[RayHost]]] = {}
+        self.watch = Watchdog(Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder))
+        """Looks after the calls of all hosts."""
 
-    async def hosts(self, pool: ResourcePool) -> Sequence[Host]:
-        """See `Runtime.hosts`.
+    @property
+    def head(self) -> str | None:
+        """See `Runtime.head`."""
+        return None if self._cluster.is_local else self._cluster.address.rpartition(":")[0]
 
-        Raises:
-            PlacementError: the pool can never fit, or does not within the timeout.
-        """
-        if pool.name not in self._pools:
-            _check_it_can_fit(pool)
-            hosts: list[RayHost] = []
-            for num_processes in pool.processes_per_node:
-                group = placement_group([pool.bundle] * num_processes, strategy="STRICT_PACK")
-                self._groups.append(group)
-                await self._wait_for(group, pool)
-                hosts += [RayHost(_start(pool, group, bundle, self._preload)) for bundle in range(num_processes)]
-            self._pools[pool.name] = hosts
-        return self._pools[pool.name]
+    async def reserve(self, pools: Sequence[ResourcePool]) -> None:
+        """See `Runtime.reserve`."""
+        problem = misfit(pools, await asyncio.to_thread(_nodes), grows=not self._cluster.is_local)
+        if problem:
+            raise PlacementError(
+                f"{problem}\nAsk for fewer processes (cluster.pools) or less for each (cluster.num_cpus_per_process)."
+            )
 
-    async def _wait_for(self, group: PlacementGroup, pool: ResourcePool) -> None:
-        started = spoken = time.monotonic()
-        while not await asyncio.to_thread(group.wait, 1):
-            now = time.monotonic()
-            state = f"pool {pool.name!r} waits for {_amounts(pool)}; free now: {_free()}"
-            if now - started > self._timeout_s:
-                raise PlacementError(f"{state}; gave up after cluster.placement_timeout_s={self._timeout_s:g}")
-            if now - spoken > _VOICE_EVERY_S:
-                spoken = now
-                self._say(f"{state} ({now - started:.0f} s)")
+    async def hosts(self, pool: Pool) -> Sequence[Host]:
+        """See `Runtime.hosts`."""
+        for source in pool.sources:
+            starting = self._pools.get(source)
+            running = _started(starting) or []
+            if starting is None or (starting.done() and (not running or any(host.ended for host in running))):
+                self._pools[source] = asyncio.create_task(self._start(source, running))
+        started = {source: await asyncio.shield(self._pools[source]) for source in pool.sources}
+        placed = {
+            source: [Placed(host, host.info.node_id, host.info.devices) for host in hosts]
+            for source, hosts in started.items()
+        }
+        return pool.ranks(placed)
+
+    async def _start(self, pool: ResourcePool, running: Sequence[RayHost]) -> list[RayHost]:
+        """Reserve the nodes of a pool, and start the processes that are not running; all or none."""
+        with contextlib.ExitStack() as unless_all_goes_well:
+            if pool not in self._groups:
+                await self.reserve([pool])
+                # One bundle per node: Ray gives each bundle a node of its own, and processes share their node's.
+                self._groups[pool] = placement_group(
+                    pool.node_bundles,
+                    strategy="STRICT_SPREAD",
+                    bundle_label_selector=[dict(pool.labels)] * len(pool.node_bundles),
+                )
+                unless_all_goes_well.callback(self._give_back, pool)
+            nodes = [node for node, count in enumerate(pool.processes_per_node) for _ in range(count)]
+            hosts = [
+                self._host(pool, node) if before is None or before.ended else before
+                for node, before in itertools.zip_longest(nodes, running)
+            ]
+            new = [host for host in hosts if host not in running]
+            for host in new:
+                unless_all_goes_well.callback(host.end)
+            await self._describe(pool, new)
+            unless_all_goes_well.pop_all()
+        return hosts
+
+    async def _describe(self, pool: ResourcePool, hosts: Sequence[RayHost]) -> None:
+        """Wait, with a voice, until processes have a place and have said where they are."""
+        asked = {asyncio.wrap_future(host.handle.describe.remote().future()): host for host in hosts}
+        for answer in asked:
+            answer.add_done_callback(_take_note)
+        since = spoken = time.monotonic()
+        while pending := [answer for answer in asked if not answer.done()]:
+            until = min(spoken + self._voice_every_s, since + self._timeout_s)
+            patience_s = max(until - time.monotonic(), 0.01)
+            done, _ = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
+            for error in filter(None, (answer.exception() for answer in done)):
+                raise PlacementError(f"pool {pool.name!r}: a process ended while it started: {error}") from error
+            if done:
+                continue
+            spoken = time.monotonic()
+            missing = await asyncio.to_thread(_missing, pool, self._groups[pool])
+            missing = missing or f"{len(pending)} of {len(hosts)} processes to start"
+            state = f"pool {pool.name!r} has waited {spoken - since:.0f} s for {missing}"
+            if spoken - since >= self._timeout_s:
+                raise PlacementError(f"{state}\ngave up after cluster.placement_timeout_s={self._timeout_s:g}")
+            self._say(state)
+        for answer, host in asked.items():
+            host.info = answer.result()
+
+    def _host(self, pool: ResourcePool, node: int) -> RayHost:
+        """Start a process in a pool's place on one of its nodes."""
+        takes = pool.bundle
+        actor = RayActor.options(
+            num_cpus=takes.pop("CPU", 0),
+            num_gpus=takes.pop("GPU", 0),
+            memory=takes.pop("memory", None),
+            resources=takes,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=node),
+        ).remote(pool.num_threads, pool.device, self._preload)
+        return RayHost(self, pool, actor)
+
+    def host_of(self, actor_id: str | None) -> RayHost | None:
+        """Return the host of a Ray actor, if it is one of this runtime."""
+        for starting in list(self._pools.values()):
+            for host in _started(starting) or ():
+                if host.handle._actor_id.hex() == actor_id:
+                    return host
+        return None
+
+    def released(self, host: RayHost) -> None:
+        """End a process that has no role any more, and give the place of its pool back if it was the last."""
+        if not host.roles:
+            host.end()
+        hosts = _started(self._pools.get(host.pool))
+        if hosts is not None and not any(one.roles for one in hosts):
+            for one in hosts:
+                one.end()
+            del self._pools[host.pool]
+            self._give_back(host.pool)
+
+    def _give_back(self, pool: ResourcePool) -> None:
+        if pool in self._groups:
+            remove_placement_group(self._groups.pop(pool))
+
+    def _all(self) -> list[RayHost]:
+        """Return the processes that we have not ended."""
+        return [host for pool in list(self._pools.values()) for host in _started(pool) or () if not host.ended]
 
     async def shutdown(self) -> None:
-        """See `Runtime.shutdown`; Ray's logs are copied to where they were linked."""
-        for hosts in self._pools.values():
-            for host in hosts:
-                ray.kill(host.handle)
-        for group in self._groups:
-            remove_placement_group(group)
-        ray.shutdown()
-        with contextlib.suppress(OSError):
-            self._log_link.unlink()
-            shutil.copytree(self._ray_logs, self._log_link, ignore=shutil.ignore_patterns("old"))
+        """See `Runtime.shutdown`."""
+        await asyncio.to_thread(self.watch.stop)
+        starting = [pool for pool in self._pools.values() if not pool.done()]
+        for pool in starting:
+            pool.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        for host in self._all():
+            host.end()
+        self._pools.clear()
+        for pool in list(self._groups):
+            self._give_back(pool)
+        await asyncio.to_thread(self._cluster.shutdown)
 
 
-def _start(pool: ResourcePool, group: PlacementGroup, bundle: int, preload: tuple[str, ...]) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-    return (
-        ray.remote(WorkerHost)
-        .options(
-            num_cpus=pool.bundle["CPU"],
-            num_gpus=pool.bundle.get("GPU", 0),
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(pool.num_cpus)}},
-            max_restarts=0,
+def _started(pool: asyncio.Task[list[RayHost]] | None) -> list[RayHost] | None:
+    """Return the processes of a pool; None when it is not there, or not yet."""
+    if pool is None or not pool.done() or pool.cancelled() or pool.exception() is not None:
+        return None
+    return pool.result()
+
+
+def _take_note(answer: asyncio.Future[HostInfo]) -> None:
+    """Look at an error, so that asyncio does not complain about one that came after the first."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _nodes(*, free: bool = False) -> list[Node]:
+    """Return the nodes that are there, with all that they offer, or with what of it nobody has taken."""
+    now: dict[str, dict[str, float]] = available_resources_per_node() if free else {}
+    return [
+        Node(
+            node["NodeManagerAddress"],
+            now.get(node["NodeID"], {}) if free else node["Resources"],
+            node.get("Labels", {}),
         )
-        .remote(pool.num_cpus, pool.device, preload)
-    )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
-def _check_it_can_fit(pool: ResourcePool) -> None:
-    """Compare what the pool takes with all that the nodes have, free or not."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for name in pool.bundle:
-        wanted = sorted((count * pool.bundle[name] for count in pool.processes_per_node), reverse=True)
-        there = sorted((float(node.get(name, 0)) for node in nodes), reverse=True)
-        if len(wanted) > len(there) or any(want > has for want, has in zip(wanted, there, strict=False)):
-            table = "\n".join(
-                f"  node {i}: wanted {f'{wanted[i]:g}' if i < len(wanted) else '-':>5} {name}, "
-                f"has {f'{there[i]:g}' if i < len(there) else 'no such node':>5}"
-                for i in range(max(len(wanted), len(there)))
-            )
-            raise PlacementError(
-                f"pool {pool.name!r} cannot fit on this cluster:\n{table}\n"
-                f"Lower cluster.pools.{pool.name}={list(pool.processes_per_node)} or cluster.num_cpus_per_process."
-            )
+def _missing(pool: ResourcePool, group: PlacementGroup) -> str | None:
+    """Return what a pool waits for, beside what is free now; None when it has its place."""
+    if placement_group_table(group)["state"] == "CREATED":
+        return None
+    wanted = " + ".join(f"{n} x ({amounts_text(pool.bundle)})" for n in pool.processes_per_node)
+    return f"{wanted}; free now:\n{table(pool, _nodes(free=True))}"
 
 
-def _amounts(pool: ResourcePool) -> str:
-    each = ", ".join(f"{amount:g} {name}" for name, amount in pool.bundle.items())
-    return f"{pool.num_processes} x ({each})"
-
-
-def _free() -> str:
-    return ", ".join(f"{v:g} {k}" for k, v in ray.available_resources().items() if k in {"CPU", "GPU"}) or "nothing"
+def _save_stacks(hosts: Sequence[Host], file: Path) -> str:
+    """Ask every node for the stacks of its processes."""
+    here = ray.get_runtime_context().get_node_id()
+    by_node: defaultdict[str, list[HostInfo]] = defaultdict(list)
+    for host in hosts:
+        by_node[host.info.node_id].append(host.info)
+    asked = {node: on_node(node, stacks_of).remote(processes) for node, processes in by_node.items() if node != here}
+    texts = [stacks_of(by_node[here])] if here in by_node else []
+    for node, answer in asked.items():
+        try:
+            texts.append(ray.get(answer, timeout=_STACKS_TIMEOUT_S))
+        except RayError as error:
+            texts.append(f"=== node {node}: no stacks: {error}")
+    file.write_text("\n".join(texts))
+    return f"the stacks of all {len(hosts)} processes are in {file}"

@@ -1,24 +1,80 @@
-"""Devices that roles are placed on."""
+"""Devices that roles are placed on.
+
+A `ResourcePool` is a number of processes on each of some nodes. A `PoolView` is part of one, or several of them
+taken together; it has no processes of its own, so roles on a pool and roles on a view of it are colocated.
+
+Ranks are a function of node and device. In a pool, ranks go through its nodes in the order of `processes_per_node`
+and on a node from the lowest device number to the highest. In a view, the processes of one machine have
+consecutive ranks, machines come in the order in which the parts name them, and on a machine the order of the parts is
+kept:
+
+>>> old, new = ResourcePool([2, 1], name="old"), ResourcePool([1], name="new")
+>>> placed = {old: [Placed("a0", "A"), Placed("a1", "A"), Placed("b0", "B")], new: [Placed("a2", "A")]}
+>>> merge(old, new).ranks(placed)
+['a0', 'a1', 'a2', 'b0']
+>>> first, rest = old.split([1, 2])
+>>> first.ranks(placed), rest.ranks(placed)
+(['a0'], ['a1', 'b0'])
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+HostT = TypeVar("HostT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Placed(Generic[HostT]):
+    """A process and where it is."""
+
+    host: HostT
+    node_id: str
+    """Two machines never share one."""
+    devices: tuple[str, ...] = ()
+    """Numbers of its accelerators on the node."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ResourcePool:
     """A number of processes on each of some nodes, and what each process takes.
 
-    >>> ResourcePool("main", (4, 2)).num_processes
+    >>> ResourcePool([4, 2], num_cpus=2).num_processes
     6
     """
 
-    name: str
-    processes_per_node: tuple[int, ...]
-    num_cpus: int = 1
-    """Cores of each process."""
-    device: str = "cpu"
-    """With "cuda" each process takes one GPU as well."""
+    processes_per_node: Sequence[int]
+    """One entry per node; different entries are different nodes."""
+    name: str = "pool"
+    num_cpus: float = 1
+    num_gpus: float = 0
+    """A fraction lets several processes share a GPU."""
+    memory_gib: float = 0
+    """Asked for and reserved; not enforced."""
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Other things that nodes offer, in Ray's words, such as {"TPU": 4}."""
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Only nodes with these labels, such as {"ray.io/accelerator-type": "H100"}."""
+    device: str = ""
+    """What workers call their device; empty: "cuda" with GPUs, else "cpu"."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "processes_per_node", tuple(self.processes_per_node))
+        object.__setattr__(self, "device", self.device or ("cuda" if self.num_gpus else "cpu"))
+        if not self.processes_per_node or min(self.processes_per_node) < 1:
+            raise ValueError(
+                f"pool {self.name!r}: processes_per_node needs one number of 1 or more for each node, "
+                f"found {list(self.processes_per_node)}"
+            )
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            raise ValueError(
+                f"pool {self.name!r}: a process can share one GPU or have whole ones, found {self.num_gpus}"
+            )
+        if not self.bundle or any(amount < 0 for amount in self.bundle.values()):
+            raise ValueError(f"pool {self.name!r}: a process must take something, found {self.bundle or 'nothing'}")
 
     @property
     def num_processes(self) -> int:
@@ -26,6 +82,121 @@ class ResourcePool:
         return sum(self.processes_per_node)
 
     @property
+    def num_threads(self) -> int:
+        """Threads that a process can use: its whole cores, one at least."""
+        return max(1, int(self.num_cpus))
+
+    @property
     def bundle(self) -> dict[str, float]:
-        """What one process takes, in Ray's words."""
-        return {"CPU": self.num_cpus} | ({"GPU": 1.0} if self.device == "cuda" else {})
+        """What one process takes, in Ray's words; memory in bytes."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": self.memory_gib * 2**30, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    @property
+    def node_bundles(self) -> list[dict[str, float]]:
+        """What the processes of each node take together."""
+        return [{name: n * amount for name, amount in self.bundle.items()} for n in self.processes_per_node]
+
+    @property
+    def sources(self) -> tuple[ResourcePool, ...]:
+        """The pools whose processes these are: itself."""
+        return (self,)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """As a view of itself would list it."""
+        return (Part(self, 0, self.num_processes),)
+
+    def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[HostT]]]) -> list[HostT]:
+        """Return the processes in rank order, from those of each node in the order of `processes_per_node`."""
+        found: list[HostT] = []
+        for stop, count in zip(itertools.accumulate(self.processes_per_node), self.processes_per_node, strict=True):
+            on_node = placed[self][stop - count : stop]
+            found += [one.host for one in sorted(on_node, key=_by_device)]
+        return found
+
+    def split(self, sizes: Sequence[int]) -> list[PoolView]:
+        """Return views of consecutive ranks, of these sizes."""
+        return PoolView(self.name, self.parts).split(sizes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive ranks of a pool."""
+
+    pool: ResourcePool
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PoolView:
+    """Ranks of one or more pools, taken together; made by `split` and `merge`."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of all parts together."""
+        return sum(part.stop - part.start for part in self.parts)
+
+    @property
+    def sources(self) -> tuple[ResourcePool, ...]:
+        """The pools whose processes these are."""
+        return tuple(dict.fromkeys(part.pool for part in self.parts))
+
+    def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[HostT]]]) -> list[HostT]:
+        """Return the processes in rank order: those of one machine are consecutive."""
+        where = {id(one.host): one.node_id for processes in placed.values() for one in processes}
+        found = [host for part in self.parts for host in part.pool.ranks(placed)[part.start : part.stop]]
+        machines = list(dict.fromkeys(where[id(host)] for host in found))
+        return sorted(found, key=lambda host: machines.index(where[id(host)]))
+
+    def split(self, sizes: Sequence[int]) -> list[PoolView]:
+        """Return views of consecutive processes, in the order of the parts, of these sizes.
+
+        Raises:
+            ValueError: the sizes do not add up to the number of processes.
+        """
+        if sum(sizes) != self.num_processes or min(sizes, default=0) < 1:
+            raise ValueError(
+                f"pool {self.name!r} has {self.num_processes} processes: sizes of 1 or more must add up to that, "
+                f"found {list(sizes)}"
+            )
+        borders = [0, *itertools.accumulate(sizes)]
+        return [
+            PoolView(f"{self.name}[{start}:{stop}]", tuple(self._between(start, stop)))
+            for start, stop in itertools.pairwise(borders)
+        ]
+
+    def _between(self, start: int, stop: int) -> Iterable[Part]:
+        """Return what of the parts lies between two places."""
+        first = 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(stop - first, part.stop - part.start)
+            if low < high:
+                yield Part(part.pool, part.start + low, part.start + high)
+            first += part.stop - part.start
+
+
+def _by_device(one: Placed[HostT]) -> list[int]:
+    return sorted(int(number) for number in one.devices if number.isdigit())
+
+
+Pool = ResourcePool | PoolView
+
+
+def merge(*pools: Pool) -> PoolView:
+    """Return a view of all processes of several pools.
+
+    Raises:
+        ValueError: a process would be in it twice, or nothing is.
+    """
+    parts = [part for pool in pools for part in pool.parts]
+    if not parts:
+        raise ValueError("merge needs one pool at least")
+    for one, other in itertools.combinations(parts, 2):
+        if one.pool is other.pool and one.start < other.stop and other.start < one.stop:
+            raise ValueError(f"pools cannot be merged: both have processes of pool {one.pool.name!r}")
+    return PoolView("+".join(pool.name for pool in pools), tuple(parts))

@@ -25,6 +25,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _batch(config)
     yield from _created_model(config)
     yield from _placement(config)
+    yield from _cluster(config)
     yield from _without_effect(config, origins)
 
 
@@ -189,3 +190,47 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
                 f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
                 f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
             )
+
+
+def _cluster(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.address is not None and cluster.runtime == "inline":
+        yield Problem(
+            ("cluster.address", "cluster.runtime"),
+            f"cluster.address={cluster.address!r} contradicts cluster.runtime=inline, which runs everything in this "
+            "process; leave one of them out",
+        )
+    if cluster.address is not None and not _is_address(cluster.address) and cluster.address != "auto":
+        yield Problem(
+            ("cluster.address",),
+            f"cluster.address={cluster.address!r}: expected auto, or the host:port of a running cluster's head, such "
+            "as 10.0.0.1:6379",
+        )
+    if cluster.rendezvous == "ray" and cluster.runtime == "inline":
+        yield Problem(
+            ("cluster.rendezvous", "cluster.runtime"),
+            "cluster.rendezvous=ray contradicts cluster.runtime=inline, which has no Ray; leave it at auto",
+        )
+    if cluster.rendezvous == "etcd" and not (cluster.etcd_address or "").startswith(("http://", "https://")):
+        found = "null" if cluster.etcd_address is None else repr(cluster.etcd_address)
+        yield Problem(
+            ("cluster.etcd_address", "cluster.rendezvous"),
+            f"cluster.etcd_address={found}: cluster.rendezvous=etcd needs the server's URL, such as "
+            "http://10.0.0.1:2379",
+        )
+    if cluster.etcd_address is not None and cluster.rendezvous != "etcd":
+        yield Problem(
+            ("cluster.etcd_address", "cluster.rendezvous"),
+            f"cluster.etcd_address={cluster.etcd_address!r} has no effect: add cluster.rendezvous=etcd",
+        )
+    gpus = cluster.num_gpus_per_process
+    if gpus > 1 and gpus % 1:
+        yield Problem(
+            ("cluster.num_gpus_per_process",),
+            f"cluster.num_gpus_per_process={gpus:g}: expected a whole number, or a fraction below 1 to share a GPU",
+        )
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and "/" not in text and port.isdigit() and 0 < int(port) < 65536

@@ -137,7 +137,12 @@ def expected(info: FieldInfo) -> str:
     """
     options = _options(info)
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    kinds |= {tuple: "a file name or a list of file names", dict: "pool names with process counts, such as {main: [2]}"}
+    labels = "labels with their values, such as {zone: west}"
+    pools = "pool names with process counts, such as {main: [2]}"
+    kinds |= {
+        tuple: "a file name or a list of file names",
+        dict: labels if info.annotation == dict[str, str] else pools,
+    }
     words = _words(info)
     kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
     unit = f" ({unit_of(info)})" if unit_of(info) else ""

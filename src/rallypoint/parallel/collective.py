@@ -7,13 +7,13 @@ of one process), each have their own.
 
 from __future__ import annotations
 
-import datetime
-from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from rallypoint.cluster.rendezvous import Rendezvous
+from rallypoint.parallel.process_group import Device, Group, meet
 
 
 class Collective(Protocol):
@@ -44,34 +44,36 @@ class Solo:
         """Leave everything as it is."""
 
 
-class Gloo:
-    """Ranks on the CPUs of one machine, connected over loopback.
+class Grouped:
+    """Ranks that are connected by a process group, gloo or NCCL.
 
-    Consumes a file that all ranks can see and that did not exist before; waits for all `size` ranks to
-    open it; raises when one is missing after `timeout_s` or dies later.
+    Raises when a rank is missing after the group's timeout or dies, and then says which one if that is known.
     """
 
-    def __init__(self, rendezvous: Path, rank: int, size: int, timeout_s: float = 600.0) -> None:
-        self.rank, self.size = rank, size
-        timeout = datetime.timedelta(seconds=timeout_s)
-        # Private names, because the public door opens one group for the whole process, on every interface.
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timeout
-        store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
-        store.set_timeout(timeout)
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
 
     def all_reduce_sum(self, tensors: list[Tensor]) -> None:
         """Send all tensors as one flat buffer per type: one latency instead of many."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in same])
-            self._group.allreduce([flat]).wait()  # pyright: ignore[reportAttributeAccessIssue]
+            flat = torch.cat([tensor.reshape(-1).to(self._group.device) for tensor in same])
+            try:
+                self._group.torch_group.allreduce([flat]).wait()
+            except RuntimeError:
+                self._group.check()  # raises with the name of a rank that is known to be gone
+                raise
             for tensor, total in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
 
-def connect(rendezvous: Path, rank: int, size: int) -> Collective:
-    """Return the group of `size` ranks that meet at a file; a single rank needs no meeting."""
-    return Solo() if size == 1 else Gloo(rendezvous, rank, size)
+def connect(
+    rendezvous: Rendezvous, name: str, rank: int, size: int, *, timeout_s: float = 600.0, device: Device = "cpu"
+) -> Collective:
+    """Return the group of `size` ranks that meet under a name; a single rank needs no meeting.
+
+    Raises what `meet` raises; `timeout_s` bounds the wait for the others, and later each operation.
+    """
+    if size == 1:
+        return Solo()
+    return Grouped(meet(rendezvous, name, rank=rank, world_size=size, timeout_s=timeout_s, device=device))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import signal
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
@@ -19,7 +18,7 @@ from typing import Protocol, Self
 import torch
 
 from rallypoint import checkpoint
-from rallypoint.cluster import open_runtime
+from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.errors import CheckpointError
 from rallypoint.observability import (
@@ -40,7 +39,7 @@ from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.run_folder import RunFolder
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.placement import Placement, open_pools
+from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
 from rallypoint.types import Metrics
@@ -122,22 +121,31 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
         runtime = open_runtime(
             config.cluster.runtime,
             log_folder=folder.logs,
+            address=config.cluster.address,
+            namespace=f"rallypoint-{folder.path.name}-{uuid.uuid4().hex[:8]}",
             object_store_gib=config.cluster.object_store_gib,
+            dashboard=config.cluster.dashboard,
             placement_timeout_s=config.cluster.placement_timeout_s,
+            silence_s=config.cluster.heartbeat_timeout_s,
             preload=_PRELOAD,
             say=say,
         )
-        meeting = Path(tempfile.mkdtemp(prefix="rally-"))
+        rendezvous = None
         try:
-            await open_pools(config, runtime)
+            pools = pools_of(config)
+            await pools.open(runtime)
             material = await preparing
             progress.waiting("starting the roles")
-            recipe = await _start(config, Placement(config, runtime, material.model_path, meeting), material, say)
+            rendezvous = rendezvous_of(config, runtime)
+            shared = SharedFolder.marked(folder.path)
+            placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
+            recipe = await _start(config, placement, material, say)
             run = _Run(config, folder, progress, log, recipe, material)
             return await run.steps(await run.restore() if first else 0)
         finally:
             await runtime.shutdown()
-            shutil.rmtree(meeting, ignore_errors=True)
+            if rendezvous is not None:  # after the workers, who renew their leases there
+                rendezvous.close()
 
 
 async def _start(config: RunConfig, placement: Placement, material: Material, say: _Voice) -> Recipe:
@@ -201,7 +209,7 @@ class _Run:
         return True
 
     async def _step(self, step: int) -> None:
-        with collect_spans() as spans:
+        with collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
         scalars = metrics.scalars()
         self.log.write(step, {**scalars, **spans.scalars()})

@@ -37,9 +37,9 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         return self.engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
 
     @collect
-    def fingerprints(self) -> list[str]:
+    def fingerprint(self) -> str:
         """Return a digest of this rank's weights."""
-        return [fingerprint(named_weights(self.engine.model))]
+        return fingerprint(named_weights(self.engine.model))
 
     @first_rank
     def snapshot(self, version: int) -> Snapshot:
@@ -122,13 +122,14 @@ class Actor:
         Raises:
             WeightsMismatchError: the ranks hold different weights.
         """
-        digests = await self._group.call(ActorWorker.fingerprints)
+        digests = await self._group.call(ActorWorker.fingerprint)
         if len(set(digests)) > 1:
             ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
             raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
         snapshot = None
         if not rollouts.shares_actor:
-            snapshot = await self._group.call(ActorWorker.snapshot, self.version)
+            # By reference: from the worker that took it to those that load it.
+            snapshot = self._group.call(ActorWorker.snapshot, self.version).reference
         await rollouts.load(self.version, snapshot)
 
     async def save(self, folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""What a role needs to come to life: the config, the runtime, and the model's folder."""
+"""What a role needs to come to life: the config, the runtime, the model's folder, and where its ranks meet."""
 
 from __future__ import annotations
 
 import dataclasses
+import platform
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,47 @@ from typing import Any, Concatenate, TypeVar
 
 import torch
 
-from rallypoint.cluster import ResourcePool, Runtime, WorkerContext, WorkerGroup
+from rallypoint.cluster import Layout, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
+from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
-from rallypoint.parallel import Collective, connect
+from rallypoint.errors import PlacementError
+from rallypoint.parallel import Collective, Solo, connect
 
 WorkerT = TypeVar("WorkerT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedFolder:
+    """A folder that every node must see: the driver leaves a mark in it, and every worker looks for it."""
+
+    path: Path
+    mark: str
+
+    @classmethod
+    def marked(cls, path: Path) -> SharedFolder:
+        """Leave a mark that no other folder of the same name has."""
+        mark = uuid.uuid4().hex
+        (path / _MARK).write_text(mark)
+        return cls(path.absolute(), mark)
+
+    def check(self) -> None:
+        """Look for the mark from here.
+
+        Raises:
+            PlacementError: this node does not see the folder, or another one of that name.
+        """
+        try:
+            found = (self.path / _MARK).read_text()
+        except OSError as error:
+            found = str(error)
+        if found != self.mark:
+            raise PlacementError(
+                f"node {platform.node()} does not see the run folder {self.path} of the driver ({found or 'empty'}): "
+                "set trainer.runs_dir to a folder that all nodes share"
+            )
+
+
+_MARK = ".shared"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,16 +61,33 @@ class WorkerSpec:
     config: RunConfig
     model_path: str
     """Hugging Face folder or hub name of the initial policy."""
-    meeting_file: Path
-    """Where the ranks of this group find each other; used once."""
+    folder: SharedFolder
+    """Of the run."""
+    rendezvous: Rendezvous | None
+    """Where ranks find each other; None when every role has one rank only."""
 
     def prepare(self, context: WorkerContext) -> None:
-        """Set up this process (or thread) for its rank."""
+        """Set up this process (or thread) for its rank.
+
+        Raises:
+            PlacementError: this node does not see what it needs.
+        """
         torch.set_num_threads(context.num_cpus)
+        self.folder.check()
 
     def meet(self, context: WorkerContext) -> Collective:
         """Connect to the other ranks of the role; the result must be kept, for the others connect to it."""
-        return connect(self.meeting_file, context.rank, context.num_ranks)
+        if self.rendezvous is None:
+            return Solo()
+        cluster = self.config.cluster
+        return connect(
+            self.rendezvous,
+            context.role,
+            context.rank,
+            context.num_ranks,
+            timeout_s=cluster.call_timeout_s,
+            device=cluster.device,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +96,10 @@ class Placement:
 
     config: RunConfig
     runtime: Runtime
+    pools: ResourcePoolManager
     model_path: str
-    meeting_folder: Path
-    """A folder that the processes of this machine share."""
+    folder: SharedFolder
+    rendezvous: Rendezvous | None
 
     async def group(
         self, role: RoleName, kind: Callable[Concatenate[WorkerContext, WorkerSpec, ...], WorkerT], *args: Any
@@ -56,22 +111,41 @@ class Placement:
             kind: the worker's class, called with its context, a `WorkerSpec` and the further arguments.
             *args: for every worker's constructor.
         """
-        pool = _pool(self.config, self.config.roles[role].pool)
-        hosts = (await self.runtime.hosts(pool))[: self.config.num_ranks(role)]
-        spec = WorkerSpec(self.config, self.model_path, self.meeting_folder / f"{role}-{uuid.uuid4().hex}")
-        return await WorkerGroup.create(role, kind, hosts, spec, *args)
+        hosts = (await self.pools.hosts(self.runtime, role))[: self.config.num_ranks(role)]
+        layout = Layout(role, hosts, deadline_s=self.config.cluster.call_timeout_s)
+        spec = WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
+        return await WorkerGroup.create(layout, kind, spec, *args)
 
 
-async def open_pools(config: RunConfig, runtime: Runtime) -> None:
-    """Start the processes of all pools, so that they get ready while the driver is busy with other things.
+def pools_of(config: RunConfig) -> ResourcePoolManager:
+    """Return the pools of a config, and which role is placed on which."""
+    cluster = config.cluster
+    pools = {
+        name: ResourcePool(
+            processes_per_node,
+            name=name,
+            num_cpus=cluster.num_cpus_per_process,
+            num_gpus=cluster.num_gpus_per_process if cluster.device == "cuda" else 0,
+            memory_gib=cluster.memory_gib_per_process or 0,
+            labels=cluster.labels,
+            device=cluster.device,
+        )
+        for name, processes_per_node in cluster.pools.items()
+    }
+    return ResourcePoolManager(pools, {role: placement.pool for role, placement in config.roles.items()})
+
+
+def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:
+    """Open the place where the ranks of a run meet; the driver closes it. None when nobody has to meet.
 
     Raises:
-        PlacementError: a pool does not fit.
+        RendezvousError: it cannot be opened.
     """
-    for name in dict.fromkeys(placement.pool for placement in config.roles.values()):
-        await runtime.hosts(_pool(config, name))
-
-
-def _pool(config: RunConfig, name: str) -> ResourcePool:
-    cluster = config.cluster
-    return ResourcePool(name, cluster.pools[name], cluster.num_cpus_per_process, cluster.device)
+    if all(config.num_ranks(role) == 1 for role in config.roles):
+        return None
+    kind, scope = config.cluster.rendezvous, f"rallypoint-{uuid.uuid4().hex}"
+    if kind == "auto":
+        return open_rendezvous("memory" if config.cluster.runtime == "inline" else "ray", scope)
+    if kind == "etcd":
+        return open_rendezvous(kind, scope, address=config.cluster.etcd_address)
+    return open_rendezvous(kind, scope, address=f"{own_address(runtime.head)}:0" if kind == "tcp" else None)

@@ -124,6 +124,27 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: pool": ("critic.placement.pool=gpus", ("pool='gpus'", "expected one of main")),
     "fit: pool of nobody": ("cluster.pools.mian=[4]", ("cluster.pools.mian=[4]", "no role is placed on it")),
     "fit: empty node": ("cluster.pools.main=[2,0]", ("cluster.pools.main=[2, 0]", "at least 1 for each node")),
+    "cluster: not an address": ("cluster.address=head", ("cluster.address='head'", "expected auto, or the host:port")),
+    "cluster: a client address": ("cluster.address=ray://a:10001", ("cluster.address='ray://a:10001'", "host:port")),
+    "cluster: inline joins nothing": (
+        "cluster.address=auto cluster.runtime=inline",
+        ("cluster.address='auto' contradicts cluster.runtime=inline",),
+    ),
+    "cluster: inline has no ray": (
+        "cluster.rendezvous=ray cluster.runtime=inline",
+        ("cluster.rendezvous=ray contradicts cluster.runtime=inline", "leave it at auto"),
+    ),
+    "cluster: etcd where": ("cluster.rendezvous=etcd", ("cluster.etcd_address=null", "needs the server's URL")),
+    "cluster: etcd for nothing": (
+        "cluster.etcd_address=http://a:2379",
+        ("cluster.etcd_address='http://a:2379' has no effect", "cluster.rendezvous=etcd"),
+    ),
+    "cluster: labels": ("cluster.labels=[west]", ("cluster.labels", "such as {zone: west}")),
+    "cluster: one and a half GPUs": (
+        "cluster.device=cuda cluster.num_gpus_per_process=1.5",
+        ("cluster.num_gpus_per_process=1.5", "a fraction below 1"),
+    ),
+    "cluster: a hasty heartbeat": ("cluster.heartbeat_timeout_s=1", ("heartbeat_timeout_s=1", "at least 5", "(s)")),
     "fit: no node": ("cluster.pools.main=[]", ("cluster.pools.main=[]", "such as [2]")),
     "fit: mini-batches and rows": ("actor.num_mini_batches=33", ("num_mini_batches=33", "more than the 32 rows")),
     "fit: token cap": ("engine.max_tokens_per_micro_batch=15", ("micro_batch=15", "expected at least 16")),

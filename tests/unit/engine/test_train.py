@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import load_policy, named_weights
-from rallypoint.parallel import Gloo, Solo
+from rallypoint.parallel import Solo, connect
 from rallypoint.types import Metrics, merge
 
 # A large eps keeps Adam's division well conditioned: noise in a gradient of zero is not blown up to a step of lr.
@@ -48,18 +49,17 @@ def dtype(request):
 
 
 @pytest.fixture
-def train(make_policy, policy_gradient, tmp_path):
+def train(make_policy, policy_gradient):
     """Return a function that takes one step on parts of a batch, a rank each, and returns every rank's outcome."""
-    meetings = itertools.count()
+    meetings, rendezvous = itertools.count(), open_rendezvous("memory", "test")
 
     def run(parts, dtype, *, cap=1000, architecture="llama", wrap=lambda loss, rank: loss, num_steps=1):
-        meeting = tmp_path / f"meeting-{next(meetings)}"
+        name = f"meeting {next(meetings)}"
         denominator = max(1, sum(part.num_loss_tokens for part in parts))
         models = [make_policy(dtype, architecture) for _ in parts]
 
         def rank_of(rank):
-            alone = len(parts) == 1
-            collective = Solo() if alone else Gloo(meeting, rank, len(parts), timeout_s=30)
+            collective = connect(rendezvous, name, rank, len(parts), timeout_s=30)
             engine = engine_of(models[rank], cap, collective)
             loss = wrap(policy_gradient(models[rank]), rank)
             for step in range(1, num_steps + 1):

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from rallypoint.cluster import WorkerContext
+from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import OffPolicyError
 from rallypoint.models import create_model
 from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.learner import MiniBatches
-from rallypoint.roles.placement import WorkerSpec
+from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.types import ActorBatch, Sequences
 
 
@@ -33,8 +33,8 @@ def worker(tmp_path):
         seed=0,
     )
     config = load_config("digits").config
-    spec = WorkerSpec(config, str(tmp_path / "model"), tmp_path / "meeting")
-    return ActorWorker(WorkerContext("actor", 0, 1, 1, "cpu", {}), spec)
+    spec = WorkerSpec(config, str(tmp_path / "model"), SharedFolder.marked(tmp_path), None)
+    return ActorWorker(WorkerContext("actor", 0, Mesh({"dp": 1}), 1, "cpu", {}), spec)
 
 
 def judged(worker, shift_at=None, by=0.0):

@@ -1,0 +1,269 @@
+"""A call that is under way on the ranks of a group, and everything that can become of it.
+
+One implementation for both ways to wait: `await call` in a coroutine, `call.result()` anywhere else.
+A call that is never waited for can still be passed on by `call.reference`.
+
+Whoever is stopped while waiting (a cancelled task, Ctrl-C) cancels the call, as awaiting an asyncio.Task would; all
+who wait for it learn that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from rallypoint.cluster.host import HostInfo, Invocation, Pulse
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.reference import Reference
+from rallypoint.errors import CallCancelledError, WorkerDiedError, WorkerError, WorkerHungError
+
+_SOON_S = 1.0
+"""How long a caller waits for the ranks directly, before the call is looked after."""
+_PATIENCE_S = 10.0
+"""How long the rank that failed first may take to say so after another one stopped because of it."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Pending(Protocol):
+    """What one rank will answer."""
+
+    @property
+    def invocation(self) -> Invocation:
+        """What it was asked."""
+        ...
+
+    @property
+    def host(self) -> Host:
+        """Who was asked."""
+        ...
+
+    @property
+    def handle(self) -> Any:
+        """What other hosts of the same runtime are sent instead of the value."""
+        ...
+
+    def future(self) -> Future[Any]:
+        """Bring the value to the driver."""
+        ...
+
+    def error(self, raised: BaseException) -> BaseException:
+        """Return the runtime's exception in our words."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop it if it can be stopped; nobody waits for it any more."""
+        ...
+
+
+class Host(Protocol):
+    """The driver's end of one process; calls are executed one after another, in order of submission."""
+
+    @property
+    def info(self) -> HostInfo:
+        """Where the process is."""
+        ...
+
+    @property
+    def watch(self) -> Watch:
+        """Who looks after calls that take long."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process was ended by us; it may also have died by itself."""
+        ...
+
+    @property
+    def roles(self) -> Mapping[str, int]:
+        """The roles that have a worker here, and its rank."""
+        ...
+
+    def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> Pending:
+        """See `WorkerHost.create`."""
+        ...
+
+    def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Any) -> Pending:
+        """See `WorkerHost.call`; arguments may hold `Fetch`es of this runtime's handles."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """Return what to send for a value that several hosts of this runtime get, so that it is sent once."""
+        ...
+
+    def get(self, pending: Sequence[Pending], timeout_s: float) -> list[Any] | None:
+        """Wait for values directly, if that is quicker here; None when they are not all there, or one is an error."""
+        ...
+
+    def pulse(self) -> Future[Pulse]:
+        """See `WorkerHost.pulse`."""
+        ...
+
+    def retire(self, invocation: Invocation) -> Pending:
+        """See `WorkerHost.retire`."""
+        ...
+
+    def release(self, role: str) -> None:
+        """Forget a role; a process without one ends, and a pool without one gives its place back."""
+        ...
+
+    def kill(self, why: WorkerHungError) -> None:
+        """End the process now, if it can be ended; calls that it owes fail with that error."""
+        ...
+
+
+class Watch(Protocol):
+    """Looks after calls that are waited for; see `rallypoint.cluster.watch`."""
+
+    def add(self, call: Call[Any]) -> None:
+        """Begin to look after a call."""
+        ...
+
+    def remove(self, call: Call[Any]) -> None:
+        """It is over."""
+        ...
+
+
+class Call(Generic[ResultT]):
+    """A call on the ranks of a group: its result, once it is there.
+
+    `await call` and `call.result()` raise the same errors:
+        WorkerError: a rank raised; the first one's traceback is shown, the calls of the others are cancelled.
+        WorkerDiedError: a process ended.
+        WorkerHungError: a process gave no sign of life, or a call made no progress until its deadline.
+    """
+
+    def __init__(
+        self,
+        pending: Sequence[Pending],
+        answering: Sequence[int],
+        join: Callable[[Sequence[Any]], Any],
+        deadline_s: float | None,
+        sources: Sequence[Host] = (),
+    ) -> None:
+        self.pending = tuple(pending)
+        self.deadline_s = deadline_s
+        """How long it may take without progress."""
+        self.sources = tuple(sources)
+        """Hosts that make what the arguments refer to."""
+        self._answering, self._join = tuple(answering), join
+        self._values: list[Any] | None = None
+        self._lock = threading.Lock()
+        self._outcome: Future[None] | None = None
+        self._num_missing = len(self.pending)
+        self._consequence: BaseException | None = None
+
+    @property
+    def reference(self) -> ResultT:
+        """Stands for the result in the arguments of another call; the value goes from worker to worker.
+
+        It has the result's type in the eyes of a type checker only: the driver does not have the value.
+        """
+        handles = tuple(self.pending[index].handle for index in self._answering)
+        makers = (*(one.host for one in self.pending), *self.sources)
+        return cast("ResultT", Reference(handles, self._join, makers))
+
+    def __await__(self) -> Generator[Any, None, ResultT]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> ResultT:
+        try:
+            await asyncio.wrap_future(self._begin())
+        finally:
+            self.cancel()
+        return self._joined()
+
+    def result(self, timeout_s: float | None = None) -> ResultT:
+        """Wait for the result.
+
+        Raises:
+            TimeoutError: it is not there after that many seconds; the call goes on and can be waited for again.
+        """
+        began, goes_on = time.monotonic(), False
+        try:
+            if self._outcome is None and self._values is None:
+                # Most calls end soon and well. For the others everything below is there.
+                soon_s = _SOON_S if timeout_s is None else min(_SOON_S, timeout_s)
+                self._values = self.pending[0].host.get(self.pending, soon_s)
+            if self._values is None:
+                left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
+                self._begin().result(left_s)
+        except TimeoutError:
+            goes_on = not self._begin().done()  # else the call's own error happens to be one
+            if not goes_on:
+                raise
+            raise TimeoutError(f"{self} has no result after {timeout_s:g} s; it goes on") from None
+        finally:
+            if self._values is None and not goes_on:
+                self.cancel()
+        return self._joined()
+
+    def __str__(self) -> str:
+        return str(self.pending[0].invocation)
+
+    def cancel(self) -> None:
+        """Stop the ranks that have not answered; does nothing to a call that is over."""
+        for one in self.pending:
+            if not one.future().done():
+                one.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the waiting with an error; the first one counts."""
+        num_others = sum(not one.future().done() for one in self.pending)
+        with self._lock:
+            outcome = self._outcome
+            if outcome is None or outcome.done():
+                return
+            if isinstance(error, WorkerError | WorkerDiedError):
+                error.num_cancelled = num_others
+            outcome.set_exception(error)
+        self.pending[0].host.watch.remove(self)
+
+    def _begin(self) -> Future[None]:
+        """Start to wait, once."""
+        with self._lock:
+            if self._outcome is not None:
+                return self._outcome
+            self._outcome = Future()
+            self._outcome.set_running_or_notify_cancel()  # it is the ranks that are cancelled, and then they say so
+        self.pending[0].host.watch.add(self)
+        for one in self.pending:
+            one.future().add_done_callback(lambda done, one=one: self._on_done(one, done))
+        return self._outcome
+
+    def _on_done(self, one: Pending, done: Future[Any]) -> None:
+        """Count an answer. Comes from a thread of the runtime, so it only notes and never waits."""
+        raised = done.exception()
+        error = None if raised is None else one.error(raised)
+        is_consequence = isinstance(error, WorkerError) and error.is_consequence
+        if error is not None and not (is_consequence or isinstance(error, CallCancelledError)):
+            self._fail(error)
+            return
+        with self._lock:
+            self._num_missing -= 1
+            is_first_consequence = error is not None and self._consequence is None
+            self._consequence = self._consequence or error
+            is_last, consequence, outcome = self._num_missing == 0, self._consequence, self._outcome
+            if is_last and consequence is None and outcome is not None and not outcome.done():
+                outcome.set_result(None)
+        if is_last and consequence is not None:
+            self._fail(consequence)
+        elif is_last:
+            one.host.watch.remove(self)
+        elif is_first_consequence and consequence is not None:
+            # What failed first will say so itself; if its process cannot, this is all that is known.
+            timer = threading.Timer(_PATIENCE_S, self._fail, [consequence])
+            timer.daemon = True
+            timer.start()
+
+    def _joined(self) -> ResultT:
+        if self._values is None:
+            self._values = [one.future().result() for one in self.pending]
+        try:
+            return cast("ResultT", self._join([self._values[index] for index in self._answering]))
+        except TypeError as error:
+            raise TypeError(f"{self}: {error}") from error

@@ -1,0 +1,140 @@
+"""Whether pools can fit on some nodes: arithmetic before anything is asked of Ray.
+
+>>> nodes = [Node("a", {"CPU": 4}), Node("b", {"CPU": 2})]
+>>> print(misfit([ResourcePool([2, 2]), ResourcePool([2], name="side")], nodes))
+None
+>>> print(misfit([ResourcePool([3, 3])], nodes, grows=False))
+pool 'pool' cannot fit on this cluster:
+  node   wanted  available
+  1 (a)  3 CPU   4 CPU
+  2 (b)  3 CPU   2 CPU      too little
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rallypoint.cluster.pool import ResourcePool
+
+_MOST_TRIES = 20_000
+_ROUNDING = 1e-6
+"""Of a process; amounts are fractions, and three times 0.1 is to fit into 0.3."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """All that a machine offers, free or not."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    def has_labels_of(self, pool: ResourcePool) -> bool:
+        """Return whether processes of a pool may be here at all."""
+        return all(self.labels.get(name) == value for name, value in pool.labels.items())
+
+    def room_for(self, pool: ResourcePool, taken: Mapping[str, float] | None = None) -> int:
+        """Return how many processes of a pool find place here, beside what is taken already."""
+        if not self.has_labels_of(pool):
+            return 0
+        free = {name: self.resources.get(name, 0) - (taken or {}).get(name, 0) for name in pool.bundle}
+        return min(math.floor(free[name] / amount + _ROUNDING) for name, amount in pool.bundle.items())
+
+
+def misfit(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, grows: bool = False) -> str | None:
+    """Say why pools cannot ever fit together on these nodes; None when they can, as far as is known.
+
+    Args:
+        pools: all that are wanted at the same time.
+        nodes: all that there are, empty.
+        grows: nodes may still join. Then only what is too large although there are nodes enough is a misfit.
+    """
+    for pool in pools:
+        if grows and len(pool.processes_per_node) > sum(_offers(node, pool) for node in nodes):
+            continue
+        if any(room < wanted for wanted, room in _side_by_side(pool, nodes)):
+            return f"pool {pool.name!r} cannot fit on this cluster:\n{table(pool, nodes)}"
+    if not grows and not _can_pack(pools, nodes):
+        tables = "\n".join(f"pool {pool.name!r}:\n{table(pool, nodes)}" for pool in pools)
+        return f"each of these pools fits on this cluster, but not all of them at the same time:\n{tables}"
+    return None
+
+
+def table(pool: ResourcePool, nodes: Sequence[Node]) -> str:
+    """Draw what a pool wants beside what there is: most processes beside most room, node by node."""
+    wants = sorted(pool.processes_per_node, reverse=True)
+    there = _roomiest_first(pool, nodes)
+    rows = [("node", "wanted", "available", "")]
+    for index in range(max(len(wants), len(there))):
+        want = wants[index] if index < len(wants) else 0
+        node = there[index] if index < len(there) else None
+        name = f"{index + 1} ({node.name})" if node else f"{index + 1}"
+        wanted = amounts_text({name: want * amount for name, amount in pool.bundle.items()}) if want else "-"
+        if node is None:
+            rows.append((name, wanted, "no such node", "missing"))
+        else:
+            offer = amounts_text({name: node.resources.get(name, 0) for name in pool.bundle})
+            rows.append((name, wanted, offer, "" if want <= node.room_for(pool) else "too little"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if pool.labels:
+        lines.append(f"(only nodes with the labels {dict(pool.labels)}: {len(there)} of {len(nodes)})")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def amounts_text(amounts: Mapping[str, float]) -> str:
+    """Return resources in a person's words; memory comes in bytes and goes out in GiB."""
+    parts = [
+        f"{amount / 2**30:g} GiB memory" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in amounts.items()
+    ]
+    return ", ".join(parts)
+
+
+def _offers(node: Node, pool: ResourcePool) -> bool:
+    """Whether a node has anything of what a pool takes: a head without GPUs is no node to one that takes them."""
+    return all(node.resources.get(name, 0) > 0 for name in pool.bundle) and node.has_labels_of(pool)
+
+
+def _roomiest_first(pool: ResourcePool, nodes: Sequence[Node]) -> list[Node]:
+    suiting = [node for node in nodes if node.has_labels_of(pool)]
+    return sorted(suiting, key=lambda node: node.room_for(pool), reverse=True)
+
+
+def _side_by_side(pool: ResourcePool, nodes: Sequence[Node]) -> list[tuple[int, int]]:
+    """Return the processes wanted on a node beside the room there, for the best of all ways to choose the nodes."""
+    rooms = [node.room_for(pool) for node in _roomiest_first(pool, nodes)]
+    wants = sorted(pool.processes_per_node, reverse=True)
+    return list(itertools.zip_longest(wants, rooms[: len(wants)], fillvalue=0))
+
+
+def _can_pack(pools: Sequence[ResourcePool], nodes: Sequence[Node]) -> bool:
+    """Try to give every pool its nodes, two of one pool never the same one; gives up saying yes."""
+    wants = [(pool, count) for pool in pools for count in sorted(pool.processes_per_node, reverse=True)]
+    taken = [Counter[str]() for _ in nodes]
+    tries = 0
+
+    def place(index: int, used: frozenset[int]) -> bool:
+        nonlocal tries
+        if index == len(wants):
+            return True
+        pool, count = wants[index]
+        for here, node in enumerate(nodes):
+            tries += 1
+            if tries > _MOST_TRIES:
+                return True  # Ray will know
+            if here in used or node.room_for(pool, taken[here]) < count:
+                continue
+            takes = {name: count * amount for name, amount in pool.bundle.items()}
+            taken[here].update(takes)
+            is_last_of_pool = index + 1 == len(wants) or wants[index + 1][0] is not pool
+            if place(index + 1, frozenset() if is_last_of_pool else used | {here}):
+                return True
+            taken[here].subtract(takes)
+        return False
+
+    return place(0, frozenset())

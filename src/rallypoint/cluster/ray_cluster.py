@@ -1,0 +1,334 @@
+"""How rallypoint starts, joins and leaves Ray.
+
+Owns every setting of Ray that we make (docs/decisions/0010-ray-settings.md says why) and the promise that a cluster
+of our own leaves nothing behind, and one that we joined is left as it was found. It must not know what runs on the
+cluster: pools, groups and roles come on top.
+
+Better imported before ray is: two of Ray's settings are read when ray is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rallypoint.cluster import ray_probe, reaper
+from rallypoint.errors import PlacementError
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of the environment, or remove those that are None, and put everything back at the end."""
+    before = {name: os.environ.get(name) for name in changes}
+    _change_environment(changes)
+    try:
+        yield
+    finally:
+        _change_environment(before)
+
+
+def _change_environment(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+_READ_AT_IMPORT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+}
+"""A cluster that Ray starts is for this machine alone, so that everything in it listens on loopback; and no line of
+Ray's own (a worker died, a node was lost) is printed into the user's screen: we say it, where it matters."""
+
+with _environment(_READ_AT_IMPORT), warnings.catch_warnings():
+    logging.disable(logging.INFO)  # in a notebook it speaks of widgets
+    warnings.simplefilter("ignore")
+    import ray
+    from ray._private import ray_constants
+
+    importlib.reload(ray_constants)  # in case ray was imported before, without our settings
+    logging.disable(logging.NOTSET)
+_raylet: Any = importlib.import_module("ray._raylet")  # compiled, so without types
+
+_OF_OUR_CLUSTERS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray makes its workers nice (15); ours do the actual work, and the driver waits for them.
+    "RAY_worker_niceness": "0",
+    # Ray leaves CUDA_VISIBLE_DEVICES alone in processes that have no GPU of their own, and does not warn about it.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+_HEALTH = {
+    "health_check_initial_delay_ms": 5000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 3,
+}
+"""A dead or frozen node is noticed in seconds instead of a minute; the first check leaves time to start."""
+
+_MAX_SOCKET_PATH = 103
+"""Characters in the path of a Unix socket, on the system that allows fewest."""
+
+_SOCKETS = "/rally-0123456789ab/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+
+_VOICE_EVERY_S, _END_TIMEOUT_S = 10.0, 20.0
+
+Say = Callable[[str], None]
+
+
+class RayCluster:
+    """Ray as this program uses it: a cluster of its own on this machine, or one that it has joined.
+
+    A process is in one cluster at a time, because Ray knows no more.
+    """
+
+    def __init__(self, *, address: str, namespace: str, own: _OwnCluster | None) -> None:
+        """Use `start_local` or `join`; nothing else makes a cluster."""
+        self.address = address
+        """host:port of the cluster."""
+        self.namespace = namespace
+        """Of this run alone; its named Ray actors live in it."""
+        self._own = own
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this program started the cluster, for itself."""
+        return self._own is not None
+
+    @classmethod
+    def start_local(cls, *, log_folder: Path, object_store_gib: float, dashboard: bool, say: Say) -> Self:
+        """Start a cluster on this machine that nobody else can use, and that ends with this process, however it ends.
+
+        Call it from the main thread: Linux ends Ray's processes together with the thread that started them.
+
+        Args:
+            log_folder: receives Ray's own logs, below `ray/`.
+            object_store_gib: shared memory for data between processes.
+            dashboard: whether Ray's dashboard is started; its address is said.
+            say: called, from any thread, with one line about everything that a user should know.
+
+        Raises:
+            PlacementError: Ray does not start, or would not keep to itself.
+        """
+        _check_that_ray_is_free()
+        _check_that_a_cluster_would_keep_to_itself()
+        own = _OwnCluster(log_folder, say)
+        _speak_for_ray(say)
+        try:
+            with _ray_environment(own.environment):
+                context: Any = ray.init(
+                    address="local",
+                    namespace=own.name,
+                    num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+                    include_dashboard=dashboard,
+                    object_store_memory=int(object_store_gib * 2**30),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(own.ray_folder),
+                    _system_config=dict(_HEALTH),  # Ray adds this session's folders to it
+                )
+        except Exception as error:
+            ray.shutdown()
+            own.end()
+            remedy = "; the dashboard needs pip install 'ray[default]'" if dashboard else ""
+            raise PlacementError(f"Ray did not start: {error} (its logs: {own.logs}){remedy}") from error
+        if dashboard:
+            say(f"Ray's dashboard: http://{context.dashboard_url}, token in {own.token}")
+        return cls(address=context.address_info["gcs_address"], namespace=own.name, own=own)
+
+    @classmethod
+    def join(cls, address: str, *, namespace: str, say: Say, timeout_s: float = 30.0) -> Self:
+        """Join a cluster that somebody started, and bring this program's rallypoint to its workers.
+
+        The token is looked for where Ray does: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
+
+        Args:
+            address: host:port, or "auto": RAY_ADDRESS, else the cluster of this machine.
+            namespace: unique to this run.
+            say: called, from any thread, with one line about everything that is waited for.
+            timeout_s: how long the cluster may take to answer.
+
+        Raises:
+            PlacementError: there is no cluster, it refuses, runs other versions, or does not answer in time.
+        """
+        _check_that_ray_is_free()
+        token = _token_environment()
+        address = _ask(address, token, say, timeout_s)
+        _speak_for_ray(say)
+        try:
+            with _ray_environment(token):
+                ray.init(
+                    address=address,
+                    namespace=namespace,
+                    runtime_env={"py_modules": [str(Path(__file__).parents[1])]},
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        except (OSError, RuntimeError, ValueError) as error:
+            ray.shutdown()
+            raise PlacementError(f"cannot join the Ray cluster at {address}: {error}") from error
+        return cls(address=address, namespace=namespace, own=None)
+
+    def shutdown(self) -> None:
+        """Leave. Of a cluster of our own nothing remains but its logs; any other loses what this program had in it."""
+        ray.shutdown(wait_for_processes=True)
+        if self._own is not None:
+            self._own.end()
+
+
+class _OwnCluster:
+    """What a cluster of our own has besides Ray: a private folder with its token, a mark, and a reaper."""
+
+    def __init__(self, log_folder: Path, say: Say) -> None:
+        mark = secrets.token_hex(6)
+        self.name = f"rallypoint-{mark}"
+        self._say = say
+        base = tempfile.gettempdir()
+        self.folder = Path(base if len(base + _SOCKETS) <= _MAX_SOCKET_PATH else "/tmp") / f"rally-{mark}"
+        self.folder.mkdir(mode=0o700)
+        self.ray_folder = self.folder / "ray"  # Ray lets everybody write to its folder; nobody else reaches it in ours
+        self.token = self.folder / "token"
+        self.token.touch(mode=0o600)
+        self.token.write_text(secrets.token_hex(32))
+        self.environment = {**_OF_OUR_CLUSTERS, **_READ_AT_IMPORT, reaper.MARK: mark} | _token_in(self.token)
+        self.logs = log_folder.absolute() / "ray"
+        self.logs.parent.mkdir(parents=True, exist_ok=True)
+        if self.logs.is_symlink():
+            self.logs.unlink()
+        elif self.logs.exists():
+            shutil.rmtree(self.logs)
+        self.logs.symlink_to(self.ray_folder / "session_latest" / "logs")
+        with _environment({reaper.MARK: None}):  # where this program runs on another cluster, it must outlive that
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), mark, str(self.folder), str(self.logs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+
+    def end(self) -> None:
+        """Have the reaper end what Ray left, and keep the logs."""
+        try:
+            self._reaper.communicate(b"\n", timeout=_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._say(f"Ray's processes did not end within {_END_TIMEOUT_S:g} s; {self.folder} may remain")
+
+
+def _check_that_ray_is_free() -> None:
+    if ray.is_initialized():
+        raise PlacementError(
+            "this process is already in a Ray cluster, and can be in one only: call ray.shutdown() first"
+        )
+
+
+def _check_that_a_cluster_would_keep_to_itself() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise PlacementError("a local Ray ends together with the thread that starts it: start it from the main thread")
+    if ray.util.get_node_ip_address() not in {"127.0.0.1", "::1"}:
+        raise PlacementError(
+            "a local Ray cluster would listen on every network interface, because ray was imported without "
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0: import rallypoint.cluster.ray_cluster before ray"
+        )
+
+
+@contextlib.contextmanager
+def _ray_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Change the environment, and have Ray read anew what it keeps of it: the token of the last cluster, if any."""
+    with _environment(changes):
+        _raylet.Config.initialize("")
+        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+        yield
+
+
+def _token_in(path: Path) -> dict[str, str | None]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def _token_environment() -> dict[str, str | None]:
+    """Say that the user's token be used if there is one; Ray does not by itself where an address is given.
+
+    Raises:
+        PlacementError: a token is promised, and is not there. Ray would abort this process.
+    """
+    mode, path = os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if mode not in {None, "token"}:
+        return {}
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return {"RAY_AUTH_MODE": "token"}
+    file = Path(path) if path else Path.home() / ".ray" / "auth_token"
+    if file.is_file() and file.read_text().strip():
+        return _token_in(file)
+    if mode or path:
+        raise PlacementError(
+            f"{'RAY_AUTH_TOKEN_PATH' if path else 'RAY_AUTH_MODE=token'} is set, but there is no token in {file}: "
+            "put the cluster's token there, or into RAY_AUTH_TOKEN"
+        )
+    return {}
+
+
+def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: float) -> str:
+    """Have the cluster probed, and return its address; the wait has a voice, and an end."""
+    with _environment({**_READ_AT_IMPORT, **token}):
+        probe = subprocess.Popen(
+            [sys.executable, "-P", ray_probe.__file__, address],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    deadline = time.monotonic() + timeout_s
+    voice_every_s = min(_VOICE_EVERY_S, timeout_s / 3)
+    while True:
+        try:
+            said, complaints = probe.communicate(timeout=max(0.0, min(voice_every_s, deadline - time.monotonic())))
+            break
+        except subprocess.TimeoutExpired:
+            left_s = max(0.0, deadline - time.monotonic())
+            state = f"the Ray cluster at {address} has not answered for {timeout_s - left_s:.0f} s"
+            if not left_s:
+                probe.kill()
+                probe.communicate()
+                raise PlacementError(
+                    f"{state}: it is frozen, or the port is somebody else's (the one that ray start names is right)"
+                ) from None
+            say(f"{state}; waiting for {left_s:.0f} s more")
+    try:
+        answer = json.loads(said.splitlines()[-1])
+    except (IndexError, ValueError):
+        ending = "\n".join(complaints.splitlines()[-20:])
+        raise PlacementError(f"asking the Ray cluster at {address} failed:\n{ending}") from None
+    if "problem" in answer:
+        raise PlacementError(answer["problem"])
+    return answer["address"]
+
+
+class _Voice(logging.Handler):
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.ERROR)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"Ray: {record.getMessage()}")
+
+
+def _speak_for_ray(say: Say) -> None:
+    """Ray's errors come to the user as lines of ours, and do not tear up what is on the screen."""
+    logging.getLogger("ray").handlers = [_Voice(say)]

@@ -1,0 +1,236 @@
+"""One process of a pool as a Ray actor, and the driver's end of it.
+
+Owns what is sent to a process and how, and how Ray's errors become ours. Must not know where processes come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rallypoint.cluster.call import Pending, Watch
+from rallypoint.cluster.host import HostInfo, Invocation, Pulse, WorkerHost, open_stacks
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.pool import ResourcePool
+from rallypoint.cluster.reference import Fetch, detach
+from rallypoint.errors import RallyError, WorkerDiedError, WorkerError, WorkerHungError
+
+_LARGE_BYTES = 100_000
+"""What is larger than that, Ray puts into shared memory anyway."""
+_HEALTH = "health"
+"""The concurrency group, a thread of its own in the worker process, that answers while a call is under way."""
+
+
+class RayWorkerHost(WorkerHost):
+    """A `WorkerHost` as a Ray actor."""
+
+    def __init__(self, num_cpus: int, device: str, preload: Sequence[str]) -> None:
+        # Read once, when torch is imported. Here and not in a runtime_env, which would start a process from nothing
+        # where Ray has one waiting.
+        os.environ["OMP_NUM_THREADS"] = str(num_cpus)
+        super().__init__(num_cpus, device, preload)
+
+    def call_packed(self, invocation: bytes, arguments: tuple[Any, Any] = ((), {}), *values: Any) -> Any:
+        """See `WorkerHost.call`. What is not sent costs nothing: each argument takes Ray a tenth of a call."""
+        return self.call(Invocation.unpacked(invocation), *arguments, *values)
+
+    def describe(self) -> HostInfo:
+        """Return where this process is, once it is ready for calls."""
+        context = ray.get_runtime_context()
+        devices = tuple(number for numbers in context.get_accelerator_ids().values() for number in numbers)
+        node = ray.util.get_node_ip_address()
+        return HostInfo(node, context.get_node_id(), os.getpid(), devices, open_stacks())
+
+
+RayActor: Any = ray.remote(concurrency_groups={_HEALTH: 1}, max_restarts=0)(RayWorkerHost)  # pyright: ignore[reportCallIssue]
+
+
+@dataclasses.dataclass(slots=True)
+class RayPending:
+    """See `Pending`."""
+
+    invocation: Invocation
+    host: RayHost
+    handle: ray.ObjectRef
+    _future: Future[Any] | None = None
+
+    def future(self) -> Future[Any]:
+        """See `Pending.future`."""
+        if self._future is None:
+            self._future = self.handle.future()
+        return self._future
+
+    def error(self, raised: BaseException) -> BaseException:
+        """See `Pending.error`."""
+        it, where = self.invocation, self.host.info
+        cause = raised.cause if isinstance(raised, RayTaskError) else raised
+        if isinstance(cause, RallyError):
+            return cause
+        if isinstance(cause, RayActorError | OutOfMemoryError | WorkerCrashedError | NodeDiedError):
+            return self._death(cause)
+        if isinstance(raised, RayError):  # such as a result that cannot be pickled
+            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            return WorkerError(
+                it.role, it.rank, it.method, reason, str(raised), step=it.step, node=where.node, pid=where.pid
+            )
+        return raised
+
+    def _death(self, cause: RayError) -> WorkerDiedError:
+        """Say who died: the process of this call, or one whose result was an argument of it."""
+        it = self.invocation
+        dead = self.host.runtime.host_of(cause.actor_id) if isinstance(cause, RayActorError) else None
+        dead = dead or self.host
+        if dead.hung is not None:
+            return copy.copy(dead.hung)
+        if dead.ended:
+            detail = "it had been ended: its group was shut down, or the runtime"
+        else:  # what follows in Ray's text are guesses and advice about Ray's own settings
+            detail = " ".join(str(cause).split()).split(" Some common causes include")[0]
+        role, rank, during = it.role, it.rank, it.method
+        if dead is not self.host:
+            role, rank = next(iter(dead.roles.items()), ("a process without a role,", 0))
+            during = f"work that {it} waits for"
+        return WorkerDiedError(role, rank, during, detail, step=it.step, node=dead.info.node, pid=dead.info.pid)
+
+    def cancel(self) -> None:
+        """See `Pending.cancel`."""
+        self.host.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
+
+
+class Home(Protocol):
+    """The runtime, as far as its hosts know it."""
+
+    @property
+    def watch(self) -> Watch:
+        """Looks after the calls of all hosts."""
+        ...
+
+    def host_of(self, actor_id: str | None) -> RayHost | None:
+        """Return the host of a Ray actor, if it is one of this runtime."""
+        ...
+
+    def released(self, host: RayHost) -> None:
+        """End a process that has no role any more, and give the place of its pool back if it was the last."""
+        ...
+
+
+class RayHost:
+    """The driver's end of one Ray actor."""
+
+    def __init__(self, runtime: Home, pool: ResourcePool, handle: Any) -> None:
+        """Take a Ray actor over; it is ready for calls once `info` is known."""
+        self.runtime, self.pool, self.watch, self.handle = runtime, pool, runtime.watch, handle
+        self.info = HostInfo("", "", 0)
+        self.roles: dict[str, int] = {}
+        self.ended = False
+        """By us; whether it lives is another question."""
+        self.hung: WorkerHungError | None = None
+        """Why it was killed."""
+
+    def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> RayPending:
+        """See `Host.create`."""
+        self.roles[invocation.role] = invocation.rank
+        with _clear_errors(invocation):
+            return RayPending(invocation, self, self.handle.create.remote(invocation, kind, mesh, args, kwargs))
+
+    def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RayPending:
+        """See `Host.call`. References are arguments of their own: Ray waits for those and brings them here."""
+        args, kwargs, handles = detach(args, kwargs)
+        arguments = [(args, kwargs)] if args or kwargs else []
+        with _clear_errors(invocation):
+            handle = self.handle.call_packed.remote(invocation.packed(), *arguments, *handles)
+        return RayPending(invocation, self, handle)
+
+    def share(self, value: Any) -> Any:
+        """See `Host.share`; what is small travels with the call, which takes Ray less time."""
+        return Fetch((ray.put(value),), _only) if _is_large(value) else value
+
+    def get(self, pending: Sequence[Pending], timeout_s: float) -> list[Any] | None:
+        """See `Host.get`."""
+        try:
+            return ray.get([one.handle for one in pending], timeout=timeout_s)
+        except (RayError, RallyError):
+            return None
+
+    def pulse(self) -> Future[Pulse]:
+        """See `Host.pulse`."""
+        return self.handle.pulse.options(concurrency_group=_HEALTH).remote().future()
+
+    def retire(self, invocation: Invocation) -> RayPending:
+        """See `Host.retire`."""
+        return RayPending(invocation, self, self.handle.retire.remote(invocation))
+
+    def release(self, role: str) -> None:
+        """See `Host.release`."""
+        if self.roles.pop(role, None) is not None:
+            self.runtime.released(self)
+
+    def end(self) -> None:
+        """Have Ray end the process, which is no accident then."""
+        if not self.ended:
+            self.ended = True
+            ray.kill(self.handle)
+
+    def kill(self, why: WorkerHungError) -> None:
+        """See `Host.kill`."""
+        self.hung = why
+        # A process that is stopped, or whose interpreter is held, does not hear Ray.
+        if self.info.node_id == ray.get_runtime_context().get_node_id():
+            _kill_process(self.info.pid)
+        else:
+            on_node(self.info.node_id, _kill_process).remote(self.info.pid)
+        self.end()
+
+
+def on_node(node_id: str, work: Callable[..., Any]) -> Any:
+    """Return a function as a Ray task for one node; it takes nothing there."""
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(work).options(num_cpus=0, scheduling_strategy=where)
+
+
+def _kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _clear_errors(invocation: Invocation) -> Iterator[None]:
+    """Name the call and the reason where an argument cannot be pickled; Ray prints a page about it."""
+    try:
+        yield
+    except (TypeError, pickle.PicklingError) as error:
+        reason = error.__cause__ or error
+        raise TypeError(
+            f"{invocation}: an argument for rank {invocation.rank} cannot be sent: {type(reason).__name__}: {reason}"
+        ) from None
+
+
+def _is_large(value: Any) -> bool:
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    except (TypeError, AttributeError, pickle.PicklingError):  # Ray can pickle more, such as functions without a name
+        return False
+    return len(data) + sum(buffer.raw().nbytes for buffer in buffers) > _LARGE_BYTES
+
+
+def _only(parts: Sequence[Any]) -> Any:
+    return parts[0]

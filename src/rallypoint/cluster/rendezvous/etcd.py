@@ -1,0 +1,172 @@
+"""Rooms in an etcd server, for clusters that have one: it outlives drivers and nodes.
+
+Under `/rallypoint/SCOPE/NAME/` lie the room, replaced by a transaction that compares its revision; `news`, which those
+who wait watch; and a key per member that etcd itself removes when the member's lease is not renewed. All of it hangs on
+a lease of the driver: after its death nothing stays.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+import urllib.parse
+
+from rallypoint.cluster.rendezvous.gateway import Gateway
+from rallypoint.cluster.rendezvous.protocol import Change
+from rallypoint.cluster.rendezvous.room import Room
+from rallypoint.errors import RendezvousError, RendezvousUnreachableError
+
+_LOG = logging.getLogger(__name__)
+_SHORTEST_LEASE_S = 2
+"""As etcd is set by default: one and a half times what its servers need to elect another leader."""
+_SCOPE_LEASE_S = 60
+"""How long what is stored outlives a driver that was killed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """What one read of a room's keys returned."""
+
+    stored: Room
+    room_revision: int
+    """When the room was last written; 0: never."""
+    holders: frozenset[str]
+    """Incarnations whose lease has not lapsed."""
+
+    @property
+    def room(self) -> Room:
+        """The room without those whose lease has lapsed."""
+        room = self.stored
+        for member in room.present:
+            if member.incarnation not in self.holders:
+                room = room.depart(member.incarnation, "died or froze", time.time())
+        return room
+
+
+class EtcdRooms:
+    """See `Rooms`: a client of the server. Copies in other processes connect when they first use it."""
+
+    def __init__(self, gateway: Gateway, scope: str, lease_s: float, scope_lease: str) -> None:
+        """See `open`, which makes them; `scope_lease` is the id of the driver's lease."""
+        self._gateway, self._scope, self._scope_lease = gateway, scope, scope_lease
+        self.lease_s = float(max(_SHORTEST_LEASE_S, math.ceil(lease_s)))  # etcd counts in whole seconds
+        self.towards = gateway.host
+        self._leases: dict[str, str] = {}
+        self._closing: threading.Event | None = None
+
+    @classmethod
+    def open(cls, url: str, scope: str, lease_s: float, user: str | None = None) -> EtcdRooms:
+        """Connect to the server, as `user` (`name:password`) if it asks who one is.
+
+        Raises:
+            RendezvousUnreachableError: there is no etcd at that address, or it refuses the user.
+        """
+        gateway = Gateway(url, user)
+        granted = gateway.call("lease/grant", {"TTL": _SCOPE_LEASE_S})
+        rooms = cls(gateway, scope, lease_s, granted["ID"])
+        gateway.call("kv/put", {"key": rooms._is_open["key"], "lease": granted["ID"]})
+        rooms._closing = threading.Event()
+        threading.Thread(target=rooms._keep, args=(rooms._closing,), name="leases", daemon=True).start()
+        return rooms
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self._gateway, self._scope, self.lease_s, self._scope_lease))
+
+    def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
+        """See `Rooms.transact`; never waits."""
+        del wait_s
+        while True:
+            found = self._find(name)
+            after = change(found.room)
+            if isinstance(after, RendezvousError) or after is found.stored:
+                return after
+            room_key = _encode(self._key(name, "room"))
+            puts = [{"key": room_key, "value": _encode(after.encode()), "lease": self._scope_lease}]
+            if after.news != found.stored.news:
+                puts.append({"key": _encode(self._key(name, "news")), "lease": self._scope_lease})
+            unchanged = {"key": room_key, "target": "MOD", "mod_revision": found.room_revision}
+            request = {"compare": [unchanged], "success": [{"request_put": put} for put in puts]}
+            if self._gateway.call("kv/txn", request).get("succeeded"):
+                return after
+
+    def wait(self, name: str, news: int, timeout_s: float) -> Room:
+        """See `Rooms.wait`."""
+        changed = {"key": _encode(self._key(name, "news"))}
+        lapsed = {**_within(self._key(name, "lease/")), "filters": ["NOPUT"]}
+        # Watched from now on and read after that: nothing falls in between. (A watch that starts at an earlier revision
+        # would do too, but etcd looks after such ones only ten times a second.)
+        with self._gateway.watching([changed, lapsed]) as await_event:
+            if self._find(name).room.news == news:
+                await_event(timeout_s)
+        room = self.transact(name, lambda room: room)
+        assert isinstance(room, Room), "looking at a room is no change that could be refused"
+        return room
+
+    def renew(self, name: str, incarnation: str) -> None:
+        """See `Rooms.renew`."""
+        if lease := self._leases.get(incarnation):
+            self._gateway.call("lease/keepalive", {"ID": lease})
+            return
+        lease = self._leases[incarnation] = self._gateway.call("lease/grant", {"TTL": int(self.lease_s)})["ID"]
+        key = _encode(self._key(name, f"lease/{incarnation}"))
+        self._gateway.call("kv/put", {"key": key, "lease": lease})
+
+    def release(self, incarnation: str) -> None:
+        """See `Rooms.release`."""
+        if lease := self._leases.pop(incarnation, None):
+            self._gateway.call("lease/revoke", {"ID": lease})
+
+    def close(self) -> None:
+        """See `Rooms.close`; it takes the keys of this scope away, and leaves the server to its owner."""
+        if self._closing is None or self._closing.is_set():
+            return
+        self._closing.set()
+        with contextlib.suppress(RendezvousUnreachableError):  # then the leases do the same, a minute later
+            self._gateway.call("kv/deleterange", _within(f"/rallypoint/{self._scope}/"))
+            self._gateway.call("lease/revoke", {"ID": self._scope_lease})
+
+    def _find(self, name: str) -> _Found:
+        prefix = self._key(name, "")
+        request = {"compare": [self._is_open], "success": [{"request_range": _within(prefix)}]}
+        answer = self._gateway.call("kv/txn", request)
+        if not answer.get("succeeded"):
+            text = f"etcd at {self._gateway.url} has no scope {self._scope!r} any more: who opened it closed it or died"
+            raise RendezvousUnreachableError(text)
+        found = answer["responses"][0]["response_range"].get("kvs", [])
+        entries = {base64.b64decode(entry["key"]).decode(): entry for entry in found}
+        entry = entries.get(prefix + "room", {})
+        room = Room.decode(name, base64.b64decode(entry.get("value", "")))
+        leases = prefix + "lease/"
+        holders = frozenset(key.removeprefix(leases) for key in entries if key.startswith(leases))
+        return _Found(room, int(entry.get("mod_revision", 0)), holders)
+
+    @property
+    def _is_open(self) -> dict[str, object]:
+        """The condition that the driver has not closed, and lives."""
+        key = _encode(f"/rallypoint/{self._scope}/open")
+        return {"key": key, "target": "VERSION", "result": "GREATER", "version": 0}
+
+    def _key(self, name: str, leaf: str) -> str:
+        return f"/rallypoint/{self._scope}/{urllib.parse.quote(name, safe='')}/{leaf}"
+
+    def _keep(self, closing: threading.Event) -> None:
+        """Renew the driver's lease until closed."""
+        while not closing.wait(_SCOPE_LEASE_S / 4):
+            try:
+                self._gateway.call("lease/keepalive", {"ID": self._scope_lease})
+            except RendezvousUnreachableError as error:
+                _LOG.warning("the lease of scope %r cannot be renewed: %s", self._scope, error)
+
+
+def _encode(raw: str | bytes) -> str:
+    return base64.b64encode(raw.encode() if isinstance(raw, str) else raw).decode()
+
+
+def _within(prefix: str) -> dict[str, object]:
+    """The range of all keys that begin with a prefix, which ends in a slash; "0" is the character after it."""
+    return {"key": _encode(prefix), "range_end": _encode(prefix[:-1] + "0")}

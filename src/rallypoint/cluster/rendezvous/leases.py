@@ -1,0 +1,37 @@
+"""Who is alive, judged by counters that have to move.
+
+A lease is measured in looks of the one observer that keeps the room, and not in seconds of anybody's clock: clocks of
+two machines are never compared, and an observer that was itself stopped for a minute takes one look when it wakes and
+blames nobody.
+
+>>> leases = Leases()
+>>> [leases.look({"a": 7, "b": beat}) for beat in range(6)]
+[[], [], [], [], ['a'], ['a']]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LOOKS_PER_LEASE = 4
+"""How often within one lease its holder renews it, and the observer looks."""
+
+
+class Leases:
+    """Remembers how long each counter has stood still."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def look(self, counters: Mapping[str, int]) -> list[str]:
+        """Take a look, `LOOKS_PER_LEASE` times in a lease; return whose counter stood still for a whole one.
+
+        Args:
+            counters: by incarnation, how often it has renewed its lease; whoever is not in it is forgotten.
+        """
+        seen: dict[str, tuple[int, int]] = {}
+        for holder, counter in counters.items():
+            before, num_still = self._seen.get(holder, (counter, -1))
+            seen[holder] = (counter, num_still + 1 if counter == before else 0)
+        self._seen = seen
+        return [holder for holder, (_, num_still) in seen.items() if num_still >= LOOKS_PER_LEASE]

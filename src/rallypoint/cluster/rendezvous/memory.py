@@ -1,0 +1,71 @@
+"""Rooms for the threads of one process: the inline runtime, notebooks, tests."""
+
+from __future__ import annotations
+
+import threading
+from typing import NoReturn
+
+from rallypoint.cluster.rendezvous.keeper import Keeper
+from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
+from rallypoint.cluster.rendezvous.protocol import Change
+from rallypoint.cluster.rendezvous.room import Room
+from rallypoint.errors import RendezvousError, RendezvousUnreachableError
+
+
+class MemoryRooms:
+    """See `Rooms`: a keeper behind a lock."""
+
+    towards = None
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._keeper = Keeper()
+        self._news = threading.Condition()
+        self._closing = threading.Event()
+        threading.Thread(target=self._look, name="leases", daemon=True).start()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a rendezvous in memory cannot be sent to another process: use ray, tcp or etcd")
+
+    def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
+        """See `Rooms.transact`; never waits."""
+        del wait_s
+        with self._open():
+            outcome, is_news = self._keeper.transact(name, change)
+            if is_news:
+                self._news.notify_all()
+        return outcome
+
+    def wait(self, name: str, news: int, timeout_s: float) -> Room:
+        """See `Rooms.wait`."""
+        with self._open():
+            self._news.wait_for(lambda: self._closing.is_set() or self._keeper.room(name).news != news, timeout_s)
+        with self._open():
+            return self._keeper.room(name)
+
+    def renew(self, name: str, incarnation: str) -> None:
+        """See `Rooms.renew`; nothing is left to renew when it was closed."""
+        with self._news:
+            self._keeper.renew(name, incarnation)
+
+    def release(self, incarnation: str) -> None:
+        """See `Rooms.release`."""
+        with self._open():
+            self._keeper.release(incarnation)
+
+    def close(self) -> None:
+        """See `Rooms.close`."""
+        self._closing.set()
+        with self._news:
+            self._news.notify_all()
+
+    def _open(self) -> threading.Condition:
+        if self._closing.is_set():
+            raise RendezvousUnreachableError("the rendezvous was closed by the program that opened it")
+        return self._news
+
+    def _look(self) -> None:
+        while not self._closing.wait(self.lease_s / LOOKS_PER_LEASE):
+            with self._news:
+                if self._keeper.look():
+                    self._news.notify_all()

@@ -1,0 +1,293 @@
+"""The face of a rendezvous: join, and hold a membership.
+
+Owns what a participant does: take a seat, wait with a voice, confirm, renew its lease, notice that others are gone. The
+rules are those of `Room`; a backend (`Rooms`) stores rooms, wakes those who wait, and makes members depart who renew no
+more. Knows no backend and no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, Self, TypeAlias
+
+from rallypoint.cluster.rendezvous.address import own_address
+from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
+from rallypoint.cluster.rendezvous.room import Member, Room
+from rallypoint.errors import (
+    MembershipLostError,
+    RankTakenError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RendezvousUnreachableError,
+)
+
+_LOG = logging.getLogger(__name__)
+_VOICE_EVERY_S = 30.0
+_SOON_S = 5.0
+"""How long a change may wait for the next one."""
+_PATIENCE_LEASES = 2.0
+"""How many leases a newcomer waits for the holder of its seat to turn out dead."""
+
+Change: TypeAlias = Callable[[Room], Room | RendezvousError]
+"""A transition of a room; may be called again when another one came first, and may travel to another process."""
+
+
+class Rooms(Protocol):
+    """A place that keeps rooms. Every method may be called from any thread, and blocks.
+
+    All of them raise `RendezvousUnreachableError` when the place does not answer.
+    """
+
+    lease_s: float
+    """Seconds after which a member that does not renew is given up; it takes at most half as long again."""
+
+    @property
+    def towards(self) -> str | None:
+        """Host in whose direction the other participants are found; None: all of them are on this machine."""
+        ...
+
+    def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
+        """Replace a room by what `change` makes of it, atomically; return that. Errors replace nothing.
+
+        Where it saves a round trip and the change is no news to those who wait, it may wait so long for the next.
+        """
+        ...
+
+    def wait(self, name: str, news: int, timeout_s: float) -> Room:
+        """Return the room as soon as its `news` is another number, or as it is when the time is over."""
+        ...
+
+    def renew(self, name: str, incarnation: str) -> None:
+        """Begin or renew a lease; begins before the seat is taken. A lapsed lease is not revived."""
+        ...
+
+    def release(self, incarnation: str) -> None:
+        """Forget the lease of one that has departed."""
+        ...
+
+    def close(self) -> None:
+        """Where it was opened: end it and leave nothing behind. Elsewhere: nothing."""
+        ...
+
+
+def _look(room: Room) -> Room:
+    return room
+
+
+class Rendezvous:
+    """How ranks that start at different times, on different machines, find each other.
+
+    The object may be pickled and handed to other processes, which connect when they first use it.
+    """
+
+    def __init__(self, rooms: Rooms) -> None:
+        self.rooms = rooms
+
+    def join(
+        self,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        payload: bytes = b"",
+        timeout_s: float,
+        generation: int | None = None,
+    ) -> Membership:
+        """Wait until all ranks are there, and return what each of them brought.
+
+        Args:
+            name: of the meeting; the same for all ranks that are to meet.
+            rank: from 0.
+            world_size: number of ranks.
+            payload: any bytes for the others: an address, an NCCL id.
+            timeout_s: how long to wait, in all.
+            generation: which attempt this is, counted from 1; a higher number than the last one fences off whoever is
+                left over from that. None takes part in the present attempt; when that one was complete and has lost
+                this rank, begins the next.
+
+        Raises:
+            RendezvousTimeoutError: some ranks did not come.
+            RankTakenError: another process is this rank; known for sure after two leases.
+            WorldSizeError: the others expect another number of ranks.
+            StaleGenerationError: a newer generation has begun.
+            MembershipLostError: this process was stopped for longer than its lease.
+            RendezvousUnreachableError: the place that keeps the rendezvous does not answer.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of rendezvous {name!r} is not within 0 and world_size={world_size}")
+        if generation is not None and generation < 1:
+            raise ValueError(f"generations of rendezvous {name!r} are counted from 1, got {generation}")
+        member = Member(rank, payload, platform.node(), os.getpid(), uuid.uuid4().hex, time.time())
+        deadline = time.monotonic() + timeout_s
+        with contextlib.ExitStack() as unless_joined:
+            renewal = _Renewal(self.rooms, name, member.incarnation)
+            unless_joined.callback(_depart, self.rooms, name, member.incarnation)
+            unless_joined.callback(renewal.close)
+            room = self._seat(member, Room(name), world_size, generation, deadline)
+            room = self._gather(member, room, timeout_s, deadline)
+            unless_joined.pop_all()
+        return Membership(name, room.generation, rank, room.seats, self.rooms, renewal)
+
+    def own_address(self) -> str:
+        """Return the address of this machine that the other participants reach; loopback if all are on it."""
+        return own_address(self.rooms.towards)
+
+    def close(self) -> None:
+        """End it where it was opened, leaving nothing behind; whoever still waits gets an error."""
+        self.rooms.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _seat(self, member: Member, room: Room, world_size: int, generation: int | None, deadline: float) -> Room:
+        """Take the seat; if somebody has it, first find out whether that one is alive."""
+        patience = min(deadline, time.monotonic() + _PATIENCE_LEASES * self.rooms.lease_s)
+        change = partial(Room.join, member=member, world_size=world_size, generation=generation)
+        while True:
+            soon_s = min(_SOON_S, deadline - time.monotonic())
+            outcome = self.rooms.transact(room.name, change, soon_s)
+            if isinstance(outcome, Room):
+                return outcome
+            left_s = patience - time.monotonic()
+            if not isinstance(outcome, RankTakenError) or left_s <= 0:
+                raise outcome
+            room = self.rooms.wait(room.name, room.news, left_s)
+
+    def _gather(self, member: Member, room: Room, timeout_s: float, deadline: float) -> Room:
+        """Wait until the generation in which the member has a seat is complete."""
+        while True:
+            if member not in room.seats:
+                raise room.lost(member.incarnation)
+            if room.complete:
+                return room
+            if room.assembled and member.incarnation not in room.confirmed:
+                soon_s = min(_SOON_S, deadline - time.monotonic())
+                room = self._settled(room.name, partial(Room.confirm, incarnation=member.incarnation), soon_s)
+                continue
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                room = self._give_up(member, room, timeout_s)
+                continue
+            news = room.news
+            room = self.rooms.wait(room.name, news, min(left_s, _VOICE_EVERY_S))
+            waited_s = timeout_s - (deadline - time.monotonic())
+            if room.news == news and waited_s < timeout_s:
+                _LOG.warning("%s", _waiting(member, room, f"has waited {waited_s:.0f} of {timeout_s:g} s"))
+
+    def _give_up(self, member: Member, room: Room, timeout_s: float) -> Room:
+        """Leave the seat and raise, unless the generation was completed at the last moment."""
+        after = self._settled(room.name, partial(Room.give_up, incarnation=member.incarnation, at=time.time()))
+        if after.complete or after.generation != room.generation:
+            return after
+        raise RendezvousTimeoutError(_waiting(member, room, f"gave up after timeout_s={timeout_s:g}"), room.missing)
+
+    def _settled(self, name: str, change: Change, wait_s: float = 0.0) -> Room:
+        outcome = self.rooms.transact(name, change, wait_s)
+        if isinstance(outcome, RendezvousError):
+            raise outcome
+        return outcome
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Membership:
+    """A seat in a complete generation; the others see it as alive until it is closed or its process dies."""
+
+    name: str
+    generation: int
+    rank: int
+    members: tuple[Member, ...]
+    """All of them, by rank; the same for everybody."""
+    _rooms: Rooms = dataclasses.field(repr=False)
+    _renewal: _Renewal = dataclasses.field(repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def check(self) -> None:
+        """Raise if the group is no longer whole; one round trip.
+
+        Raises:
+            MembershipLostError: a member left or died, or this one was given up by the others; `ranks` says who.
+            StaleGenerationError: a newer generation has begun; `ranks` says by whom.
+            RendezvousUnreachableError: the place that keeps the rendezvous does not answer.
+        """
+        room = self._rooms.transact(self.name, _look)
+        if isinstance(room, RendezvousError):
+            raise room
+        if room.generation != self.generation:
+            raise room.lost(self.members[self.rank].incarnation)
+        if gone := room.departed:
+            text = "; ".join(map(str, gone))
+            message = f"rendezvous {self.name!r} has lost {len(gone)} of {self.world_size} members: {text}"
+            raise MembershipLostError(message, tuple(sighting.rank for sighting in gone))
+
+    def close(self) -> None:
+        """Leave; the others' `check` says so. A second call does nothing."""
+        if self._renewal.close():
+            _depart(self._rooms, self.name, self.members[self.rank].incarnation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Renewal:
+    """Keeps a lease alive from a thread of its own, because its owner waits or computes; ends with its owner."""
+
+    def __init__(self, rooms: Rooms, name: str, incarnation: str) -> None:
+        self._closing = threading.Event()
+        weakref.finalize(self, self._closing.set)
+        rooms.renew(name, incarnation)
+        arguments = (self._closing, rooms, name, incarnation)
+        threading.Thread(target=_renew_until, args=arguments, name=f"lease of {name}", daemon=True).start()
+
+    def close(self) -> bool:
+        """Stop renewing; return whether it was this call that did it."""
+        was_open = not self._closing.is_set()
+        self._closing.set()
+        return was_open
+
+
+def _renew_until(closing: threading.Event, rooms: Rooms, name: str, incarnation: str) -> None:
+    heard = True
+    while not closing.wait(rooms.lease_s / LOOKS_PER_LEASE):
+        try:
+            rooms.renew(name, incarnation)
+            heard = True
+        except RendezvousUnreachableError as error:
+            if heard:
+                _LOG.warning("the lease of rendezvous %r cannot be renewed: %s", name, error)
+            heard = False
+
+
+def _depart(rooms: Rooms, name: str, incarnation: str) -> None:
+    with contextlib.suppress(RendezvousUnreachableError):  # nobody is left who could be told
+        rooms.transact(name, partial(Room.depart, incarnation=incarnation, how="left", at=time.time()))
+        rooms.release(incarnation)
+
+
+def _waiting(member: Member, room: Room, how_long: str) -> str:
+    """Say who waits, for how long, and for whom."""
+    there = room.world_size - len(room.missing)
+    missing = "; ".join(room.whereabouts(rank) for rank in room.missing)
+    return (
+        f"{member} {how_long} at rendezvous {room.name!r} (generation {room.generation}): "
+        f"{there} of {room.world_size} ranks are there. Missing: {missing}"
+    )

@@ -1,0 +1,223 @@
+"""Finds processes that hang while somebody waits for them.
+
+Ray notices a process that died, but never one that is stopped, spins or waits for ever. So while calls are waited
+for, every host is asked for its pulse, which a thread of its own answers at once. Two things end a process:
+
+- it gave no pulse for `silence_s`: it is stopped, swapped out, or its interpreter is held;
+- it executes a call that made no progress (began, ended, or ticked) until its deadline, or one whose result such a
+  call waits for.
+
+Before that, the stacks of all hosts are saved, because the one that hangs is often waiting for another. Time during
+which the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody.
+
+Consumes: calls that are waited for. Waits for: nothing longer than a beat. Unblocked by: `add`, `stop`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from rallypoint.cluster.call import Call, Host
+from rallypoint.cluster.host import Invocation, Pulse
+from rallypoint.errors import RallyError, WorkerHungError
+
+_BEAT_S = 1.0
+
+SaveStacks = Callable[[Sequence[Host], Path], str]
+"""Saves the stacks of all hosts into a file and returns what of it is worth a line."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Patient:
+    """What is known of a host. Times are those of the question, so that an answer says no more than it can."""
+
+    asked: Future[Pulse]
+    asked_at: float
+    pulse: Pulse | None = None
+    seen_at: float = 0.0
+    """When it was asked for the last pulse that it gave."""
+    moved_at: float = 0.0
+    """When it was asked for the first pulse with that progress."""
+
+    @property
+    def stood_still_s(self) -> float:
+        """For how long it is known to have made no progress."""
+        return self.seen_at - self.moved_at
+
+    def hear(self) -> None:
+        """Take note of an answer."""
+        # A host that died is not silent: its calls fail by themselves.
+        pulse = None if self.asked.exception() else self.asked.result()
+        self.seen_at = self.asked_at
+        if pulse is None or self.pulse is None or pulse.progress != self.pulse.progress:
+            self.moved_at = self.asked_at
+        self.pulse = pulse
+
+
+class Vigil:
+    """The calls that are waited for, what is known of the hosts, and the verdict; `look` is to be called in beats."""
+
+    def __init__(
+        self,
+        *,
+        hosts: Callable[[], Sequence[Host]],
+        silence_s: float,
+        save_stacks: SaveStacks,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with nothing to look after.
+
+        Args:
+            hosts: returns all hosts that are alive.
+            silence_s: how long a host may give no pulse.
+            save_stacks: see `SaveStacks`.
+            folder: where stacks are saved.
+            clock: seconds that never go back.
+        """
+        self.beat_s = min(_BEAT_S, silence_s / 3)
+        self._hosts, self._silence_s, self._save_stacks = hosts, silence_s, save_stacks
+        self._folder, self._clock = folder, clock
+        self._calls: dict[Call[Any], float] = {}
+        self._patients: dict[Host, _Patient] = {}
+        self._lock = threading.Lock()
+        self._awake_s, self._looked_at = 0.0, clock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything."""
+        return not self._calls
+
+    def add(self, call: Call[Any]) -> None:
+        """Begin to look after a call."""
+        with self._lock:
+            self._calls[call] = self._now()
+
+    def remove(self, call: Call[Any]) -> None:
+        """It is over."""
+        with self._lock:
+            self._calls.pop(call, None)
+
+    def look(self) -> None:
+        """Ask every host once, and end those that hang."""
+        with self._lock:
+            now = self._awake_s = self._now()
+            self._looked_at = self._clock()
+            calls = dict(self._calls)
+        if not calls:
+            self._patients.clear()  # nobody is asked meanwhile, so what is known grows old
+            return
+        known, self._patients = self._patients, {}
+        for host in self._hosts():
+            patient = self._patients[host] = known.get(host) or _Patient(host.pulse(), now)
+            if host in known and patient.asked.done():
+                patient.hear()
+                patient.asked, patient.asked_at = host.pulse(), now
+        hung = [host for host, patient in self._patients.items() if now - patient.asked_at > self._silence_s]
+        if hung:
+            self._end(hung, calls, f"gave no sign of life for {self._silence_s:g} s")
+            return
+        for call, began in calls.items():
+            if call.deadline_s is not None and (hung := self._without_progress(call, began, call.deadline_s)):
+                self._end(hung, calls, f"made no progress for {call.deadline_s:g} s, the deadline of {call}")
+                return
+
+    def _now(self) -> float:
+        """Return the seconds during which this was called in beats: where some are missing, the driver stood still."""
+        return self._awake_s + min(self._clock() - self._looked_at, 3 * self.beat_s)
+
+    def _without_progress(self, call: Call[Any], began: float, deadline_s: float) -> list[Host]:
+        """Return the hosts that keep a call waiting, if neither they nor those it depends on got on for so long."""
+        owing = list(dict.fromkeys(one.host for one in call.pending if not one.future().done()))
+        concerned = {host: self._patients[host] for host in (*owing, *call.sources) if host in self._patients}
+        if any(min(one.stood_still_s, one.seen_at - began) < deadline_s for one in concerned.values()):
+            return []
+        busy = [host for host, one in concerned.items() if one.pulse is not None and one.pulse.call is not None]
+        return [host for host in busy if host in owing] or busy or owing
+
+    def _end(self, hung: Sequence[Host], calls: Iterable[Call[Any]], why: str) -> None:
+        """Save what everybody does, and end some; calls that wait for those begin their time anew, to hear of it."""
+        file = self._folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            note = self._save_stacks(list(self._patients), file)
+        except (OSError, RallyError) as error:  # the stacks are a help, not a condition
+            note = f"their stacks could not be saved: {error}"
+        with self._lock:
+            self._calls = dict.fromkeys(self._calls, self._awake_s)
+        for host in hung:
+            others = [f"pid {other.info.pid} on {other.info.node}" for other in hung if other is not host]
+            also = f"so did {', '.join(others)}; " if others else ""
+            it = self._executed(host, calls)
+            host.kill(
+                WorkerHungError(
+                    it.role,
+                    it.rank,
+                    it.method,
+                    f"{why}; {also}{note}",
+                    step=it.step,
+                    node=host.info.node,
+                    pid=host.info.pid,
+                )
+            )
+
+    def _executed(self, host: Host, calls: Iterable[Call[Any]]) -> Invocation:
+        """Return what a host was doing when it stopped, as far as is known."""
+        owed = [
+            one.invocation for call in calls for one in call.pending if one.host is host and not one.future().done()
+        ]
+        pulse = self._patients[host].pulse
+        last = None if pulse is None else pulse.call
+        if last is not None and (not owed or last.number in {one.number for one in owed}):
+            return last
+        if owed:
+            return min(owed, key=lambda one: one.number)
+        role, rank = next(iter(host.roles.items()), ("a process without a role,", 0))
+        return Invocation(0, role, rank, "waiting for calls", answers=False)
+
+
+class Watchdog:
+    """The thread that keeps a vigil."""
+
+    def __init__(self, vigil: Vigil) -> None:
+        """Start to watch."""
+        self._vigil = vigil
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def add(self, call: Call[Any]) -> None:
+        """Begin to look after a call."""
+        with self._changed:
+            was_idle = self._vigil.is_idle
+            self._vigil.add(call)
+            if was_idle:
+                self._changed.notify()
+
+    def remove(self, call: Call[Any]) -> None:
+        """It is over."""
+        self._vigil.remove(call)
+
+    def stop(self) -> None:
+        """Look after nothing any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or not self._vigil.is_idle)
+                # Calls that are over within a beat cost nothing.
+                self._changed.wait_for(lambda: self._stopped, timeout=self._vigil.beat_s)
+                if self._stopped:
+                    return
+            self._vigil.look()

@@ -1,0 +1,194 @@
+"""From a rendezvous to a torch process group.
+
+Owns the way from "who is there" to "we can reduce": who listens where, and what ranks tell each other about it. There
+is no global default group: a process may have several, and ranks may be threads of one process. Must not know what is
+reduced.
+
+No port is picked first and raced for later, and nobody connects to a port that nobody listens on yet. On CPUs gloo
+listens on a port that the system gives it, and its address is the rank's payload: the rendezvous is all that gloo
+needs. NCCL wants a store for as long as it lives: rank 0 opens one before it joins, and its address is the payload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from rallypoint.cluster.rendezvous import Membership, Rendezvous, is_loopback, listening_socket
+from rallypoint.errors import RendezvousError
+
+Device = Literal["cpu", "cuda"]
+Join: TypeAlias = Callable[[bytes], Membership]
+"""Join with a payload."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Ranks that can communicate: a torch process group and the membership that stands behind it.
+
+    Closing it, which the end of a `with` block does, leaves the membership; the others notice at their next `check`.
+    """
+
+    membership: Membership
+    torch_group: dist.ProcessGroup
+    """For `torch.distributed.all_reduce(tensor, group=...)` and the like."""
+    device: Device
+    """Where tensors have to be that are communicated."""
+    _store: Store
+    """Kept as long as the group, which refers to it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self.membership.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.membership.world_size
+
+    def check(self) -> None:
+        """See `Membership.check`."""
+        self.membership.check()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.membership.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def meet(
+    rendezvous: Rendezvous,
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    device: Device = "cpu",
+    address: str | None = None,
+    generation: int | None = None,
+) -> Group:
+    """Meet the other ranks and connect to them: gloo on CPUs, NCCL on GPUs.
+
+    Args:
+        rendezvous: where to meet; everything that its `join` raises is raised here.
+        name: of the meeting.
+        rank: from 0.
+        world_size: number of ranks.
+        timeout_s: how long to wait for the others, and later for each collective operation.
+        device: where tensors will be.
+        address: IP address of this machine that the other ranks reach, and the only one that is listened on; by
+            default the one in the direction of the rendezvous, which is loopback when there is only this machine.
+        generation: see `Rendezvous.join`.
+
+    Raises:
+        RendezvousError: ranks on different machines, one of which offers an address that only itself can reach.
+        RuntimeError: a rank that had joined is gone before it was connected.
+    """
+    join: Callable[..., Membership] = partial(
+        rendezvous.join, name, rank=rank, world_size=world_size, timeout_s=timeout_s, generation=generation
+    )
+    connect = _connect_gloo if device == "cpu" else _connect_nccl
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return connect(
+        lambda payload: join(payload=payload), rank, world_size, address or rendezvous.own_address(), timeout
+    )
+
+
+class _Payloads(Store):
+    """The store that gloo believes to have: what a rank writes is its payload, and what it reads is a peer's.
+
+    gloo writes one value, under a key that ends in its rank, and then reads those of the others.
+    """
+
+    def __init__(self, join: Join, address: str) -> None:
+        super().__init__()
+        self._join, self._address = join, address
+        self.membership: Membership | None = None
+
+    def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.membership is not None:
+            raise RuntimeError(f"gloo writes a second value, {key!r}: this version of torch is not known here")
+        self.membership = self._join(self._address.encode() + b" " + bytes(value))
+        _check_reachable(self.membership)
+
+    def get(self, key: str) -> bytes:
+        assert self.membership is not None, "gloo reads only after it has written"
+        return self.membership.members[int(key.rpartition("/")[2])].payload.partition(b" ")[2]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Return at once: when one's own value was written, all were there."""
+
+
+def _connect_gloo(join: Join, rank: int, size: int, address: str, timeout: datetime.timedelta) -> Group:
+    # Private names, because the public door opens one group for the whole process, and listens on every interface.
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    store = _Payloads(join, address)
+    with _leaving_unless_connected(lambda: store.membership):
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+    assert store.membership is not None, "gloo has written its address"
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return Group(store.membership, group, "cpu", store)
+
+
+def _connect_nccl(join: Join, rank: int, size: int, address: str, timeout: datetime.timedelta) -> Group:
+    store, port = None, 0
+    if rank == 0:
+        listening = listening_socket(address)
+        port, fd = listening.getsockname()[1], listening.detach()
+        store = TCPStore(address, port, None, True, timeout, False, master_listen_fd=fd)
+    membership = join(f"{address} {port}".encode())
+    with _leaving_unless_connected(lambda: membership):
+        _check_reachable(membership)
+        if store is None:
+            host, _, port = membership.members[0].payload.decode().partition(" ")
+            store = TCPStore(host, int(port), None, False, timeout, False)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    return Group(membership, group, "cuda", store)
+
+
+@contextlib.contextmanager
+def _leaving_unless_connected(membership: Callable[[], Membership | None]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError:
+        if joined := membership():
+            with joined:
+                joined.check()  # raises with the name of a rank that is known to be gone
+        raise
+
+
+def _check_reachable(membership: Membership) -> None:
+    """Refuse loopback addresses between machines: each rank would connect to itself, or to nobody."""
+    addresses = [member.payload.partition(b" ")[0].decode() for member in membership.members]
+    nodes = {member.node for member in membership.members}
+    lonely = [member for member, address in zip(membership.members, addresses, strict=True) if is_loopback(address)]
+    if len(nodes) > 1 and lonely:
+        raise RendezvousError(
+            f"the ranks of {membership.name!r} are on {len(nodes)} machines, but {lonely[0]} offers "
+            f"{addresses[lonely[0].rank]}, which only its own machine reaches: give the rendezvous an address "
+            "that all machines reach",
+            tuple(member.rank for member in lonely),
+        )

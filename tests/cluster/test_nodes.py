@@ -1,0 +1,265 @@
+"""Pools on several nodes, simulated on this machine."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rallypoint.cluster import Layout, ResourcePool, ResourcePoolManager, WorkerContext, WorkerGroup, collect, merge
+from rallypoint.cluster.on_ray import RayRuntime, ray
+from rallypoint.cluster.ray_cluster import RayCluster, _ray_environment
+from rallypoint.errors import PlacementError, WorkerHungError
+
+# isort: split
+from ray.cluster_utils import Cluster
+
+STORE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+
+
+class Joined(RayCluster):
+    """The simulated cluster, as one that somebody else started."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(address=str(cluster.address), namespace="nodes", own=None)
+
+
+class Worker:
+    """Says where it is."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @collect
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    @collect
+    def pid(self) -> int:
+        return os.getpid()
+
+    @collect
+    def freeze(self) -> None:
+        if self.context.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self.wait_for_peers()
+
+    def wait_for_peers(self) -> None:
+        time.sleep(60)
+
+
+class Nodes:
+    """A node of two CPUs and one of one, and a runtime on both that waits briefly and speaks often."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **STORE})
+        self.small = self.cluster.add_node(num_cpus=1, labels={"zone": "b"}, **STORE)
+        with _ray_environment({}):  # a cluster before this one may have had a token, which Ray remembers
+            ray.init(address=self.cluster.address, namespace="nodes", log_to_driver=False)
+        self.said: list[str] = []
+        self.runtime = RayRuntime(
+            Joined(self.cluster),
+            log_folder=folder,
+            placement_timeout_s=20,
+            silence_s=3,
+            preload=(),
+            say=self.said.append,
+            voice_every_s=0.5,
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Node id -> "large" with two CPUs, "small" with one, or "late"."""
+        kinds = {2.0: "large", 1.0: "small"}
+        return {node["NodeID"]: kinds.get(node["Resources"].get("CPU"), "late") for node in ray.nodes()}
+
+    def open_groups(self) -> list[str]:
+        """Placement groups that are there or wanted."""
+        table = ray.util.placement_group_table()
+        return [group["state"] for group in table.values() if group["state"] != "REMOVED"]
+
+    async def group(self, role, pool):
+        return await WorkerGroup.create(Layout(role, await self.runtime.hosts(pool)), Worker)
+
+    async def places(self, group):
+        return [self.names[node] for node in await group.call(Worker.node)]
+
+    def close(self) -> None:
+        self.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory, run):
+    nodes = Nodes(tmp_path_factory.mktemp("logs"))
+    yield nodes
+    run(nodes.runtime.shutdown())
+    nodes.close()
+
+
+@contextlib.asynccontextmanager
+async def on(nodes, role, pool):
+    group = await nodes.group(role, pool)
+    yield group
+    await group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"), [([2, 1], ["large", "large", "small"]), ([1, 2], ["small", "large", "large"])]
+)
+def test_uneven_nodes_get_what_fits_them_in_the_order_of_the_spec(nodes, run, counts, expected):
+    """Each fills the cluster, so the second finds the place that the first one gave back."""
+    pool = ResourcePool(counts, name="main")
+
+    async def scenario():
+        first, second = await asyncio.gather(nodes.runtime.hosts(pool), nodes.runtime.hosts(pool))
+        assert list(first) == list(second), "two who ask at the same time get the same processes"
+        async with on(nodes, "actor", pool) as group:
+            return await nodes.places(group)
+
+    assert run(scenario()) == expected
+    assert nodes.open_groups() == []
+
+
+def test_a_label_chooses_the_node(nodes, run):
+    async def scenario():
+        async with on(nodes, "reward", ResourcePool([2], num_cpus=0.1, labels={"zone": "b"})) as group:
+            return await nodes.places(group)
+
+    assert run(scenario()) == ["small", "small"]
+
+
+def test_processes_share_devices_and_their_ranks_follow_the_device_numbers(nodes, run):
+    async def scenario():
+        async with on(nodes, "rollout", ResourcePool([4], num_cpus=0.1, num_gpus=0.5)) as group:
+            return [host.info.devices for host in group.hosts]
+
+    assert run(scenario()) == [("0",), ("0",), ("1",), ("1",)]
+
+
+def test_a_merged_pool_keeps_the_processes_of_a_node_together(nodes, run):
+    both = ResourcePool([1, 1], name="both", num_cpus=0.4)
+    large = ResourcePool([1], name="large", num_cpus=0.4, num_gpus=0.1)
+    manager = ResourcePoolManager({"both": both, "all": merge(both, large)}, {"actor": "both", "critic": "all"})
+
+    async def scenario():
+        await manager.open(nodes.runtime)
+        actor = await nodes.group("actor", manager.pool("actor"))
+        critic = await nodes.group("critic", manager.pool("critic"))
+        places = await nodes.places(actor), await nodes.places(critic)
+        shared = set(actor.hosts) & set(critic.hosts)
+        await actor.shutdown()
+        still = await nodes.places(critic)
+        await critic.shutdown()
+        return places, shared == set(actor.hosts), still
+
+    (two, three), is_shared, still = run(scenario())
+    assert sorted(two) == ["large", "small"]
+    assert three == still
+    assert sorted(three) == ["large", "large", "small"]
+    assert three != ["large", "small", "large"]
+    assert is_shared
+    assert nodes.open_groups() == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "row"),
+    [
+        (ResourcePool([3], name="odd"), r"1 \(127.0.0.1\) +3 CPU +2 CPU +too little"),
+        (ResourcePool([1, 2], name="odd", num_cpus=1.5), r"1 \(127.0.0.1\) +3 CPU +2 CPU +too little"),
+        (ResourcePool([1], name="odd", memory_gib=5000), r"1 CPU, 5000 GiB memory +\d CPU, .* GiB memory +too little"),
+        (ResourcePool([3], name="odd", num_cpus=0, num_gpus=1), r"3 GPU +2 GPU +too little"),
+    ],
+)
+def test_what_can_never_fit_is_said_at_once_with_a_table_and_nothing_is_asked_for(nodes, run, pool, row):
+    with pytest.raises(PlacementError, match=rf"pool 'odd' cannot fit on this cluster:\n(.*\n)*.*{row}"):
+        run(nodes.runtime.hosts(pool))
+    assert nodes.open_groups() == []
+
+
+def test_what_does_not_fit_now_is_waited_for_with_a_voice_then_given_up_and_leaves_nothing(nodes, run, tmp_path):
+    hurried = RayRuntime(
+        Joined(nodes.cluster),
+        log_folder=tmp_path,
+        placement_timeout_s=1.3,
+        silence_s=60,
+        preload=(),
+        say=nodes.said.append,
+        voice_every_s=0.5,
+    )
+
+    async def scenario():
+        async with on(nodes, "first", ResourcePool([2, 1], name="first")):
+            nodes.said.clear()
+            with pytest.raises(PlacementError) as caught:
+                await hurried.hosts(ResourcePool([1, 1], name="second"))
+            said = str(caught.value)
+        async with on(nodes, "third", ResourcePool([1, 1], name="third")) as third:
+            return said, await nodes.places(third)
+
+    said, places = run(scenario())
+    hurried.watch.stop()
+    assert len(nodes.said) >= 2
+    for line in nodes.said[:2]:
+        assert re.match(r"pool 'second' has waited [01] s for 1 x \(1 CPU\) \+ 1 x \(1 CPU\); free now:\n", line)
+    assert "1 (127.0.0.1)  1 CPU   0 CPU      too little" in nodes.said[0], "the table shows what is free"
+    assert said.startswith("pool 'second' has waited ")
+    assert said.endswith("gave up after cluster.placement_timeout_s=1.3")
+    assert sorted(places) == ["large", "small"], "the pool that gave up does not stand in the way of another"
+    assert nodes.open_groups() == []
+
+
+def test_a_node_that_joins_late_is_used(nodes, run):
+    async def scenario():
+        nodes.said.clear()
+        waiting = asyncio.create_task(nodes.group("late", ResourcePool([1], num_cpus=0, resources={"late": 1})))
+        while not nodes.said:
+            await asyncio.sleep(0.05)
+        nodes.cluster.add_node(num_cpus=0, resources={"late": 1}, **STORE)  # Ray wants the main thread
+        group = await waiting
+        places = await nodes.places(group)
+        await group.shutdown()
+        return places
+
+    assert run(scenario()) == ["late"]
+    assert " s for 1 x (1 late); free now:" in nodes.said[0]
+
+
+def test_a_process_that_is_stopped_on_another_node_is_found_and_ended_there(nodes, run):
+    async def scenario():
+        group = await nodes.group("actor", ResourcePool([1, 1], num_cpus=0.1))
+        pids = await group.call(Worker.pid)
+        with pytest.raises(WorkerHungError) as caught:
+            await group.call(Worker.freeze)
+        await group.shutdown()
+        return pids, caught.value
+
+    pids, error = run(scenario())
+    assert (error.rank, error.pid) == (1, pids[1])
+    text = Path(error.detail.rpartition(" are in ")[2]).read_text()
+    assert all(f"=== pid {pid} on " in text for pid in pids)
+    assert "wait_for_peers" in text
+    until = time.monotonic() + 30
+    while Path(f"/proc/{pids[1]}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pids[1]}").exists()
+
+
+def test_the_cluster_is_left_as_it_was_found(nodes, run):
+    """The last one: everything of the tests before has been given back."""
+
+    async def scenario():
+        async with on(nodes, "actor", ResourcePool([1, 1], num_cpus=0.1)):
+            pass
+
+    run(scenario())
+    assert nodes.open_groups() == []
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+    total, until = ray.cluster_resources(), time.monotonic() + 30
+    while ray.available_resources().get("CPU") != total["CPU"] and time.monotonic() < until:
+        time.sleep(0.05)
+    free = ray.available_resources()
+    assert {name: free.get(name) for name in ("CPU", "GPU")} == {name: total[name] for name in ("CPU", "GPU")}

@@ -1,0 +1,59 @@
+"""`rally train` on a Ray cluster that somebody else started: two nodes, a token, and no rallypoint on them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("two_nodes", Path(__file__).parents[1] / "cluster" / "two_nodes.py")
+assert spec is not None
+assert spec.loader is not None
+fixture = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = fixture
+spec.loader.exec_module(fixture)
+two_nodes = fixture.two_nodes
+
+# Two data-parallel ranks, one on each node, and a rollout worker in a process of its own.
+SPLIT = ("cluster.pools={main: [1, 1], sample: [1]}", "rollout.placement.pool=sample")
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(a == b for a, b in zip(solution_str, ground_truth)))
+"""
+
+
+def train(overrides: list[str], environment: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.run(
+        [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides],
+        env={**kept, "OMP_NUM_THREADS": "1", "HOME": str(cwd), **environment},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("rendezvous", ["auto", "tcp"])
+def test_a_run_over_two_nodes_gives_the_weights_of_one_in_this_process(
+    two_nodes, runs, weights_of, tmp_path, rendezvous
+):
+    (tmp_path / "rewards.py").write_text(REWARD)
+    own = (f"reward.function={tmp_path}/rewards.py:compute_score", *SPLIT)
+    here = runs.run("here", "cluster.runtime=inline", *own)
+    joined = [f"cluster.address={two_nodes.address}", f"cluster.rendezvous={rendezvous}"]
+    done = train(runs.overrides("there", *own, *joined), two_nodes.environment, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    there = type(here)(tmp_path / "there")
+    assert weights_of(there) == weights_of(here)
+
+
+def test_a_run_without_the_token_says_so_and_where_it_looked(two_nodes, runs, tmp_path):
+    done = train(runs.overrides("refused", f"cluster.address={two_nodes.address}", *SPLIT), {}, tmp_path)
+    assert done.returncode != 0
+    assert "wants another token than none: set RAY_AUTH_TOKEN" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -1,0 +1,92 @@
+"""Hosts and answers that a test plays by hand."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from rallypoint.cluster.call import Call
+from rallypoint.cluster.host import HostInfo, Invocation, Pulse
+
+
+class FakePending:
+    """What one rank will answer, once the test says so."""
+
+    def __init__(self, host, rank, number):
+        self.host, self.handle = host, Future()
+        self.invocation = Invocation(number, host.role, rank, "work", True, step=3)
+        self.num_cancels = 0
+
+    def future(self):
+        return self.handle
+
+    def error(self, raised):
+        return raised
+
+    def cancel(self):
+        self.num_cancels += 1
+
+
+class FakeHost:
+    """A process that answers its pulse with what the test has set, or not at all when it is `stopped`."""
+
+    def __init__(self, watch, pid, role="actor"):
+        self.info, self.watch = HostInfo("node-a", "A", pid), watch
+        self.role, self.roles = role, {role: pid % 10}
+        self.progress, self.executing, self.stopped = 0, None, False
+        self.killed, self.num_asked, self.owes = None, 0, []
+
+    def pulse(self):
+        self.num_asked += 1
+        answer = Future()
+        if not self.stopped:
+            answer.set_result(Pulse(self.progress, self.executing))
+        return answer
+
+    def get(self, pending, timeout_s):
+        return None
+
+    def kill(self, why):
+        self.killed = why
+        for one in self.owes:
+            if not one.handle.done():
+                one.handle.set_exception(why)
+
+    def __repr__(self):
+        return f"host {self.info.pid}"
+
+
+class Notes:
+    """A watch that only notes what it is to look after."""
+
+    def __init__(self):
+        self.calls = []
+
+    def add(self, call):
+        self.calls.append(call)
+
+    def remove(self, call):
+        if call in self.calls:
+            self.calls.remove(call)
+
+
+class Stage:
+    """Makes hosts and calls."""
+
+    def __init__(self):
+        self.watch, self.number = Notes(), 0
+
+    def hosts(self, *pids, role="actor"):
+        return [FakeHost(self.watch, pid, role) for pid in pids]
+
+    def call(self, hosts, *, join=list, deadline_s=None, sources=()):
+        """One call on these hosts, all of which answer."""
+        self.number += 1
+        pending = [FakePending(host, rank, self.number) for rank, host in enumerate(hosts)]
+        for host, one in zip(hosts, pending, strict=True):
+            host.owes.append(one)
+        return Call(pending, range(len(pending)), join, deadline_s, sources)
+
+
+@pytest.fixture
+def stage():
+    return Stage()

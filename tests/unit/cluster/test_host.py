@@ -1,0 +1,280 @@
+"""One process of a pool: what it answers, what becomes of exceptions, and what an interruption stops."""
+
+import contextlib
+import os
+import pickle
+import re
+import sys
+import threading
+import time
+
+import pytest
+
+from rallypoint.cluster import Mesh
+from rallypoint.cluster.host import Invocation, Pulse, WorkerHost
+from rallypoint.errors import CallCancelledError, PeerFailedError, RewardError, WorkerError
+
+MESH = Mesh({"dp": 2})
+
+
+class OddError(Exception):
+    """Cannot be built from its `args`, pickled, or printed."""
+
+    def __init__(self, *, reason):
+        super().__init__()
+        self.lock, self.reason = threading.Lock(), reason
+
+    def __str__(self):
+        raise RuntimeError("no text for you")
+
+
+class Worker:
+    """Does what it is told."""
+
+    def __init__(self, context, fail=False):
+        if fail:
+            raise ValueError("not made")
+        self.context, self.started, self.closed = context, threading.Event(), 0
+        context.shared[f"{context.role}/name"] = context.role
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.closed += 1
+
+    def do(self, work, *args):
+        return work(*args)
+
+    def ticks(self, times):
+        for _ in range(times):
+            self.context.tick()
+
+    def spin(self):
+        self.started.set()
+        while True:
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def host():
+    return WorkerHost(num_cpus=1, device="cpu")
+
+
+class Driver:
+    """Calls with rising numbers, as a group does."""
+
+    def __init__(self, host, role="actor"):
+        self.host, self.role, self.number = host, role, 0
+        host.create(self.invocation("__init__"), Worker, MESH, (), {})
+
+    def invocation(self, method, answers=True):
+        self.number += 1
+        return Invocation(self.number, self.role, 1, method, answers, step=7)
+
+    def do(self, work, *args):
+        return self.host.call(self.invocation("do"), (work, *args), {})
+
+
+def failure(driver, work, *args):
+    with pytest.raises(WorkerError) as caught:
+        driver.do(work, *args)
+    return pickle.loads(pickle.dumps(caught.value))
+
+
+def test_a_result_that_nobody_wants_stays_where_it_is(host):
+    driver = Driver(host)
+    assert host.call(driver.invocation("do"), (lambda: 3,), {}) == 3
+    assert host.call(driver.invocation("do", answers=False), (lambda: 3,), {}) is None
+
+
+def test_an_invocation_travels_as_bytes():
+    it = Invocation(5, "actor", 1, "train", True, None)
+    assert Invocation.unpacked(it.packed()) == it
+
+
+def test_an_error_names_everything_and_shows_the_frames_of_the_worker_only(host):
+    def raises():
+        raise KeyError("missing")
+
+    error = failure(Driver(host), raises)
+    assert (error.role, error.rank, error.call, error.step, error.pid) == ("actor", 1, "do", 7, os.getpid())
+    assert error.cause == "KeyError: 'missing'"
+    assert re.match(
+        rf"actor rank 1 \(pid {os.getpid()}, node .+\) failed in do at step 7: KeyError: 'missing'\n\nTraceback",
+        str(error),
+    )
+    assert "in raises" in error.remote_traceback
+    assert "cluster/host.py" not in error.remote_traceback
+
+
+def test_errors_of_ours_speak_for_themselves_and_a_consequence_is_marked(host):
+    driver = Driver(host)
+
+    def raises(error):
+        raise error
+
+    assert failure(driver, raises, RewardError("the file is gone")).cause == "the file is gone"
+    assert not failure(driver, raises, RewardError("")).is_consequence
+    assert failure(driver, raises, PeerFailedError("rank 0")).is_consequence
+
+
+def test_an_exception_that_cannot_be_pickled_built_or_printed_still_arrives(host):
+    def raises():
+        raise OddError(reason="odd")
+
+    error = failure(Driver(host), raises)
+    assert "OddError" in error.cause
+    assert "in raises" in error.remote_traceback
+
+
+def test_notes_and_causes_arrive_too(host):
+    def raises():
+        try:
+            int("first")
+        except ValueError as first:
+            second = TypeError("second")
+            second.add_note("row 3")
+            raise second from first
+
+    error = failure(Driver(host), raises)
+    assert error.cause == "TypeError: second\nrow 3"
+    assert "ValueError: invalid literal" in error.remote_traceback
+
+
+def test_a_recursion_without_end_is_an_error_of_readable_size(host):
+    def one(depth):
+        return other(depth + 1)
+
+    def other(depth):
+        return one(depth + 1)
+
+    error = failure(Driver(host), one, 0)
+    assert error.cause.startswith("RecursionError: maximum recursion depth exceeded")
+    assert len(error.remote_traceback) < 25_000
+
+
+def test_of_an_endless_message_the_middle_is_left_out(host):
+    def raises():
+        raise ValueError("begin " + "x" * 10_000_000 + " end")
+
+    error = failure(Driver(host), raises)
+    assert error.cause.startswith("ValueError: begin xxx")
+    assert error.cause.endswith("xxx end")
+    assert re.search(r"\n\.\.\. \d+ characters left out \.\.\.\n", error.cause)
+    assert len(str(error)) < 50_000
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, BaseException])
+def test_other_things_that_are_raised_are_errors_as_well(host, kind):
+    def raises():
+        raise kind("now")
+
+    assert failure(Driver(host), raises).cause == f"{kind.__name__}: now"
+
+
+def test_asking_for_the_end_of_the_process_is_left_to_who_runs_it(host):
+    driver = Driver(host)
+    with pytest.raises(SystemExit):
+        driver.do(sys.exit, 3)
+    assert host.pulse().call is None
+
+
+def test_a_constructor_that_fails_leaves_no_worker(host):
+    driver = Driver(host)
+    with pytest.raises(WorkerError, match=r"critic rank 0 .* failed in __init__: ValueError: not made"):
+        host.create(Invocation(100, "critic", 0, "__init__", False), Worker, MESH, (), {"fail": True})
+    with pytest.raises(WorkerError, match="there is no critic here any more"):
+        host.call(Invocation(101, "critic", 0, "do", True), (print,), {})
+    assert driver.do(lambda: 1) == 1
+
+
+def test_roles_named_alike_in_part_keep_apart(host):
+    actor, rollout = Driver(host, "actor"), Driver(host, "actor_rollout")
+    workers = {}
+    for driver in (actor, rollout):
+        driver.number += 1000 * (driver is rollout)
+        workers[driver.role] = host._workers[driver.role]
+    shared = workers["actor"].context.shared
+    assert shared == {"actor/name": "actor", "actor_rollout/name": "actor_rollout"}
+    host.retire(actor.invocation("__exit__"))
+    assert shared == {"actor_rollout/name": "actor_rollout"}
+    assert (workers["actor"].closed, workers["actor_rollout"].closed) == (1, 0)
+    assert rollout.do(lambda: "there") == "there"
+    assert "no actor here any more: its group was shut down" in failure(actor, print).cause
+    host.retire(actor.invocation("__exit__"))
+    assert workers["actor"].closed == 1, "once"
+
+
+def test_pulse_tells_what_is_executed_and_whether_it_gets_on(host):
+    driver = Driver(host)
+    seen = []
+    before = host.pulse().progress
+    driver.do(lambda: seen.append(host.pulse()))
+    driver.host.call(driver.invocation("ticks"), (5,), {})
+    assert seen == [Pulse(before + 1, Invocation(2, "actor", 1, "do", True, 7))]
+    assert host.pulse() == Pulse(before + 2 + 7, None)
+
+
+def interrupted(host, driver):
+    """Interrupt a call that spins; return what it raised."""
+    worker, raised = host._workers[driver.role], []
+    it = driver.invocation("spin")
+
+    def run():
+        try:
+            host.call(it, (), {})
+        except CallCancelledError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    worker.started.wait(10)
+    host.interrupt(it.number)
+    thread.join(10)
+    return raised
+
+
+def test_a_loop_in_python_stops_soon_after_it_was_interrupted(host):
+    driver = Driver(host)
+    (error,) = interrupted(host, driver)
+    assert str(error) == "actor.spin"
+    assert host.pulse().call is None
+    assert driver.do(lambda: "next") == "next"
+
+
+def test_a_call_that_was_cancelled_before_it_began_never_does(host):
+    driver = Driver(host)
+    done = []
+    it = driver.invocation("do")
+    host.interrupt(it.number)
+    with pytest.raises(CallCancelledError):
+        host.call(it, (done.append, 1), {})
+    assert done == []
+    driver.do(done.append, 2)
+    assert done == [2]
+
+
+def test_an_interruption_never_hits_the_next_call(host):
+    """Interrupt many calls just when they end: each is either whole or cancelled, and what follows is untouched."""
+    driver = Driver(host)
+    numbers, stop = [], threading.Event()
+
+    def interrupt():
+        while not stop.is_set():
+            if numbers:
+                host.interrupt(numbers[-1])
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        for _ in range(300):
+            it = driver.invocation("do")
+            numbers.append(it.number)
+            with contextlib.suppress(CallCancelledError):
+                assert host.call(it, (lambda: 1,), {}) == 1
+            numbers.append(0)
+            assert driver.do(lambda: sum(range(100))) == 4950
+    finally:
+        stop.set()
+        thread.join(10)
