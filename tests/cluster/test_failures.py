@@ -233,6 +233,8 @@ def test_an_argument_that_cannot_be_sent_is_refused_and_no_rank_begins(group, ru
         TypeError, match=r"actor.note: an argument for rank 0 .* a reference must be an argument of its"
     ):
         group.call(Worker.note, [occupied.reference])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"actor.sleep is a call and not its result: wait for it, or pass its `ref"):
+        group.call(Worker.note, occupied)  # pyright: ignore[reportArgumentType]
     run(occupied)
     assert not any("took" in log for log in run(group.call(Worker.note)))
 

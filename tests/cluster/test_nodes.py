@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.cluster import Layout, ResourcePool, ResourcePoolManager, WorkerContext, WorkerGroup, collect, merge
 from rallypoint.cluster.on_ray import RayRuntime, ray
-from rallypoint.cluster.ray_cluster import RayCluster, _ray_environment
+from rallypoint.cluster.ray_cluster import RayCluster
 from rallypoint.errors import PlacementError, WorkerHungError
 
 # isort: split
@@ -58,8 +58,7 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **STORE})
         self.small = self.cluster.add_node(num_cpus=1, labels={"zone": "b"}, **STORE)
-        with _ray_environment({}):  # a cluster before this one may have had a token, which Ray remembers
-            ray.init(address=self.cluster.address, namespace="nodes", log_to_driver=False)
+        ray.init(address=self.cluster.address, namespace="nodes", log_to_driver=False)
         self.said: list[str] = []
         self.runtime = RayRuntime(
             Joined(self.cluster),

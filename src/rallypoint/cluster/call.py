@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from rallypoint.cluster.host import HostInfo, Invocation, Pulse
 from rallypoint.cluster.mesh import Mesh
@@ -204,6 +204,9 @@ class Call(Generic[ResultT]):
 
     def __str__(self) -> str:
         return str(self.pending[0].invocation)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self} is a call and not its result: wait for it, or pass its `reference`")
 
     def cancel(self) -> None:
         """Stop the ranks that have not answered; does nothing to a call that is over."""

@@ -188,6 +188,7 @@ class RayCluster:
     def shutdown(self) -> None:
         """Leave. Of a cluster of our own nothing remains but its logs; any other loses what this program had in it."""
         ray.shutdown(wait_for_processes=True)
+        _forget_token()
         if self._own is not None:
             self._own.end()
 
@@ -253,9 +254,13 @@ def _check_that_a_cluster_would_keep_to_itself() -> None:
 def _ray_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Change the environment, and have Ray read anew what it keeps of it: the token of the last cluster, if any."""
     with _environment(changes):
-        _raylet.Config.initialize("")
-        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+        _forget_token()
         yield
+
+
+def _forget_token() -> None:
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _token_in(path: Path) -> dict[str, str | None]:

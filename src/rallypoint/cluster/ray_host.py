@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import os
 import pickle
+import platform
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -56,8 +57,7 @@ class RayWorkerHost(WorkerHost):
         """Return where this process is, once it is ready for calls."""
         context = ray.get_runtime_context()
         devices = tuple(number for numbers in context.get_accelerator_ids().values() for number in numbers)
-        node = ray.util.get_node_ip_address()
-        return HostInfo(node, context.get_node_id(), os.getpid(), devices, open_stacks())
+        return HostInfo(platform.node(), context.get_node_id(), os.getpid(), devices, open_stacks())
 
 
 RayActor: Any = ray.remote(concurrency_groups={_HEALTH: 1}, max_restarts=0)(RayWorkerHost)  # pyright: ignore[reportCallIssue]

@@ -96,12 +96,15 @@ def start_etcd(url: str, folder: Path) -> subprocess.Popen[str]:
     return server
 
 
-@pytest.fixture(scope="package")
-def local_ray() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=2**27, log_to_driver=False)
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory) -> Iterator[None]:
+    pytest.importorskip("ray")
+    from rallypoint.cluster.ray_cluster import RayCluster
+
+    logs = tmp_path_factory.mktemp("ray")
+    cluster = RayCluster.start_local(log_folder=logs, object_store_gib=0.2, dashboard=False, say=print)
     yield
-    ray.shutdown()
+    cluster.shutdown()
 
 
 @pytest.fixture(scope="module", params=["memory", "tcp", "etcd", "ray"])
