@@ -110,7 +110,7 @@ def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
     ]
     lines.append("")
     for pool, nodes in config.cluster.pools.items():
-        held = _mebibytes(sum(m.total for m in plan.memory if m.pool == pool)) if known else "?"
+        held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
     lines.append("")
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines

@@ -15,7 +15,6 @@ import ctypes
 import dataclasses
 import faulthandler
 import importlib
-import json
 import os
 import platform
 import signal
@@ -91,12 +90,14 @@ class Invocation:
 
     def packed(self) -> bytes:
         """Return it as bytes, which Ray sends five times as fast as an object."""
-        return json.dumps([self.number, self.role, self.rank, self.method, self.answers, self.step]).encode()
+        step = "" if self.step is None else self.step
+        return f"{self.number} {self.rank} {self.answers:d} {step} {self.method} {self.role}".encode()
 
     @classmethod
     def unpacked(cls, text: bytes) -> Self:
         """Undo `packed`."""
-        return cls(*json.loads(text))
+        number, rank, answers, step, method, role = text.decode().split(" ", 5)
+        return cls(int(number), role, int(rank), method, answers == "1", int(step) if step else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

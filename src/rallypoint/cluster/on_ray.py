@@ -152,6 +152,7 @@ class RayRuntime:
         """Start a process in a pool's place on one of its nodes."""
         takes = pool.bundle
         actor = RayActor.options(
+            enable_task_events=False,
             num_cpus=takes.pop("CPU", 0),
             num_gpus=takes.pop("GPU", 0),
             memory=takes.pop("memory", None),

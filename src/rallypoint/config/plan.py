@@ -1,8 +1,8 @@
 """What a config amounts to, computed without starting anything: batches, placement, memory.
 
-The memory is an estimate of what a process holds at its peak beyond Python and torch themselves. Weights,
-gradients and optimizer state follow from the number of parameters. Activations and cache follow from the
-caps in the config, so they are upper bounds.
+The memory is what a process holds at its peak beyond Python, torch and Ray themselves. Weights, gradients and
+optimizer state follow from the number of parameters. Activations and cache follow from the caps in the config: they
+are what full micro-batches of the longest rows need. `benchmarks/memory.py` has the prediction beside runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from rallypoint.config.tree import CreateModelConfig, RoleName, RunConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _DIGITS_VOCABULARY = 20
+_LONGEST_WITH_SCORES = 512
+_QUERIES_PER_BLOCK = 64
+_HEAP = 1.35
+"""What the C library's heap takes for a pass's tensors on CPUs, over their own size: 1.2 to 1.5 times, measured.
+
+It keeps freed blocks in between. Giving every tensor its own pages would save that, and doubles the time of a step.
+"""
+_LOGITS = 5
+"""Float32 tensors of [tokens, vocabulary] at the end of a forward pass: logits, scaled, log-softmax, exp, product."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +61,32 @@ class ModelShape:
         """Weights of a token classifier with one label on the same backbone."""
         return self.num_backbone_parameters + self.vocab_size * self.hidden_size + self.hidden_size + 1
 
+    @property
+    def attention_cost(self) -> float:
+        """Work of one pair of tokens in the attention, where the products with weights of one token are 1."""
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return 2 * query / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.intermediate_size))
+
+    def kept_bytes(self, size: int, num_scores: int) -> int:
+        """Return what a layer keeps of a token for the backward pass.
+
+        Norms keep their input and its normalized form, both in float32, and what they return; attention its queries,
+        keys and values, the scores of earlier tokens, and its output; the MLP four tensors.
+
+        Args:
+            size: bytes of a number.
+            num_scores: tokens that every head has a score for.
+        """
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        norms = 2 * self.hidden_size * (4 + 2 * size) + (query + key_value) * (4 + size) * self.query_key_norm
+        return norms + size * (2 * query + 2 * key_value + self.num_heads * num_scores + 4 * self.intermediate_size)
+
+    def live_bytes(self, size: int, num_scores: int) -> int:
+        """Return the most that exists of a token at one time while a layer runs, and keeps nothing."""
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = 3 * (query + 2 * key_value) + 2 * self.num_heads * num_scores
+        return size * (2 * self.hidden_size + max(attention, 3 * self.intermediate_size))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoleMemory:
@@ -67,9 +102,14 @@ class RoleMemory:
     cache: int
 
     @property
+    def held(self) -> int:
+        """What stays while other roles have their turn."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+        """All of it, while the role has its turn."""
+        return self.held + self.activations + self.cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +127,11 @@ class Plan:
     """None when nothing is known of the model yet, as it is on the hub."""
     memory: tuple[RoleMemory, ...]
     """Empty when the model is not known."""
+
+    def process_memory(self, pool: str) -> int:
+        """Return the bytes that a process of a pool holds at its peak: roles that share it take turns."""
+        here = [memory for memory in self.memory if memory.pool == pool]
+        return sum(memory.held for memory in here) + max((m.total - m.held for m in here), default=0)
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -110,6 +155,15 @@ def make_plan(config: RunConfig) -> Plan:
         num_parameters=shape.num_parameters if shape else None,
         memory=tuple(_memory(config, role, shape) for role in config.roles) if shape else (),
     )
+
+
+def attention_cost(config: RunConfig) -> float:
+    """Return what rows are balanced by, see `ModelShape.attention_cost`; 0 while nothing is known of the model.
+
+    The critic is taken to be of the actor's shape.
+    """
+    shape = shape_of(config)
+    return shape.attention_cost if shape else 0.0
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:
@@ -155,34 +209,66 @@ def _created_shape(made: CreateModelConfig) -> ModelShape:
 
 
 def _memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
-    size, trained = _BYTES[config.model.dtype], role in {"actor", "critic"}
+    size = _BYTES[config.model.dtype]
+    learner = {"actor": config.actor, "critic": config.critic}.get(role)
     parameters = shape.num_critic_parameters if role == "critic" else shape.num_parameters
     weights = 0 if role == "rollout" and config.rollout_shares_actor else parameters * size
+    activations = _sampling(config, shape) if role == "rollout" else _activations(config, shape, role, num_parts=None)
+    if learner is not None:
+        training = _activations(config, shape, role, num_parts=learner.num_mini_batches)
+        # Ranks add up their gradients as one flat copy of them, when the activations are gone.
+        copied = parameters * size if config.num_ranks(role) > 1 else 0
+        activations = max(activations, training, copied)
     return RoleMemory(
         role=role,
         pool=config.roles[role].pool,
         num_ranks=config.num_ranks(role),
         weights=weights,
-        gradients=parameters * size if trained else 0,
-        optimizer=2 * parameters * size if trained else 0,
-        activations=0 if role == "rollout" else _activations(config, shape, size, trained=trained, role=role),
+        gradients=parameters * size if learner else 0,
+        optimizer=2 * parameters * size if learner else 0,
+        activations=activations,
         cache=_cache(config, shape, size) if role == "rollout" else 0,
     )
 
 
-def _activations(config: RunConfig, shape: ModelShape, size: int, *, trained: bool, role: RoleName) -> int:
-    """Estimate the activations of a full micro-batch: kept in all layers for a backward pass, in one without."""
-    tokens = min(config.engine.max_tokens_per_micro_batch, config.num_rows * config.max_row_tokens)
-    query, key_value = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    scores = shape.num_heads * min(config.max_row_tokens, 512)
-    layer = 8 * shape.hidden_size + 4 * shape.intermediate_size + 4 * query + 6 * key_value + 2 * scores
-    logits = 0 if role == "critic" else 4 * shape.vocab_size * 4
-    return tokens * (layer * size * (shape.num_layers if trained else 1) + logits)
+def _activations(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int | None) -> int:
+    """Return the bytes of a full micro-batch's pass, forward only without `num_parts`, the mini-batches of an epoch.
+
+    A backward pass begins with everything kept and the head's own, and adds what is alive in the last layer.
+    """
+    size, row = _BYTES[config.model.dtype], config.max_row_tokens
+    rows_of_rank = -(-config.num_rows // (num_parts or 1) // config.num_ranks(role))
+    tokens = min(config.engine.max_tokens_per_micro_batch, rows_of_rank * row)
+    # The longest rows go through the fused kernel, which keeps no scores, and on CUDA all do. Elsewhere a block of
+    # queries has scores for itself and what is before it.
+    longest = min(row, _LONGEST_WITH_SCORES) if config.cluster.device == "cpu" else 0
+    num_scores = (longest + min(longest, _QUERIES_PER_BLOCK)) // 2
+    kept = shape.num_layers * shape.kept_bytes(size, num_scores) if num_parts else 0
+    num_outputs = -(-tokens * config.rollout.max_response_tokens // row)
+    logits = 0 if role == "critic" else _LOGITS * 4 * shape.vocab_size * num_outputs
+    heap = _HEAP if config.cluster.device == "cpu" else 1.0
+    return round(heap * (tokens * (kept + shape.live_bytes(size, num_scores)) + logits))
+
+
+def _sampling(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of the logits from which all rows that are decoded together draw a token."""
+    return _LOGITS * 4 * shape.vocab_size * _groups_together(config) * config.rollout.group_size
 
 
 def _cache(config: RunConfig, shape: ModelShape, size: int) -> int:
-    """Keys and values of the rows that a process decodes together: prompts once a group, responses once a row."""
+    """Keys and values of the rows that a process decodes together: prompts once a group, responses once a row.
+
+    Those of prompts exist twice, as the first pass left them and as rectangles.
+    """
     rollout = config.rollout
-    groups = min(-(-rollout.num_prompts // config.num_ranks("rollout")), rollout.max_batch_rows // rollout.group_size)
-    tokens = groups * (config.data.max_prompt_tokens + rollout.group_size * rollout.max_response_tokens)
-    return 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim * tokens
+    tokens = 2 * config.data.max_prompt_tokens + rollout.group_size * rollout.max_response_tokens
+    per_token = 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+    return per_token * _groups_together(config) * tokens
+
+
+def _groups_together(config: RunConfig) -> int:
+    """Return how many prompts a process of the rollout role decodes at a time."""
+    rollout = config.rollout
+    return min(
+        -(-rollout.num_prompts // config.num_ranks("rollout")), max(1, rollout.max_batch_rows // rollout.group_size)
+    )

@@ -1,4 +1,4 @@
-"""Rows into micro-batches under a hard token cap, evenly loaded."""
+"""Rows into micro-batches under a hard token cap, as few as possible and evenly loaded."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from rallypoint.errors import RowTooLongError
 
 
-def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `max_tokens` tokens each, as few and as even as possible.
+def pack_rows(lengths: Sequence[int], max_tokens: int, costs: Sequence[float] | None = None) -> list[list[int]]:
+    """Cut rows into micro-batches of at most `max_tokens` tokens each: first as few, then as even as possible.
 
-    The longest row goes first, always onto the least loaded micro-batch; when that overflows, the same
-    is tried with one micro-batch more. Within a micro-batch the rows keep their order.
+    The costliest row goes first, onto the micro-batch with the least cost that has room. The number of micro-batches
+    is the least that could do, or what first-fit needs; where even those overflow, first-fit's own are taken.
 
     Args:
         lengths: tokens of each row.
         max_tokens: the cap; never exceeded.
+        costs: of each row, what micro-batches are balanced by; None balances tokens.
 
     Returns:
-        Row indices of each micro-batch; every row occurs exactly once. No rows give no micro-batch.
+        Row numbers of each micro-batch, rising; every row occurs exactly once. No rows give no micro-batch.
 
     Raises:
         RowTooLongError: one row alone exceeds the cap.
@@ -34,23 +35,52 @@ def pack_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     longest = max(range(len(lengths)), key=lambda row: lengths[row])
     if lengths[longest] > max_tokens:
         raise RowTooLongError(longest, lengths[longest], max_tokens)
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    num_parts = -(-sum(lengths) // max_tokens) or 1
-    while True:
-        parts = _spread(order, lengths, num_parts, max_tokens)
-        if parts is not None:
-            return [sorted(part) for part in parts if part]
-        num_parts += 1
+    costs = lengths if costs is None else costs
+    order = sorted(range(len(lengths)), key=lambda row: (-costs[row], -lengths[row], row))
+    # No packing has fewer: the tokens need the room, and of rows over half the cap no two share a micro-batch.
+    least = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
+    parts = _spread(order, lengths, costs, least, max_tokens)
+    if parts is None:
+        few = _first_fit(lengths, max_tokens)
+        parts = _spread(order, lengths, costs, len(few), max_tokens) or few
+    return [sorted(part) for part in parts if part]
 
 
-def _spread(order: Sequence[int], lengths: Sequence[int], num_parts: int, max_tokens: int) -> list[list[int]] | None:
-    """Put each row onto the least loaded part; None when a part would overflow."""
+def _spread(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_parts: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Put each row onto the cheapest part that has room; None when a row finds none."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [(0, part) for part in range(num_parts)]
+    room = [max_tokens] * num_parts
+    loads = [(0.0, part) for part in range(num_parts)]
     for row in order:
-        load, part = heapq.heappop(loads)
-        if load + lengths[row] > max_tokens:
+        passed: list[tuple[float, int]] = []
+        while loads and lengths[row] > room[loads[0][1]]:
+            passed.append(heapq.heappop(loads))
+        if not loads:
             return None
+        load, part = loads[0]
+        heapq.heapreplace(loads, (load + costs[row], part))
         parts[part].append(row)
-        heapq.heappush(loads, (load + lengths[row], part))
+        room[part] -= lengths[row]
+        for entry in passed:
+            heapq.heappush(loads, entry)
     return parts
+
+
+def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each row onto the first part that has room, or onto a new one: longest first or as given, what is fewer."""
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    packings: list[list[list[int]]] = []
+    for rows in (longest_first, range(len(lengths))):
+        parts: list[list[int]] = []
+        room: list[int] = []
+        for row in rows:
+            part = next((part for part, free in enumerate(room) if lengths[row] <= free), len(parts))
+            if part == len(parts):
+                parts.append([])
+                room.append(max_tokens)
+            parts[part].append(row)
+            room[part] -= lengths[row]
+        packings.append(parts)
+    return min(packings, key=len)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rallypoint.errors import ModelError
 from rallypoint.models import PackedRows, lm_head, value_head
+from rallypoint.models.head import head_outputs
 from rallypoint.types import Sequences
 
 
@@ -26,9 +28,9 @@ class TokenOutputs:
     """What a policy says of the trained tokens of some rows; N is their number, in order."""
 
     logprobs: Tensor
-    """[N] float32, at the temperature of the rollouts."""
+    """[N] float32 (float64 of a float64 model), at the temperature of the rollouts."""
     entropy: Tensor
-    """[N] float32, in nats, of the distribution that the token was drawn from."""
+    """[N], likewise; in nats, of the distribution that the token was drawn from."""
 
 
 def trained_positions(batch: Sequences) -> Tensor:
@@ -57,14 +59,17 @@ def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor) -
 
 
 def policy_outputs(model: PreTrainedModel, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
-    """Return logprobs and entropies of the tokens at some positions, at a sampling temperature."""
+    """Return logprobs and entropies of the tokens at some positions, at a sampling temperature.
+
+    Raises:
+        ModelError: the head is not one matrix product, and would be computed wrongly.
+    """
+    head = lm_head(model)
+    if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight
+        raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
     states = hidden_states(model, batch, positions)
-    logits = lm_head(model)(states).float() / temperature
-    everything = logits.log_softmax(-1)
-    targets = batch.tokens[positions].to(logits.device)
-    logprobs = everything.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    entropy = -(everything.exp() * everything).sum(-1)
-    return TokenOutputs(logprobs=logprobs, entropy=entropy)
+    targets = batch.tokens[positions].to(states.device)
+    return TokenOutputs(*head_outputs(states, head.weight, head.bias, targets, temperature))
 
 
 def critic_values(model: PreTrainedModel, batch: Sequences, positions: Tensor) -> Tensor:

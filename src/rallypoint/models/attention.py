@@ -7,11 +7,13 @@ its own, which reads and writes a cache. No model code is changed, and no paddin
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
@@ -20,8 +22,18 @@ ATTENTION = "rallypoint_rows"
 # What layers of some families pass along, by the names that transformers has for it.
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
-# Measured on CPUs: below this length two batched matrix products beat the fused kernel, forward and backward.
-_LONGEST_FOR_BMM = 512
+# Measured on CPUs: up to this length batched matrix products beat the fused kernel, forward and backward.
+_LONGEST_FOR_PRODUCTS = 512
+
+# Larger blocks multiply more that the mask throws away, smaller ones keep the cores less busy.
+_QUERIES_PER_BLOCK = 64
+
+
+class _Context(FunctionCtx):
+    """What a forward pass leaves for the backward one."""
+
+    saved_tensors: tuple[Tensor, ...]
+    scaling: float
 
 
 class Rows(Protocol):
@@ -76,29 +88,49 @@ AttentionInterface.register(ATTENTION, attend_rows)
 class PackedRows:
     """Causal attention within each row of a packed stream; rows do not see each other.
 
-    Rows are computed in classes of similar length (the same power of two), padded to the longest of
-    their class inside the kernel's call only. The padding stands behind the last token, where causality
-    hides it from every real query.
+    Rows are computed in classes of similar length (the same power of two), padded to the longest of their class
+    inside this file only: one rectangle of slots after the other, row by row. The padding repeats the last token of
+    its row, behind it, where causality hides it from every real query and NaN stays in its own row.
+
+        rows          a0 a1 | b0 b1 b2 b3 | c0
+        slots         c0 | a0 a1 | b0 b1 b2 b3          three classes, or with rows of 4 and 3 in one:
+        rows          a0 a1 a2 | b0 b1 b2 b3
+        slots         a0 a1 a2 a2 | b0 b1 b2 b3
     """
 
     def __init__(self, offsets: Tensor, device: torch.device) -> None:
         lengths = offsets[1:] - offsets[:-1]
         self.position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
         self.position_ids = self.position_ids.to(device).unsqueeze(0)
-        self._classes = [
-            _LengthClass(offsets[:-1][members], lengths[members], device) for members in _length_classes(lengths)
+        classes = _length_classes(lengths)
+        self._rectangles = [_Rectangle(len(rows), int(lengths[rows].max())) for rows in classes]
+        tokens = [
+            offsets[rows].unsqueeze(1) + torch.arange(shape.longest).minimum(lengths[rows].unsqueeze(1) - 1)
+            for rows, shape in zip(classes, self._rectangles, strict=True)
         ]
-        self._whole = len(self._classes) == 1
+        token_of_slot = torch.cat([part.flatten() for part in tokens] or [torch.zeros(0, dtype=torch.int64)])
+        # The first slot of a token is its own; those behind it are padding.
+        own = torch.ones_like(token_of_slot, dtype=torch.bool)
+        own[1:] = token_of_slot[1:] != token_of_slot[:-1]
+        slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]
+        self._token_of_slot, self._slot_of_token = token_of_slot.to(device), slot_of_token.to(device)
+        self._in_place = torch.equal(token_of_slot, torch.arange(len(token_of_slot)))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `Rows.attend`."""
         del layer
-        if self._whole:
-            return self._classes[0].attend(query, key, value, scaling, whole=True)
-        out = torch.zeros_like(query)
-        for rows in self._classes:
-            out = out.index_copy(0, rows.tokens, rows.attend(query, key, value, scaling, whole=False))
-        return out
+        sizes = [shape.num_rows * shape.longest for shape in self._rectangles]
+        parts = [self._pad(states).split(sizes) for states in (query, key, value)]
+        outs = [shape.attend(*part, scaling) for shape, *part in zip(self._rectangles, *parts, strict=True)]
+        return self._unpad(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+    def _pad(self, states: Tensor) -> Tensor:
+        """[T, H, D] -> [slots, H, D]."""
+        return states if self._in_place else _Pad.apply(states, self._token_of_slot, self._slot_of_token)
+
+    def _unpad(self, slots: Tensor) -> Tensor:
+        """[slots, H, D] -> [T, H, D]."""
+        return slots if self._in_place else slots.index_select(0, self._slot_of_token)
 
 
 def _length_classes(lengths: Tensor) -> list[Tensor]:
@@ -112,55 +144,104 @@ def _length_classes(lengths: Tensor) -> list[Tensor]:
     return [torch.nonzero((nearest == power) & full).flatten() for power in torch.unique(nearest[full]).tolist()]
 
 
-class _LengthClass:
-    """Rows of similar length and where their tokens go in a rectangle of [R, L]."""
+class _Pad(torch.autograd.Function):
+    """Copies tokens to slots; backward takes each token's own slot, because padding has no gradient to give."""
 
-    def __init__(self, starts: Tensor, lengths: Tensor, device: torch.device) -> None:
-        self.num_rows, self.longest = len(lengths), int(lengths.max())
-        row = torch.repeat_interleave(torch.arange(self.num_rows), lengths)
-        within = torch.cat([torch.arange(n) for n in lengths.tolist()])
-        self.tokens = (starts[row] + within).to(device)
-        self.slots = (row * self.longest + within).to(device)
-        self.even = bool((lengths == self.longest).all())
-        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+    @staticmethod
+    def forward(ctx: _Context, states: Tensor, token_of_slot: Tensor, slot_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_token)
+        return states.index_select(0, token_of_slot)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, *, whole: bool) -> Tensor:
-        """Return [tokens of this class, H, D]; `whole` when the stream has no other tokens."""
-        q, k, v = (self._rectangle(states, whole=whole) for states in (query, key, value))
-        out = self._causal(q, k, v, scaling)
-        flat = out.transpose(1, 2).reshape(self.num_rows * self.longest, query.shape[1], query.shape[2])
-        return flat if self.even else flat.index_select(0, self.slots)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
-    def _rectangle(self, states: Tensor, *, whole: bool) -> Tensor:
-        """[T, H, D] -> [R, H, L, D], zero where a row is shorter than the longest."""
-        mine = states if whole else states.index_select(0, self.tokens)
-        if not self.even:
-            room = mine.new_zeros(self.num_rows * self.longest, *mine.shape[1:])
-            mine = room.index_copy(0, self.slots, mine)
-        return mine.view(self.num_rows, self.longest, *mine.shape[1:]).transpose(1, 2)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[R, H, L, D] x [R, K, L, D] -> [R, H, L, D]."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rectangle:
+    """Rows of one length, padding included."""
+
+    num_rows: int
+    longest: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[R * L, H, D] with [R * L, K, D] twice -> [R * L, H, D]."""
         heads, kv_heads = query.shape[1], key.shape[1]
-        if query.is_cuda or self.longest > _LONGEST_FOR_BMM:
-            return functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
+        if query.is_cuda or self.longest > _LONGEST_FOR_PRODUCTS:
+            q, k, v = (x.view(self.num_rows, self.longest, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            out = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
             )
-        # The queries of one key/value head are rows of one product, so that keys need no repeating.
-        share = heads // kv_heads
-        folded = (self.num_rows * kv_heads, share * self.longest, query.shape[-1])
-        scores = torch.baddbmm(
-            self._mask(share, query.dtype),
-            query.reshape(folded),
-            key.reshape(folded[0], self.longest, -1).transpose(1, 2),
-            alpha=scaling,
-        )
-        out = torch.bmm(scores.softmax(-1), value.reshape(folded[0], self.longest, -1))
-        return out.view(self.num_rows, heads, self.longest, -1)
+            return out.transpose(1, 2).reshape(query.shape)
+        # The queries of one key/value head are rows of one product, token by token, so that keys need no repeating.
+        folded = (self.num_rows, self.longest, kv_heads, -1, query.shape[-1])
+        q, k, v = (x.view(folded).transpose(1, 2).flatten(2, 3).flatten(0, 1) for x in (query, key, value))
+        out = _CausalProducts.apply(q, k, v, scaling)
+        return out.view(self.num_rows, kv_heads, self.longest, -1, query.shape[-1]).transpose(1, 2).reshape(query.shape)
 
-    def _mask(self, share: int, dtype: torch.dtype) -> Tensor:
-        """[share * L, L]: 0 where a query may look, -inf where it may not."""
-        if (share, dtype) not in self._masks:
-            blocked = torch.full((self.longest, self.longest), float("-inf"), dtype=dtype).triu(1)
-            self._masks[share, dtype] = blocked.repeat(share, 1)
-        return self._masks[share, dtype]
+
+class _CausalProducts(torch.autograd.Function):
+    """Causal attention as batched products of blocks of queries with the keys that they may see.
+
+    Queries are [N, L * share, D], keys and values [N, L, D]. Keys right of a block are never multiplied.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        share = query.shape[1] // key.shape[1]
+        outs: list[Tensor] = []
+        shares: list[Tensor] = []
+        for rows, length in _query_blocks(query, key):
+            mask = _causal_mask((rows.stop - rows.start) // share, length, share, query)
+            scores = torch.baddbmm(mask, query[:, rows], key[:, :length].transpose(1, 2), alpha=scaling)
+            shares.append(scores.softmax(-1))
+            outs.append(shares[-1] @ value[:, :length])
+        ctx.save_for_backward(query, key, value, *shares)
+        ctx.scaling = scaling
+        return _join(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        query, key, value, *shares = ctx.saved_tensors
+        # Of keys and values every block has a part, which is not rounded to half precision before it is added.
+        dtype = torch.promote_types(key.dtype, torch.float32) if len(shares) > 1 else key.dtype
+        grad_queries: list[Tensor] = []
+        grad_key = grad_value = None
+        for (rows, length), share in zip(_query_blocks(query, key)[::-1], shares[::-1], strict=True):
+            grad_share = grad[:, rows] @ value[:, :length].transpose(1, 2)
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_share, share, -1, share.dtype)
+            grad_queries.append(grad_scores @ key[:, :length])
+            key_part, value_part = grad_scores.transpose(1, 2) @ query[:, rows], share.transpose(1, 2) @ grad[:, rows]
+            if grad_key is None or grad_value is None:  # the last block sees every key
+                grad_key, grad_value = key_part.to(dtype), value_part.to(dtype)
+            else:
+                grad_key[:, :length] += key_part
+                grad_value[:, :length] += value_part
+        assert grad_key is not None, "a rectangle has rows"
+        assert grad_value is not None, "a rectangle has rows"
+        grad_query = _join(grad_queries[::-1]).mul_(ctx.scaling)
+        return grad_query, grad_key.mul_(ctx.scaling).to(key.dtype), grad_value.to(key.dtype), None
+
+
+def _query_blocks(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:
+    """Return the rows of the queries of every block, and how many keys they see.
+
+    >>> _query_blocks(torch.zeros(1, 2 * 100, 8), torch.zeros(1, 100, 8))
+    [(slice(0, 128, None), 64), (slice(128, 200, None), 100)]
+    """
+    longest = key.shape[1]
+    share = query.shape[1] // longest
+    stops = [*range(_QUERIES_PER_BLOCK, longest, _QUERIES_PER_BLOCK), longest]
+    return [(slice(start * share, stop * share), stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _causal_mask(queries: int, length: int, share: int, like: Tensor) -> Tensor:
+    """Return [queries * share, length] for the last queries of some tokens: -inf where they may not look, else 0."""
+    mask = like.new_full((queries, length), float("-inf")).triu(length - queries + 1)
+    return mask if share == 1 else mask.repeat_interleave(share, 0)
+
+
+def _join(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)

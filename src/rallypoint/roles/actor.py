@@ -10,9 +10,11 @@ from torch import Tensor
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
 from rallypoint.cluster import WorkerContext, WorkerGroup, collect, first_rank, shard
 from rallypoint.config import RunConfig
+from rallypoint.config.plan import attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import OffPolicyError, WeightsMismatchError
 from rallypoint.models import load_policy, named_weights
+from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.rollout import ACTOR_MODEL, Rollouts
@@ -31,10 +33,13 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         context.shared[ACTOR_MODEL] = self.engine.model
 
     @shard
-    def logprobs(self, batch: Sequences) -> PerToken:
-        """Return the log-probability of every trained token."""
+    def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
+        """Return the log-probability of every trained token of some parts of a batch."""
         model, temperature = self.engine.model, self.config.rollout.temperature
-        return self.engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
+        return [
+            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
+            for part in parts
+        ]
 
     @collect
     def fingerprint(self) -> str:
@@ -95,6 +100,7 @@ class Actor:
 
     def __init__(self, config: RunConfig, group: WorkerGroup[ActorWorker]) -> None:
         self._config, self._group = config, group
+        self._attention_cost = attention_cost(config)
         self.version = 0
         """Optimizer steps completed."""
 
@@ -105,12 +111,12 @@ class Actor:
 
     async def logprobs(self, batch: Sequences) -> Tensor:
         """Return the log-probability of every trained token: [T] float32."""
-        return (await self._group.call(ActorWorker.logprobs, batch.bare())).values
+        return await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
 
     async def update(self, batch: ActorBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch."""
-        actor = self._config.actor
-        batches = MiniBatches.cut(batch, actor.num_epochs, actor.num_mini_batches, self._config.seed, step)
+        config = self._config
+        batches = MiniBatches.cut(batch, config.actor, seed=config.seed, step=step, attention_cost=self._attention_cost)
         metrics = await self._group.call(ActorWorker.train, batches, step)
         self.version += len(batches.parts)
         num_tokens = Metrics({"num_tokens": Sum(sum(batches.denominators))})

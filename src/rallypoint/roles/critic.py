@@ -10,8 +10,10 @@ from torch import Tensor
 from rallypoint.algorithms import explained_variance, value_loss
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
+from rallypoint.config.plan import attention_cost
 from rallypoint.engine import critic_values
 from rallypoint.models import load_critic
+from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import CriticBatch, Last, Metrics, PerToken, Sequences
@@ -31,9 +33,10 @@ class CriticWorker(LearnerWorker[CriticBatch]):
         super().__init__(context, spec, model, config.critic.optimizer)
 
     @shard
-    def values(self, batch: Sequences) -> PerToken:
-        """Return the value of every state in which a trained token was chosen."""
-        return self.engine.evaluate(batch, lambda part, at: critic_values(self.engine.model, part, at))
+    def values(self, parts: list[Sequences]) -> list[PerToken]:
+        """Return the value of every state in which a trained token of some parts of a batch was chosen."""
+        model = self.engine.model
+        return [self.engine.evaluate(part, lambda rows, at: critic_values(model, rows, at)) for part in parts]
 
     def loss(self, part: CriticBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: half the squared error, clipped."""
@@ -54,6 +57,7 @@ class Critic:
 
     def __init__(self, config: RunConfig, group: WorkerGroup[CriticWorker]) -> None:
         self._config, self._group = config, group
+        self._attention_cost = attention_cost(config)
 
     @classmethod
     async def create(cls, placement: Placement) -> Critic:
@@ -62,12 +66,14 @@ class Critic:
 
     async def values(self, batch: Sequences) -> Tensor:
         """Return the value of every state in which a trained token was chosen: [T] float32."""
-        return (await self._group.call(CriticWorker.values, batch.bare())).values
+        return await per_token(self._group, CriticWorker.values, batch, self._attention_cost)
 
     async def update(self, batch: CriticBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch."""
-        critic = self._config.critic
-        batches = MiniBatches.cut(batch, critic.num_epochs, critic.num_mini_batches, self._config.seed, step)
+        config = self._config
+        batches = MiniBatches.cut(
+            batch, config.critic, seed=config.seed, step=step, attention_cost=self._attention_cost
+        )
         merged = await self._group.call(CriticWorker.train, batches, step)
         means = merged.scalars()
         explained = explained_variance(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import time
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -15,12 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, broadcast, first_rank, shard
-from rallypoint.config import OptimizerConfig
+from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import CheckpointError
 from rallypoint.models import named_weights, save_model
+from rallypoint.observability.flops import device_peak, flops_of
+from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.types import Metrics, Sequences, merge
+from rallypoint.types import Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 
@@ -33,6 +36,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
     ) -> None:
         spec.prepare(context)
         self.context, self.config = context, spec.config
+        self._flops = flops_of(model)
         self.engine: Engine[BatchT] = Engine(
             model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
             optimizer=optimizer,
@@ -53,6 +57,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
     @shard
     def train(self, batches: MiniBatches[BatchT], step: int) -> Metrics:
         """Take one optimizer step for each mini-batch; `step` is the training step, from 1."""
+        began = time.perf_counter()
         measured = [
             self.engine.train(
                 part,
@@ -63,7 +68,11 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
             )
             for index, (part, denominator) in enumerate(zip(batches.parts, batches.denominators, strict=True))
         ]
-        return merge(*measured)
+        seconds = time.perf_counter() - began
+        flops = sum(self._flops.forward_backward(p.lengths.tolist(), p.num_loss_tokens) for p in batches.parts)
+        # Over the ranks it becomes what all did over what all could have done.
+        peak = device_peak(self.engine.model.device, self.engine.model.dtype)
+        return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
 
     @first_rank
     def save(self, model_folder: Path, state_file: Path) -> None:
@@ -106,18 +115,22 @@ class MiniBatches(Generic[BatchT]):
     parts: tuple[BatchT, ...]
     denominators: tuple[int, ...]
     """Trained tokens of each mini-batch, over all ranks."""
+    attention_cost: float
+    """What the rows of a mini-batch are dealt out by; see `row_costs`."""
 
     @classmethod
-    def cut(cls, batch: BatchT, num_epochs: int, num_mini_batches: int, seed: int, step: int) -> MiniBatches[BatchT]:
+    def cut(
+        cls, batch: BatchT, learner: ActorConfig | CriticConfig, *, seed: int, step: int, attention_cost: float
+    ) -> MiniBatches[BatchT]:
         """Take every row once an epoch, in an order that only seed and step decide."""
         parts: list[BatchT] = []
-        for epoch in range(num_epochs):
+        for epoch in range(learner.num_epochs):
             generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 131 + epoch)
             order = torch.randperm(len(batch), generator=generator)
-            parts += [part for part in batch.rows(order).split(num_mini_batches) if part.num_loss_tokens]
-        return cls(tuple(parts), tuple(part.num_loss_tokens for part in parts))
+            parts += [part for part in batch.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
+        return cls(tuple(parts), tuple(part.num_loss_tokens for part in parts), attention_cost)
 
     def split(self, num_parts: int) -> list[MiniBatches[BatchT]]:
-        """Give every rank its rows of each mini-batch."""
-        dealt = [part.split(num_parts) for part in self.parts]
-        return [MiniBatches(tuple(parts[rank] for parts in dealt), self.denominators) for rank in range(num_parts)]
+        """Give every rank its rows of each mini-batch, as much work as every other."""
+        dealt = [deal(part, num_parts, self.attention_cost)[0] for part in self.parts]
+        return [dataclasses.replace(self, parts=tuple(parts[rank] for parts in dealt)) for rank in range(num_parts)]

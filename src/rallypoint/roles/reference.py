@@ -5,9 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
+from rallypoint.config import RunConfig
+from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import load_policy
 from rallypoint.parallel import Solo
+from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
 
@@ -28,27 +31,31 @@ class ReferenceWorker:
         )
 
     @shard
-    def logprobs(self, batch: Sequences) -> PerToken:
-        """Return the log-probability of every trained token."""
+    def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
+        """Return the log-probability of every trained token of some parts of a batch."""
         model, temperature = self.engine.model, self._temperature
-        return self.engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
+        return [
+            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
+            for part in parts
+        ]
 
 
 class Reference:
     """The reference as the driver sees it; a run without KL has one that has nothing to say."""
 
-    def __init__(self, group: WorkerGroup[ReferenceWorker] | None) -> None:
+    def __init__(self, config: RunConfig, group: WorkerGroup[ReferenceWorker] | None) -> None:
         self._group = group
+        self._attention_cost = attention_cost(config)
 
     @classmethod
     async def create(cls, placement: Placement) -> Reference:
         """Start the workers if the config has a KL; they load the initial policy and keep it."""
         if placement.config.kl is None:
-            return cls(None)
-        return cls(await placement.group("reference", ReferenceWorker))
+            return cls(placement.config, None)
+        return cls(placement.config, await placement.group("reference", ReferenceWorker))
 
     async def logprobs(self, batch: Sequences) -> Tensor | None:
         """Return the log-probability of every trained token, [T] float32; None without a KL."""
         if self._group is None:
             return None
-        return (await self._group.call(ReferenceWorker.logprobs, batch.bare())).values
+        return await per_token(self._group, ReferenceWorker.logprobs, batch, self._attention_cost)

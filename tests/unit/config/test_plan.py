@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rallypoint.config import RunConfig, load_config, make_plan
-from rallypoint.config.plan import read_shape
+from rallypoint.config.plan import ModelShape, attention_cost, read_shape
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
+from rallypoint.models import PackedRows, create_model, load_policy
+from rallypoint.observability.flops import flops_of
+from rallypoint.types import offsets_from_lengths
 
 
 def load(*overrides: str) -> RunConfig:
@@ -74,10 +77,94 @@ def test_memory_by_hand(here: Path):
     assert actor.optimizer == 4 * plan.num_parameters
     assert (reference.gradients, reference.optimizer, reference.cache) == (0, 0, 0)
     # Keys and values (2) of 2 bytes, in 2 layers, of 2 heads of 16: 256 bytes a token. Each of 2 ranks has 4 prompts,
-    # but decodes 8 rows = 2 groups together: 2 x (8 prompt + 4 x 8 response) tokens.
-    assert rollout.cache == 256 * 2 * (8 + 4 * 8)
-    assert rollout.total == rollout.cache
-    assert actor.total == actor.weights + actor.gradients + actor.optimizer + actor.activations
+    # but decodes 8 rows = 2 groups together: 2 x (twice 8 prompt + 4 x 8 response) tokens.
+    assert rollout.cache == 256 * 2 * (2 * 8 + 4 * 8)
+    # Five float32 tensors of 8 rows and a vocabulary of 20.
+    assert rollout.activations == 5 * 4 * 8 * 20
+    assert rollout.total == rollout.cache + rollout.activations
+    assert actor.held == actor.weights + actor.gradients + actor.optimizer
+    assert actor.total == actor.held + actor.activations
+
+
+def test_activations_by_hand(here: Path):
+    shape = ModelShape(
+        num_layers=2,
+        hidden_size=10,
+        num_heads=2,
+        num_key_value_heads=1,
+        head_dim=5,
+        intermediate_size=20,
+        vocab_size=7,
+        tie_embeddings=False,
+        query_key_norm=False,
+    )
+    # Norms: 2 x 10 x (4 + 4 + 4). Numbers of 4 bytes: queries and output 2 x 10, keys and values 2 x 5, 2 heads x 6
+    # scores, MLP 4 x 20.
+    assert shape.kept_bytes(4, num_scores=6) == 240 + 4 * (20 + 10 + 12 + 80)
+    # In bfloat16 the norms' two are still float32, what they return is not.
+    assert shape.kept_bytes(2, num_scores=6) == 2 * 10 * (4 + 2 + 2) + 2 * (20 + 10 + 12 + 80)
+    assert shape.live_bytes(4, num_scores=6) == 4 * (20 + max(3 * 20 + 2 * 12, 60))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_keeps_for_the_backward_pass_what_the_plan_says(here: Path, architecture: str, dtype: str):
+    lengths = [16] * 19 + [15]
+
+    def kept(num_layers: int) -> int:
+        overrides = f"architecture: {architecture}, num_layers: {num_layers}, num_heads: 4, num_key_value_heads: 2"
+        made = load(f"model.create={{{overrides}, hidden_size: 64, intermediate_size: 96}}").model.create
+        folder = here / f"model{num_layers}"
+        create_model(folder, make_digits_tokenizer(), max_positions=16, seed=0, **made.model_dump())
+        model = load_policy(str(folder), dtype=dtype)
+        return bytes_kept_by_a_forward_pass(model, lengths)
+
+    per_token = (kept(3) - kept(1)) / 2 / sum(lengths)
+    shape = read_shape(here / "model1")
+    assert per_token == pytest.approx(shape.kept_bytes({"float32": 4, "bfloat16": 2}[dtype], 16), rel=0.02)
+
+
+def bytes_kept_by_a_forward_pass(model, lengths: list[int]) -> int:
+    """Of all storages that autograd holds on to, without the weights."""
+    offsets = offsets_from_lengths(torch.tensor(lengths))
+    rows = PackedRows(offsets, torch.device("cpu"))
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        tokens = torch.zeros(1, int(offsets[-1]), dtype=torch.int64)
+        out = model.base_model(input_ids=tokens, position_ids=rows.position_ids, use_cache=False, rows=rows)
+    assert out.last_hidden_state.requires_grad
+    return sum(storage.nbytes() for at, storage in storages.items() if at not in weights)
+
+
+def test_roles_of_a_process_hold_their_weights_together_and_take_turns_with_the_rest(here: Path):
+    plan = make_plan(load())
+    turns = [memory.total - memory.held for memory in plan.memory]
+    assert plan.process_memory("main") == sum(memory.held for memory in plan.memory) + max(turns)
+    assert plan.process_memory("elsewhere") == 0
+
+
+def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):
+    sizes = "model.create={hidden_size: 512, num_layers: 1, num_heads: 8, num_key_value_heads: 8}"
+    small = (sizes, "rollout={num_prompts: 2, group_size: 1}", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
+    actor = make_plan(load(*small)).memory[0]
+    assert (actor.num_ranks, actor.activations) == (2, actor.gradients)
+    alone = make_plan(load(*small, "cluster.pools.main=[1]")).memory[0]
+    assert alone.activations < alone.gradients
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_cost_of_attention_is_that_of_the_counted_operations(here: Path, architecture: str):
+    config = load(f"model.create={{architecture: {architecture}, num_heads: 4, num_key_value_heads: 2}}")
+    create_model(here / "model", make_digits_tokenizer(), max_positions=16, seed=0, **config.model.create.model_dump())
+    counted = flops_of(load_policy(str(here / "model"), dtype="float32")).attention_cost
+    assert attention_cost(config) == pytest.approx(counted)
+    assert attention_cost(load("model.create=null", "model.path=Some/Model")) == 0
 
 
 def test_a_rollout_role_on_a_pool_of_its_own_has_weights(here: Path):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.data.balance import row_costs
 from rallypoint.data.packing import pack_rows
 from rallypoint.errors import RowTooLongError
 
@@ -11,24 +12,42 @@ from rallypoint.errors import RowTooLongError
 lengths_and_cap = st.lists(st.integers(0, 12), max_size=30).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max([1, *lengths]), 40))
 )
+attention_costs = st.sampled_from([0.0, 0.01, 1.0])
 
 
-@given(lengths_and_cap)
-def test_every_row_occurs_once_and_no_micro_batch_exceeds_the_cap(case):
+def num_first_fit(lengths, cap) -> int:
+    rooms: list[int] = []
+    for length in lengths:
+        fitting = [part for part, room in enumerate(rooms) if length <= room]
+        if not fitting:
+            rooms.append(cap)
+        rooms[fitting[0] if fitting else -1] -= length
+    return len(rooms)
+
+
+@given(lengths_and_cap, attention_costs)
+def test_every_row_occurs_once_and_no_micro_batch_exceeds_the_cap(case, attention_cost):
     lengths, cap = case
-    parts = pack_rows(lengths, cap)
+    parts = pack_rows(lengths, cap, row_costs(lengths, attention_cost))
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert all(part == sorted(part) and part for part in parts)
     assert all(sum(lengths[row] for row in part) <= cap for part in parts)
 
 
-@given(lengths_and_cap)
-def test_micro_batches_are_few_and_evenly_loaded(case):
+@given(lengths_and_cap, attention_costs)
+def test_there_are_never_more_micro_batches_than_first_fit_makes(case, attention_cost):
     lengths, cap = case
-    loads = [sum(lengths[row] for row in part) for part in pack_rows(lengths, cap)]
-    if loads:
-        # Where one less overflowed, every part was more than half full.
-        assert (len(loads) - 1) * cap <= 2 * sum(lengths)
+    num_parts = len(pack_rows(lengths, cap, row_costs(lengths, attention_cost)))
+    assert num_parts <= num_first_fit(lengths, cap)
+    assert num_parts <= num_first_fit(sorted(lengths, reverse=True), cap)
+
+
+@given(lengths_and_cap)
+def test_where_tokens_leave_room_micro_batches_differ_by_one_row_at_most(case):
+    lengths, cap = case
+    roomy = cap + max([0, *lengths])
+    loads = [sum(lengths[row] for row in part) for part in pack_rows(lengths, roomy)]
+    if loads and max(loads) + max(lengths) <= roomy:
         assert max(loads) - min(loads) <= max(lengths)
 
 
@@ -39,6 +58,17 @@ def test_the_same_lengths_are_packed_the_same_way(case):
 
 def test_rows_that_would_exceed_the_cap_by_one_get_a_micro_batch_more():
     assert pack_rows([6, 6, 5, 3], 10) == [[0], [1], [2, 3]]
+
+
+def test_first_fit_is_taken_where_even_micro_batches_would_be_more():
+    # Evenly, 5 and 4 share with 3 each, and the last 3 finds no room: 8 + 8 tokens fit into two of 9 in one way only.
+    assert pack_rows([5, 4, 3, 3, 3], 9) == [[0, 1], [2, 3, 4]]
+
+
+def test_micro_batches_are_balanced_by_cost_and_not_by_tokens_where_costs_are_given():
+    lengths = [100, 50, 50, 50]
+    assert pack_rows(lengths, 150) == [[0, 3], [1, 2]]
+    assert pack_rows(lengths, 150, row_costs(lengths, 0.02)) == [[0], [1, 2, 3]]
 
 
 def test_a_cap_of_the_longest_row_is_enough():

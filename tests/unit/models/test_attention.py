@@ -5,6 +5,7 @@ Its eager attention rounds every softmax to float32, so it is compared more loos
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from rallypoint.models import PackedRows, lm_head, load_policy
@@ -128,3 +129,52 @@ def test_a_mask_or_dropout_is_refused():
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="neither a mask nor dropout"):
         attend_rows(torch.nn.Identity(), states, states, states, None, 1.0, 0.1, rows=None)
+
+
+@pytest.mark.parametrize("share", [1, 3])
+@pytest.mark.parametrize("lengths", [[150] * 2, [64, 65, 128, 129, 1], [7, 5]], ids=["even", "block borders", "short"])
+def test_blocks_of_queries_give_torch_s_own_attention_and_gradients(lengths, share):
+    generator = torch.Generator().manual_seed(0)
+    rows = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU)
+    states = [
+        torch.randn(sum(lengths), heads, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (2 * share, 2, 2)
+    ]
+    weigh = torch.randn(sum(lengths), 2 * share, 8, generator=generator, dtype=torch.float64)
+    ours = rows.attend(0, *states, 0.3)
+    theirs = torch.cat(
+        [
+            scaled_dot_product_attention(
+                *(part.transpose(0, 1) for part in parts), is_causal=True, scale=0.3, enable_gqa=share > 1
+            ).transpose(0, 1)
+            for parts in zip(*(tensor.split(lengths) for tensor in states), strict=True)
+        ]
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad((out * weigh).sum(), states) for out in (ours, theirs)]
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_nan_in_one_row_stay_in_that_row():
+    lengths = [3, 70, 80]
+    states = [torch.randn(153, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    for tensor in states:
+        tensor[3 + 69] = float("nan")
+        tensor.requires_grad_()
+    PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 1.0).sum().backward()
+    for tensor in states:
+        assert [part.isnan().any().item() for part in tensor.grad.split(lengths)] == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_rows_give_the_same_bits_of_gradients(dtype):
+    lengths = [90, 3, 140, 64]
+    gradients = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(sum(lengths), heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2)]
+        states = [tensor.requires_grad_() for tensor in states]
+        out = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 0.3)
+        gradients.append(torch.autograd.grad(out.square().sum(), states))
+    assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rallypoint.cluster import Mesh, WorkerContext
-from rallypoint.config import load_config
+from rallypoint.config import ActorConfig, load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import OffPolicyError
 from rallypoint.models import create_model
@@ -46,20 +46,29 @@ def judged(worker, shift_at=None, by=0.0):
         prompt_index=torch.tensor([40, 41]),
         sample_index=torch.tensor([0, 3]),
     )
-    old = worker.logprobs(rows).values.clone()
+    old = worker.logprobs([rows])[0].values.clone()
     if shift_at is not None:
         old[shift_at] += by
     return rows.widen(ActorBatch, old_logprobs=old, reference_logprobs=old, advantages=rows.loss_mask.float())
 
 
-def cut(batch, num_mini_batches=1):
-    return MiniBatches.cut(batch, 1, num_mini_batches, seed=0, step=1)
+def cut(batch, num_mini_batches=1, num_epochs=1, seed=0, step=1):
+    learner = ActorConfig(num_epochs=num_epochs, num_mini_batches=num_mini_batches)
+    return MiniBatches.cut(batch, learner, seed=seed, step=step, attention_cost=0.01)
 
 
 def test_the_first_update_of_a_step_has_a_ratio_of_1(worker):
     metrics = worker.train(cut(judged(worker)), 1).scalars()
     assert metrics["ratio_error"] < 1e-6
     assert metrics["clip_fraction"] == 0
+
+
+def test_an_update_reports_how_much_of_the_device_it_used(worker):
+    used = worker.train(cut(judged(worker), num_epochs=2), 1)["mfu"]
+    # Of 5 and 4 tokens, twice: 3 x (2 x weights x tokens + attention of pairs + logits of 5 trained tokens).
+    weights = 16 * (2 * 16 + 2 * 8) + 3 * 16 * 32
+    assert used.total == 2 * 3 * (2 * weights * 9 + 4 * 16 * (25 + 16) + 2 * 16 * 20 * 5)
+    assert used.scalar > 0
 
 
 def test_another_ratio_in_the_first_update_is_refused_and_names_prompt_sample_and_token(worker):
@@ -73,7 +82,7 @@ def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):
 
 
 def test_later_mini_batches_may_have_other_ratios_and_do_not_enter_the_check(worker):
-    twice = MiniBatches.cut(judged(worker), 5, 2, seed=0, step=1)
+    twice = cut(judged(worker), num_mini_batches=2, num_epochs=5)
     metrics = worker.train(twice, 20).scalars()
     assert metrics["ratio_error"] < 1e-6
     assert metrics["approx_kl"] > 0
@@ -81,7 +90,7 @@ def test_later_mini_batches_may_have_other_ratios_and_do_not_enter_the_check(wor
 
 def test_mini_batches_hold_every_row_once_an_epoch_whatever_the_number_of_ranks(worker):
     batch = judged(worker)
-    batches = MiniBatches.cut(batch, 3, 2, seed=5, step=7)
+    batches = cut(batch, num_mini_batches=2, num_epochs=3, seed=5, step=7)
     assert len(batches.parts) == 6
     assert sum(batches.denominators) == 3 * batch.num_loss_tokens
     for ranks in (1, 2, 3):
@@ -89,10 +98,11 @@ def test_mini_batches_hold_every_row_once_an_epoch_whatever_the_number_of_ranks(
         assert all(part.denominators == batches.denominators for part in dealt)
         for index, whole in enumerate(batches.parts):
             joined = ActorBatch.join([part.parts[index] for part in dealt])
-            assert torch.equal(joined.tokens, whole.tokens)
+            in_order = lambda rows: rows.rows(rows.prompt_index.argsort()).tokens  # noqa: E731
+            assert torch.equal(in_order(joined), in_order(whole))
 
 
 def test_a_mini_batch_without_trained_tokens_is_no_update(worker):
     batch = judged(worker)
     untrained = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
-    assert MiniBatches.cut(untrained, 1, 2, seed=0, step=1).parts == ()
+    assert cut(untrained, num_mini_batches=2).parts == ()

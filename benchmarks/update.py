@@ -1,0 +1,201 @@
+"""One side of training.py: a process that does the actor's update, forward and backward, whenever it is told to.
+
+    python benchmarks/update.py ours 10M bfloat16 --threads 2 --at-once 4096
+
+Each line on stdin asks for one update; each line on stdout is a JSON object about it. The side `trl` needs no
+rallypoint, so that it can run in an environment of its own; `logits` is ours with the logits of all tokens at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+NUM_ROWS, GROUP_SIZE, PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 128, 8, 32, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a Llama with tied embeddings and heads of 32 to 64 numbers."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+
+    def config(self, attention: str) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            intermediate_size=self.intermediate,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            pad_token_id=None,
+            attn_implementation=attention,
+        )
+
+
+SHAPES = {
+    "1M": Shape(128, 4, 4, 384, 512),
+    "10M": Shape(320, 8, 5, 896, 512),
+    "50M": Shape(640, 10, 10, 1792, 512),
+    "50M-32k": Shape(512, 10, 8, 1536, 32_768),
+}
+
+
+def make_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (tokens [B, 160], lengths [B], advantages [B]) of the same rows for every side; half end early."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (NUM_ROWS, PROMPT_TOKENS + MAX_RESPONSE_TOKENS), generator=generator)
+    early = torch.randint(16, MAX_RESPONSE_TOKENS, (NUM_ROWS,), generator=generator)
+    ends_early = torch.rand(NUM_ROWS, generator=generator) < 0.5
+    lengths = PROMPT_TOKENS + torch.where(ends_early, early, MAX_RESPONSE_TOKENS)
+    return tokens, lengths, torch.randn(NUM_ROWS, generator=generator)
+
+
+def make_model(shape: Shape, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(shape.config(attention)).to(dtype)  # pyright: ignore[reportArgumentType]
+
+
+def ours(shape: Shape, dtype: torch.dtype, at_once: int, *, all_logits: bool) -> Callable[[], None]:
+    """Packed rows, at most `at_once` tokens in a micro-batch."""
+    from rallypoint.algorithms import entropy_bonus, policy_loss
+    from rallypoint.data.packing import pack_rows
+    from rallypoint.engine import TokenOutputs, policy_outputs
+    from rallypoint.engine.forward import hidden_states, trained_positions
+    from rallypoint.models import ATTENTION
+    from rallypoint.types import ActorBatch, offsets_from_lengths
+
+    model = make_model(shape, dtype, ATTENTION).eval()
+    tokens, lengths, advantages = make_rows(shape.vocabulary)
+    real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+    loss_mask = real & (torch.arange(tokens.shape[1]) >= PROMPT_TOKENS)
+    batch = ActorBatch(
+        offsets=offsets_from_lengths(lengths),
+        tokens=tokens[real],
+        loss_mask=loss_mask[real],
+        prompt_index=torch.arange(NUM_ROWS) // GROUP_SIZE,
+        sample_index=torch.arange(NUM_ROWS) % GROUP_SIZE,
+        old_logprobs=torch.full((int(lengths.sum()),), -float(torch.tensor(shape.vocabulary).log())),
+        reference_logprobs=None,
+        advantages=advantages.unsqueeze(1).expand_as(tokens)[real],
+    )
+
+    def with_all_logits(part: ActorBatch, at: torch.Tensor) -> TokenOutputs:
+        everything = model.lm_head(hidden_states(model, part, at)).float().log_softmax(-1)
+        logprobs = everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
+        return TokenOutputs(logprobs, -(everything.exp() * everything).sum(-1))
+
+    def update() -> None:
+        for rows in pack_rows(batch.lengths.tolist(), at_once):
+            part = batch.rows(rows)
+            at = trained_positions(part)
+            outputs = with_all_logits(part, at) if all_logits else policy_outputs(model, part, at, 1.0)
+            mask = torch.ones(len(at), dtype=torch.bool)
+            loss = policy_loss(
+                outputs.logprobs,
+                part.old_logprobs[at],
+                part.advantages[at],
+                mask,
+                clip_low=0.2,
+                clip_high=0.2,
+                dual_clip=None,
+            ).sum
+            loss = loss - 1e-3 * entropy_bonus(outputs.entropy, mask).sum
+            (loss / batch.num_loss_tokens).backward()
+
+    return update
+
+
+def trl(shape: Shape, dtype: torch.dtype, at_once: int) -> Callable[[], None]:
+    """TRL's own loss on its own padded rows, `at_once` rows at a time, without gradient checkpointing."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    model = make_model(shape, dtype, "sdpa")
+    words = Tokenizer(WordLevel({"<eos>": 0, "a": 1}, unk_token="a"))
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=at_once,
+            num_generations=GROUP_SIZE,
+            gradient_checkpointing=False,
+            bf16=False,  # the weights are in `dtype` already
+            use_cpu=True,
+            beta=0.0,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * NUM_ROWS}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>"),
+    )
+    trainer.current_gradient_accumulation_steps = 1  # its training loop sets it, which we are not in
+    model.train()
+    tokens, lengths, advantages = make_rows(shape.vocabulary)
+    mask = (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)).long()
+
+    def update() -> None:
+        for rows in torch.arange(NUM_ROWS).split(at_once):
+            inputs = {
+                "prompt_ids": tokens[rows, :PROMPT_TOKENS],
+                "prompt_mask": mask[rows, :PROMPT_TOKENS],
+                "completion_ids": tokens[rows, PROMPT_TOKENS:],
+                "completion_mask": mask[rows, PROMPT_TOKENS:],
+                "advantages": advantages[rows],
+                "num_items_in_batch": mask[:, PROMPT_TOKENS:].sum(),
+            }
+            trainer.compute_loss(model, inputs).backward()
+
+    return update
+
+
+def memory_mib(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("side", choices=["ours", "logits", "trl"])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("dtype", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--at-once", type=int, required=True, help="tokens (ours) or rows (trl) of a micro-batch")
+    wanted = parser.parse_args()
+    torch.set_num_threads(wanted.threads)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not look like an answer
+    shape, dtype = SHAPES[wanted.shape], getattr(torch, wanted.dtype)
+    if wanted.side == "trl":
+        update = trl(shape, dtype, wanted.at_once)
+    else:
+        update = ours(shape, dtype, wanted.at_once, all_logits=wanted.side == "logits")
+    loaded = memory_mib("VmRSS")
+    for _ in sys.stdin:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        update()
+        answer = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_began}
+        print(json.dumps(answer | {"peak_mib": memory_mib("VmHWM") - loaded}), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""How much arithmetic a model does, and how much its device could do.
+
+Owns: the count of floating-point operations (a multiplication and an addition are two), by torch's own counter on
+the meta device, and the peak of a device. Must not know: the config, and who trains what. What a run reports as
+`mfu`, model-FLOP utilisation, is operations / (seconds x peak), over all ranks.
+
+Counted is what the model needs, whatever the code really does: no recomputation, no padding, and a head for the
+trained tokens only. Attention counts every pair of a row's tokens, causal or not, as is usual.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, PreTrainedModel
+
+_ATTENTION = "rallypoint_counted"
+
+# Dense peaks in 1e12 per second, as the vendors print them: (bfloat16, float32 without TF32). First match counts.
+_KNOWN_PEAKS = {
+    "B200": (2250, 75),
+    "GH200": (989, 67),
+    "H200": (989, 67),
+    "H100 PCIe": (756, 51),
+    "H100 NVL": (835, 60),
+    "H100": (989, 67),
+    "A100": (312, 19.5),
+    "A40": (150, 37.4),
+    "A30": (165, 10.3),
+    "A10G": (70, 35),
+    "L40S": (362, 91.6),
+    "L4": (121, 30.3),
+    "RTX 4090": (165, 82.6),
+    "RTX 3090": (71, 35.6),
+}
+
+_MEASURE_S = 0.1
+_MEASURE_SIZE = 768
+_SHORT = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Operations of one model's passes, exact for rows of any lengths."""
+
+    per_token: int
+    """Of a forward pass of the backbone: matrix products with weights."""
+    per_pair: int
+    """Of a forward pass of the backbone, for every pair of tokens of a row: the attention of all layers."""
+    per_output: int
+    """Of the head (logits or value) for one token."""
+
+    @property
+    def attention_cost(self) -> float:
+        """Work of one pair of tokens, where the products with weights of one token are 1."""
+        return self.per_pair / self.per_token
+
+    def forward(self, lengths: Sequence[int], num_outputs: int) -> int:
+        """Count a forward pass.
+
+        Args:
+            lengths: tokens of each row.
+            num_outputs: tokens that the head is computed for.
+        """
+        backbone = self.per_token * sum(lengths) + self.per_pair * sum(length * length for length in lengths)
+        return backbone + self.per_output * num_outputs
+
+    def forward_backward(self, lengths: Sequence[int], num_outputs: int) -> int:
+        """Count a forward and a backward pass: every product has two in the backward pass, for either factor."""
+        return 3 * self.forward(lengths, num_outputs)
+
+
+def flops_of(model: PreTrainedModel) -> ModelFlops:
+    """Count the operations of a model; takes a tenth of a second, and runs nothing on the model's own device.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=10)
+    >>> flops_of(LlamaForCausalLM(LlamaConfig(**sizes)))  # 2 x (4 x 8 x 8 + 3 x 8 x 16), 2 x 2 x 8, 2 x 8 x 10
+    ModelFlops(per_token=1280, per_pair=32, per_output=160)
+    """
+    shadow = _on_meta(model)
+    short, long = _forward_flops(shadow.base_model, _SHORT), _forward_flops(shadow.base_model, 2 * _SHORT)
+    # a L + b L^2, from its values at L and 2 L.
+    per_pair = (long - 2 * short) // (2 * _SHORT**2)
+    return ModelFlops(
+        per_token=short // _SHORT - per_pair * _SHORT,
+        per_pair=per_pair,
+        per_output=(_forward_flops(shadow, _SHORT) - short) // _SHORT,
+    )
+
+
+def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model without its numbers, and with an attention that asks for nothing but queries, keys and values."""
+    memo: dict[int, Any] = {
+        # Products of experts exist in bfloat16 only, and the type changes no count.
+        id(weight): nn.Parameter(torch.empty(weight.shape, dtype=torch.bfloat16, device="meta"))
+        for weight in model.parameters()
+    }
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    shadow = copy.deepcopy(model, memo)
+    shadow.config._attn_implementation = _ATTENTION
+    shadow.config._experts_implementation = "batched_mm"  # the one that the counter knows
+    return shadow
+
+
+@torch.no_grad()
+def _forward_flops(model: nn.Module, length: int) -> int:
+    """Count a forward pass of one row."""
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, position_ids=torch.arange(length, device="meta").unsqueeze(0), use_cache=False)
+    return counter.get_total_flops()
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Do the two products of attention, [1, H, T, D] x [1, K, T, D] -> [1, T, H, D]; the numbers do not matter."""
+    del module, attention_mask, options
+    share = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(share, dim=1).transpose(-1, -2)
+    return (scores @ value.repeat_interleave(share, dim=1)).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second that a device could do at best in matrix products of a type.
+
+    Known for common GPUs from their vendors; measured otherwise, once per process and number of threads, in a tenth
+    of a second. What is measured while another process computes beside it is what is left to this one.
+    """
+    if device.type != "cuda":
+        return _measured_peak(device, dtype, torch.get_num_threads())
+    return known_peak(torch.cuda.get_device_name(device), dtype) or _measured_peak(device, dtype, 0)
+
+
+def known_peak(name: str, dtype: torch.dtype) -> float | None:
+    """Return the dense peak of a GPU in operations per second; None when its name or the type is not in the table.
+
+    >>> known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16)
+    989000000000000.0
+    """
+    column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1}.get(dtype)
+    words = f" {name.replace('-', ' ')} "
+    peaks = next((peaks for known, peaks in _KNOWN_PEAKS.items() if f" {known} " in words), None)
+    return None if peaks is None or column is None else peaks[column] * 1e12
+
+
+@functools.cache
+def _measured_peak(device: torch.device, dtype: torch.dtype, num_threads: int) -> float:
+    """Measure the best of some matrix products; `num_threads` is what it depends on besides."""
+    del num_threads
+    size = _MEASURE_SIZE if device.type == "cpu" else 8 * _MEASURE_SIZE
+    factor = torch.ones(size, size, dtype=dtype, device=device)
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < 3 or time.perf_counter() - began < _MEASURE_S:
+        start = time.perf_counter()
+        (factor @ factor)[0, 0].item()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)

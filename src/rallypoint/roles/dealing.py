@@ -1,0 +1,54 @@
+"""Rows dealt out to the ranks of a role, evenly by cost, and what comes back in the caller's order.
+
+Owns: which rank gets which rows. Invariant: only time depends on it. Results are put back by the rows that were dealt
+out, whatever ranks there are, and a loss is a sum over a global denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rallypoint.cluster import WorkerGroup
+from rallypoint.data.balance import balance, row_costs
+from rallypoint.types import PerToken, Sequences
+
+WorkerT = TypeVar("WorkerT")
+BatchT = TypeVar("BatchT", bound=Sequences)
+
+
+def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[BatchT], Tensor]:
+    """Cut a batch into parts of equal cost; a part may be empty.
+
+    Args:
+        batch: any rows.
+        num_parts: of ranks that get different rows.
+        attention_cost: see `row_costs`.
+
+    Returns:
+        The parts, and [B] where each row of the batch stands when they are joined.
+    """
+    dealt = balance(row_costs(batch.lengths.tolist(), attention_cost), num_parts)
+    order = torch.tensor([row for rows in dealt for row in rows], dtype=torch.int64)
+    return [batch.rows(rows) for rows in dealt], order.argsort()
+
+
+async def per_token(
+    group: WorkerGroup[WorkerT],
+    method: Callable[[WorkerT, list[Sequences]], list[PerToken]],
+    batch: Sequences,
+    attention_cost: float,
+) -> Tensor:
+    """Have the ranks of a group compute a number for every token of a batch: [T] float32, in the batch's own order.
+
+    Args:
+        group: whose ranks.
+        method: a sharded one, that takes parts of a batch and returns as many.
+        batch: any rows; only what a forward pass needs is sent.
+        attention_cost: see `row_costs`.
+    """
+    parts, place = deal(batch.bare(), group.mesh.num_parts, attention_cost)
+    return PerToken.join(await group.call(method, parts)).rows(place).values
