@@ -59,8 +59,12 @@ class RunFolderError(RallyError, RuntimeError):
     """A run folder is in use by another process, or cannot be written."""
 
 
+class ClusterError(RallyError, RuntimeError):
+    """A Ray cluster cannot be started, or cannot be joined."""
+
+
 class PlacementError(RallyError, RuntimeError):
-    """A resource pool does not fit on the cluster."""
+    """A resource pool does not fit on the cluster, or a node does not have what a role needs."""
 
 
 class NotFiniteError(RallyError, ArithmeticError):

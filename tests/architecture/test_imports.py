@@ -78,12 +78,12 @@ assert len(names) > 50, names
 
 from pathlib import Path
 from rallypoint.cluster import open_runtime
-from rallypoint.errors import PlacementError
+from rallypoint.errors import ClusterError
 options = dict(log_folder=Path("."), object_store_gib=1.0, placement_timeout_s=1.0, say=print)
 assert open_runtime("inline", **options)
 try:
     open_runtime("ray", **options)
-except PlacementError as error:
+except ClusterError as error:
     assert "cluster.runtime=inline" in str(error)
 else:
     raise AssertionError("ray was found")

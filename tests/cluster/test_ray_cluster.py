@@ -19,7 +19,7 @@ import pytest
 
 from rallypoint.cluster import reaper
 from rallypoint.cluster.ray_cluster import RayCluster
-from rallypoint.errors import PlacementError
+from rallypoint.errors import ClusterError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -159,7 +159,7 @@ def test_everything_of_a_local_cluster_listens_on_loopback_only(drivers: tuple[D
 
 def test_who_has_not_the_token_is_refused_and_nobody_else_can_read_it(drivers: tuple[Driver, Driver]):
     driver = drivers[0]
-    with pytest.raises(PlacementError, match="wants another token"):
+    with pytest.raises(ClusterError, match="wants another token"):
         RayCluster.join(driver.facts["address"], namespace="intruder", say=print)
     folder = driver.private_folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -231,7 +231,7 @@ def test_a_thread_that_may_end_before_the_program_cannot_start_a_cluster(tmp_pat
     def start() -> None:
         try:
             RayCluster.start_local(log_folder=tmp_path, object_store_gib=0.1, dashboard=False, say=print)
-        except PlacementError as error:
+        except ClusterError as error:
             caught.append(error)
 
     thread = threading.Thread(target=start)

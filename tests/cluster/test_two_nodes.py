@@ -16,7 +16,7 @@ import pytest
 import rallypoint
 from rallypoint.cluster.ray_cluster import RayCluster, ray
 from rallypoint.cluster.ray_probe import ProblemError, Versions, check_reachable, check_versions, resolve
-from rallypoint.errors import PlacementError
+from rallypoint.errors import ClusterError
 
 spec = importlib.util.spec_from_file_location("two_nodes", Path(__file__).with_name("two_nodes.py"))
 assert spec is not None
@@ -121,7 +121,7 @@ def test_a_visitor_brings_its_rallypoint_to_nodes_without_it_and_leaves_the_clus
 
 def test_a_missing_or_wrong_token_is_named_with_the_place_where_it_was_looked_for(two_nodes, tmp_path):
     def refusal(**token: str) -> str:
-        with environment(token, home=tmp_path), pytest.raises(PlacementError) as caught:
+        with environment(token, home=tmp_path), pytest.raises(ClusterError) as caught:
             RayCluster.join(two_nodes.address, namespace="never", say=print)
         return str(caught.value)
 
@@ -138,11 +138,11 @@ def test_what_is_no_cluster_is_said_at_once_and_what_does_not_answer_within_the_
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(PlacementError, match=rf"127.0.0.1:{port} has not answered for 1 s.*frozen, or the port"):
+        with pytest.raises(ClusterError, match=rf"127.0.0.1:{port} has not answered for 1 s.*frozen, or the port"):
             RayCluster.join(f"127.0.0.1:{port}", namespace="never", say=said.append, timeout_s=1)
     assert said
     assert all("has not answered for" in line and "waiting for" in line for line in said)
-    with pytest.raises(PlacementError, match=rf"there is no Ray cluster at 127.0.0.1:{port}: .*refused"):
+    with pytest.raises(ClusterError, match=rf"there is no Ray cluster at 127.0.0.1:{port}: .*refused"):
         RayCluster.join(f"127.0.0.1:{port}", namespace="never", say=print)
 
 

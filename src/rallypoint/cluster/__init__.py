@@ -30,7 +30,7 @@ from rallypoint.cluster.inline import InlineRuntime
 from rallypoint.cluster.manager import ResourcePoolManager
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, merge
-from rallypoint.errors import PlacementError
+from rallypoint.errors import ClusterError
 
 
 def open_runtime(
@@ -61,7 +61,7 @@ def open_runtime(
         say: called with one line about everything that is waited for.
 
     Raises:
-        PlacementError: Ray is asked for and not installed, or there is no cluster at the address.
+        ClusterError: Ray is asked for and not installed, or there is no cluster at the address.
     """
     if kind == "inline":
         return InlineRuntime(log_folder=log_folder, silence_s=silence_s)
@@ -71,7 +71,7 @@ def open_runtime(
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise PlacementError(
+        raise ClusterError(
             "cluster.runtime=ray, but ray is not installed: pip install 'rallypoint[ray]', "
             "or run everything in one process with cluster.runtime=inline"
         ) from None

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.cluster import ray_probe, reaper
-from rallypoint.errors import PlacementError
+from rallypoint.errors import ClusterError
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ class RayCluster:
             say: called, from any thread, with one line about everything that a user should know.
 
         Raises:
-            PlacementError: Ray does not start, or would not keep to itself.
+            ClusterError: Ray does not start, or would not keep to itself.
         """
         _check_that_ray_is_free()
         _check_that_a_cluster_would_keep_to_itself()
@@ -147,7 +147,7 @@ class RayCluster:
             ray.shutdown()
             own.end()
             remedy = "; the dashboard needs pip install 'ray[default]'" if dashboard else ""
-            raise PlacementError(f"Ray did not start: {error} (its logs: {own.logs}){remedy}") from error
+            raise ClusterError(f"Ray did not start: {error} (its logs: {own.logs}){remedy}") from error
         if dashboard:
             say(f"Ray's dashboard: http://{context.dashboard_url}, token in {own.token}")
         return cls(address=context.address_info["gcs_address"], namespace=own.name, own=own)
@@ -165,7 +165,7 @@ class RayCluster:
             timeout_s: how long the cluster may take to answer.
 
         Raises:
-            PlacementError: there is no cluster, it refuses, runs other versions, or does not answer in time.
+            ClusterError: there is no cluster, it refuses, runs other versions, or does not answer in time.
         """
         _check_that_ray_is_free()
         token = _token_environment()
@@ -182,7 +182,7 @@ class RayCluster:
                 )
         except (OSError, RuntimeError, ValueError) as error:
             ray.shutdown()
-            raise PlacementError(f"cannot join the Ray cluster at {address}: {error}") from error
+            raise ClusterError(f"cannot join the Ray cluster at {address}: {error}") from error
         return cls(address=address, namespace=namespace, own=None)
 
     def shutdown(self) -> None:
@@ -235,16 +235,16 @@ class _OwnCluster:
 
 def _check_that_ray_is_free() -> None:
     if ray.is_initialized():
-        raise PlacementError(
+        raise ClusterError(
             "this process is already in a Ray cluster, and can be in one only: call ray.shutdown() first"
         )
 
 
 def _check_that_a_cluster_would_keep_to_itself() -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise PlacementError("a local Ray ends together with the thread that starts it: start it from the main thread")
+        raise ClusterError("a local Ray ends together with the thread that starts it: start it from the main thread")
     if ray.util.get_node_ip_address() not in {"127.0.0.1", "::1"}:
-        raise PlacementError(
+        raise ClusterError(
             "a local Ray cluster would listen on every network interface, because ray was imported without "
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0: import rallypoint.cluster.ray_cluster before ray"
         )
@@ -271,7 +271,7 @@ def _token_environment() -> dict[str, str | None]:
     """Say that the user's token be used if there is one; Ray does not by itself where an address is given.
 
     Raises:
-        PlacementError: a token is promised, and is not there. Ray would abort this process.
+        ClusterError: a token is promised, and is not there. Ray would abort this process.
     """
     mode, path = os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN_PATH")
     if mode not in {None, "token"}:
@@ -282,7 +282,7 @@ def _token_environment() -> dict[str, str | None]:
     if file.is_file() and file.read_text().strip():
         return _token_in(file)
     if mode or path:
-        raise PlacementError(
+        raise ClusterError(
             f"{'RAY_AUTH_TOKEN_PATH' if path else 'RAY_AUTH_MODE=token'} is set, but there is no token in {file}: "
             "put the cluster's token there, or into RAY_AUTH_TOKEN"
         )
@@ -311,7 +311,7 @@ def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: flo
             if not left_s:
                 probe.kill()
                 probe.communicate()
-                raise PlacementError(
+                raise ClusterError(
                     f"{state}: it is frozen, or the port is somebody else's (the one that ray start names is right)"
                 ) from None
             say(f"{state}; waiting for {left_s:.0f} s more")
@@ -319,9 +319,9 @@ def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: flo
         answer = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):
         ending = "\n".join(complaints.splitlines()[-20:])
-        raise PlacementError(f"asking the Ray cluster at {address} failed:\n{ending}") from None
+        raise ClusterError(f"asking the Ray cluster at {address} failed:\n{ending}") from None
     if "problem" in answer:
-        raise PlacementError(answer["problem"])
+        raise ClusterError(answer["problem"])
     return answer["address"]
 
 

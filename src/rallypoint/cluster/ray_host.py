@@ -50,7 +50,7 @@ class RayWorkerHost(WorkerHost):
         super().__init__(num_cpus, device, preload)
 
     def call_packed(self, invocation: bytes, arguments: tuple[Any, Any] = ((), {}), *values: Any) -> Any:
-        """See `WorkerHost.call`. What is not sent costs nothing: each argument takes Ray a tenth of a call."""
+        """See `WorkerHost.call`. What is not sent costs nothing: an argument takes Ray over a tenth of a call."""
         return self.call(Invocation.unpacked(invocation), *arguments, *values)
 
     def describe(self) -> HostInfo:

@@ -41,12 +41,22 @@ class Engine(Generic[BatchT]):
         optimizer: OptimizerConfig | None,
         collective: Collective,
         max_tokens_per_micro_batch: int,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
+        """Take a model over.
+
+        Args:
+            model: on its device; trained in place.
+            optimizer: None for a model that is evaluated only.
+            collective: the ranks that hold copies of it.
+            max_tokens_per_micro_batch: the hard cap.
+            tick: called after every micro-batch, so that whoever waits knows that it gets on.
+        """
         self.model = model
         self.optimizer = None if optimizer is None else make_optimizer(model, optimizer)
         self._optimizer_config = optimizer
         self._collective = collective
-        self._max_tokens = max_tokens_per_micro_batch
+        self._max_tokens, self._tick = max_tokens_per_micro_batch, tick
         model.requires_grad_(optimizer is not None)
 
     @torch.no_grad()
@@ -147,6 +157,7 @@ class Engine(Generic[BatchT]):
     def _micro_batches(self, batch: RowsT) -> Iterator[tuple[list[int], RowsT]]:
         for rows in pack_rows(batch.lengths.tolist(), self._max_tokens):
             yield rows, batch.rows(rows)
+            self._tick()
 
 
 def _scatter_rows(into: Tensor, offsets: Tensor, rows: list[int], values: Tensor) -> None:

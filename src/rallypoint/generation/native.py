@@ -7,7 +7,7 @@ A batch starts together; groups that are done leave.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ class SamplingParams:
 class NativeGenerator:
     """Samples groups of rollouts with a cache that the rollouts of a prompt share."""
 
-    def __init__(self, model: PreTrainedModel, *, max_batch_rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_batch_rows: int, tick: Callable[[], None] = lambda: None) -> None:
+        """Sample from a model; `tick` is called for every token, so that whoever waits knows that it gets on."""
         self.model = model
-        self._max_batch_rows = max_batch_rows
+        self._max_batch_rows, self._tick = max_batch_rows, tick
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, params: SamplingParams, *, version: int) -> RolloutBatch:
@@ -127,6 +128,7 @@ class NativeGenerator:
                     f"the logits are not finite for token {position} of the response of "
                     f"prompt {int(prompts.prompt_index[prompt])} sample {sample_index}"
                 )
+            self._tick()
             kept = yield tokens, logprobs
             if kept is not None:
                 cache.keep(kept.to(device))

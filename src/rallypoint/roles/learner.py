@@ -42,6 +42,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
             optimizer=optimizer,
             collective=spec.meet(context),
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
+            tick=context.tick,
         )
 
     @abc.abstractmethod

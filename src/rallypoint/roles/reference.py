@@ -28,6 +28,7 @@ class ReferenceWorker:
             optimizer=None,
             collective=Solo(),
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
+            tick=context.tick,
         )
 
     @shard

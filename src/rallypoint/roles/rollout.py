@@ -27,7 +27,7 @@ class RolloutWorker:
             model = load_policy(
                 spec.model_path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
             ).to(context.device)  # pyright: ignore[reportArgumentType] - transformers decorates `to`
-        self._generator = NativeGenerator(model, max_batch_rows=config.rollout.max_batch_rows)
+        self._generator = NativeGenerator(model, max_batch_rows=config.rollout.max_batch_rows, tick=context.tick)
         self._shares_actor = shares_actor
         self._version = 0
 

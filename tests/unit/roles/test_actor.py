@@ -9,15 +9,24 @@ from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import ActorConfig, load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import OffPolicyError
+from rallypoint.generation import SamplingParams
 from rallypoint.models import create_model
 from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.types import ActorBatch, Sequences
+from rallypoint.roles.reference import ReferenceWorker
+from rallypoint.roles.rollout import RolloutWorker
+from rallypoint.types import ActorBatch, Prompts, Sequences
 
 
 @pytest.fixture
-def worker(tmp_path):
+def ticks():
+    """One entry for each sign that a worker got on with its work."""
+    return []
+
+
+@pytest.fixture
+def spec(tmp_path):
     create_model(
         tmp_path / "model",
         make_digits_tokenizer(),
@@ -32,9 +41,17 @@ def worker(tmp_path):
         max_positions=16,
         seed=0,
     )
-    config = load_config("digits").config
-    spec = WorkerSpec(config, str(tmp_path / "model"), SharedFolder.marked(tmp_path), None)
-    return ActorWorker(WorkerContext("actor", 0, Mesh({"dp": 1}), 1, "cpu", {}), spec)
+    return WorkerSpec(load_config("digits").config, str(tmp_path / "model"), SharedFolder.marked(tmp_path), None)
+
+
+@pytest.fixture
+def context(ticks):
+    return WorkerContext("actor", 0, Mesh({"dp": 1}), 1, "cpu", {}, lambda: ticks.append(1))
+
+
+@pytest.fixture
+def worker(context, spec):
+    return ActorWorker(context, spec)
 
 
 def judged(worker, shift_at=None, by=0.0):
@@ -69,6 +86,21 @@ def test_an_update_reports_how_much_of_the_device_it_used(worker):
     weights = 16 * (2 * 16 + 2 * 8) + 3 * 16 * 32
     assert used.total == 2 * 3 * (2 * weights * 9 + 4 * 16 * (25 + 16) + 2 * 16 * 20 * 5)
     assert used.scalar > 0
+
+
+def test_long_work_shows_that_it_gets_on_so_that_its_deadline_does_not_end_it(worker, context, spec, ticks):
+    batch = judged(worker)  # one micro-batch
+    assert len(ticks) == 1
+    worker.train(cut(batch, num_mini_batches=2, num_epochs=3), 1)
+    assert len(ticks) == 1 + 6
+    ticks.clear()
+    ReferenceWorker(context, spec).logprobs([batch, batch])
+    assert len(ticks) == 2
+    ticks.clear()
+    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
+    params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
+    RolloutWorker(context, spec, shares_actor=True).sample(prompts, params, version=0)
+    assert len(ticks) == 5
 
 
 def test_another_ratio_in_the_first_update_is_refused_and_names_prompt_sample_and_token(worker):

@@ -4,8 +4,10 @@ import pickle
 
 import pytest
 
+from rallypoint.cluster import merge
+from rallypoint.config import load_config
 from rallypoint.errors import PlacementError
-from rallypoint.roles.placement import SharedFolder
+from rallypoint.roles.placement import SharedFolder, pools_of
 
 
 def test_a_node_that_sees_the_run_folder_is_content(tmp_path):
@@ -24,3 +26,31 @@ def test_another_folder_of_the_same_name_is_not_taken_for_the_run_folder(tmp_pat
     SharedFolder.marked(tmp_path)  # as if this node had a folder of its own there
     with pytest.raises(PlacementError, match="does not see the run folder"):
         folder.check()
+
+
+def test_pools_are_as_the_config_says_and_every_role_has_its_own():
+    config = load_config(
+        "digits",
+        [
+            "cluster.pools={main: [2, 1], side: [4]}",
+            "rollout.placement.pool=side",
+            "cluster.device=cuda",
+            "cluster.num_cpus_per_process=3",
+            "cluster.num_gpus_per_process=0.5",
+            "cluster.memory_gib_per_process=2",
+            "cluster.labels={zone: west}",
+        ],
+    ).config
+    pools = pools_of(config)
+    main, side = pools.pool("actor"), pools.pool("rollout")
+    assert pools.pool("critic") is pools.pool("reference") is main
+    assert [pool.num_processes for pool in (main, side)] == [3, 4]
+    (source,) = main.sources
+    assert source.bundle == {"CPU": 3, "GPU": 0.5, "memory": 2 * 2**30}
+    assert (source.labels, source.device, source.num_threads) == ({"zone": "west"}, "cuda", 3)
+    assert merge(main, side).num_processes == 7
+
+
+def test_processes_take_no_gpu_on_a_cpu():
+    (source,) = pools_of(load_config("digits").config).pool("actor").sources
+    assert (source.bundle, source.device) == ({"CPU": 1}, "cpu")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "cluster" / "slurm.sbatch"
+SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "slurm.sbatch"
 BASH = shutil.which("bash") or "bash"
 
 STAND_INS = {

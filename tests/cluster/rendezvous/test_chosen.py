@@ -1,0 +1,39 @@
+"""The config chooses where the ranks of a run meet."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rallypoint.cluster import InlineRuntime, Mesh, WorkerContext
+from rallypoint.config import load_config
+from rallypoint.roles.placement import SharedFolder, WorkerSpec, rendezvous_of
+
+
+@pytest.mark.parametrize("kind", ["auto", "tcp", "etcd", "ray"])
+def test_ranks_meet_where_the_config_says(kind, request, tmp_path):
+    overrides = [f"cluster.rendezvous={kind}", "cluster.pools={main: [2]}"]
+    overrides += [f"cluster.etcd_address={request.getfixturevalue('etcd_url')}"] if kind == "etcd" else []
+    overrides += ["cluster.runtime=inline"] if kind != "ray" else []
+    if kind == "ray":
+        request.getfixturevalue("local_ray")
+    config = load_config("digits", overrides).config
+    runtime = InlineRuntime(log_folder=tmp_path)
+    rendezvous = rendezvous_of(config, runtime)
+    assert rendezvous is not None
+    expected = {"auto": "Memory", "tcp": "Tcp", "etcd": "Etcd", "ray": "Ray"}[kind]
+    assert type(rendezvous.rooms).__name__ == f"{expected}Rooms"
+    spec = WorkerSpec(config, "unused", SharedFolder.marked(tmp_path), rendezvous)
+
+    def total(rank: int) -> float:
+        tensor = torch.tensor([10.0**rank])
+        spec.meet(WorkerContext("actor", rank, Mesh({"dp": 2}), 1, "cpu", {})).all_reduce_sum([tensor])
+        return tensor.item()
+
+    with rendezvous, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(total, range(2))) == [11.0, 11.0]
+
+
+def test_nobody_opens_a_rendezvous_that_no_rank_needs(tmp_path):
+    config = load_config("digits", ["cluster.pools={main: [1]}"]).config
+    assert rendezvous_of(config, InlineRuntime(log_folder=tmp_path)) is None
