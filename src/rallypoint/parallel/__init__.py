@@ -1,6 +1,20 @@
 """Groups of ranks and their collectives; torch.distributed only."""
 
+from rallypoint.parallel.autograd import gather_rows, reduce, replicate
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
+from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
 
-__all__ = ["Collective", "Device", "Group", "Grouped", "Solo", "connect", "meet"]
+__all__ = [
+    "Collective",
+    "Device",
+    "DeviceMesh",
+    "Group",
+    "Grouped",
+    "Solo",
+    "connect",
+    "gather_rows",
+    "meet",
+    "reduce",
+    "replicate",
+]

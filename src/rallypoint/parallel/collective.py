@@ -1,12 +1,14 @@
-"""How the ranks of a role add up what each of them computed.
+"""What ranks exchange: sums, parts, and agreement.
 
-Owns: groups of ranks and their collectives. Must not know: models, losses, Ray. The group object is
-passed around; there is no global one, so that several roles, and the ranks of an inline run (threads
-of one process), each have their own.
+Owns: groups of ranks and their collectives, without gradients. Must not know: models, losses, Ray. The group object is
+passed around; there is no global one, so that several roles, and the ranks of an inline run (threads of one process),
+each have their own. Every call has to be made by all ranks of the group, in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +19,7 @@ from rallypoint.parallel.process_group import Device, Group, meet
 
 
 class Collective(Protocol):
-    """The ranks that hold copies of one model."""
+    """Some ranks, of which this is one."""
 
     @property
     def rank(self) -> int:
@@ -29,8 +31,30 @@ class Collective(Protocol):
         """Number of ranks."""
         ...
 
-    def all_reduce_sum(self, tensors: list[Tensor]) -> None:
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, in place; every rank gets the same bits."""
+        ...
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replace a tensor by its elementwise maximum over the ranks, in place."""
+        ...
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the tensors of all ranks, in rank order.
+
+        Args:
+            tensor: [n, ...]; ranks may differ in n only.
+            sizes: n of every rank.
+        """
+        ...
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Give part i to rank i, and return what every rank gave to this one (all-to-all).
+
+        Args:
+            parts: one [n, ...] for every rank; they may differ in n only, over parts and over ranks.
+            sizes: n of what comes from every rank.
+        """
         ...
 
 
@@ -40,8 +64,21 @@ class Solo:
     rank = 0
     size = 1
 
-    def all_reduce_sum(self, tensors: list[Tensor]) -> None:
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Leave everything as it is."""
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Leave it as it is."""
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the only one."""
+        del sizes
+        return [tensor]
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Return the only one."""
+        del sizes
+        return list(parts)
 
 
 class Grouped:
@@ -51,20 +88,59 @@ class Grouped:
     """
 
     def __init__(self, group: Group) -> None:
-        self.rank, self.size, self._group = group.rank, group.size, group
+        self.rank, self.size, self.group = group.rank, group.size, group
 
-    def all_reduce_sum(self, tensors: list[Tensor]) -> None:
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Send all tensors as one flat buffer per type: one latency instead of many."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1).to(self._group.device) for tensor in same])
-            try:
-                self._group.torch_group.allreduce([flat]).wait()
-            except RuntimeError:
-                self._group.check()  # raises with the name of a rank that is known to be gone
-                raise
+            if len(same) == 1 and self._travels(same[0]):
+                with self._watched():
+                    self.group.torch_group.allreduce([same[0]]).wait()
+                continue
+            flat = torch.cat([tensor.reshape(-1).to(self.group.device) for tensor in same])
+            with self._watched():
+                self.group.torch_group.allreduce([flat]).wait()
             for tensor, total in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(total.view_as(tensor))
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """See `Collective.all_reduce_max`."""
+        sent = tensor.to(self.group.device).contiguous()
+        with self._watched():
+            self.group.torch_group.allreduce([sent], torch.distributed.ReduceOp.MAX).wait()
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Pad to the largest, because gloo gathers equal sizes only."""
+        most, rest = max(sizes), tensor.shape[1:]
+        sent = tensor.new_zeros(most, *rest) if len(tensor) < most else tensor.contiguous()
+        sent[: len(tensor)] = tensor
+        gathered = tensor.new_empty(self.size, most, *rest)
+        with self._watched():
+            self.group.torch_group.allgather([list(gathered.unbind())], [sent]).wait()
+        return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """See `Collective.exchange`."""
+        sent = torch.cat(list(parts))
+        received = sent.new_empty(sum(sizes), *sent.shape[1:])
+        with self._watched():
+            self.group.torch_group.alltoall_base(received, sent, list(sizes), [len(part) for part in parts]).wait()
+        return list(received.split(list(sizes)))
+
+    def _travels(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can be reduced where it lies."""
+        return tensor.is_contiguous() and tensor.device.type == self.group.device
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.group.check()  # raises with the name of a rank that is known to be gone
+            raise
 
 
 def connect(

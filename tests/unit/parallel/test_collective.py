@@ -88,6 +88,36 @@ def test_tensors_of_any_type_and_layout_are_summed_in_place(ranks):
             assert torch.equal(tensor, wanted)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_gets_the_largest_of_all(ranks, size):
+    def call(group):
+        tensor = torch.tensor([group.rank, -group.rank])
+        group.all_reduce_max(tensor)
+        return tensor.tolist()
+
+    assert ranks(size, call) == [[size - 1, 0]] * size
+
+
+@pytest.mark.parametrize("sizes", [[2], [2, 3], [0, 4, 1]], ids=str)
+def test_parts_of_any_length_are_gathered_in_rank_order(ranks, sizes):
+    parts = [torch.full((size, 2), rank, dtype=torch.float64) for rank, size in enumerate(sizes)]
+    for gathered in ranks(len(sizes), lambda group: group.all_gather(parts[group.rank], sizes)):
+        assert all(torch.equal(one, other) for one, other in zip(gathered, parts, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_exchange_gives_every_rank_its_part_of_every_other(ranks, size):
+    def part(sender, receiver):  # of different lengths, one of them empty
+        return torch.full((sender + receiver, 2), 10.0 * sender + receiver)
+
+    def call(group):
+        given = [part(group.rank, other) for other in range(size)]
+        return group.exchange(given, [other + group.rank for other in range(size)])
+
+    for rank, received in enumerate(ranks(size, call)):
+        assert all(torch.equal(one, part(sender, rank)) for sender, one in enumerate(received))
+
+
 def test_nan_of_one_rank_reaches_all(ranks):
     def call(group):
         tensor = torch.tensor([1.0, float("nan") if group.rank == 1 else 1.0])

@@ -1,0 +1,92 @@
+"""Collectives that gradients pass through.
+
+The loss is computed by every rank of an `sp` or `tp` group from the same numbers, so that each of them has the whole
+gradient of what it was computed from: `gather_rows` hands a rank its own slice of it, with nothing to add up. What is
+added up are the gradients of things that ranks used in parts: inputs of a cut matrix (`replicate`), and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from rallypoint.parallel.collective import Collective
+
+
+class _Context(FunctionCtx):
+    """What a forward pass leaves for the backward one."""
+
+    group: Collective
+    sizes: Sequence[int]
+
+
+def replicate(tensor: Tensor, group: Collective) -> Tensor:
+    """Pass a tensor on that all ranks hold alike; backward adds up the gradients of the ranks.
+
+    Before a matrix that is cut by its outputs, of which each rank has some (Megatron's f, arXiv 1909.08053).
+    """
+    return tensor if group.size == 1 else _Replicate.apply(tensor, group)
+
+
+def reduce(tensor: Tensor, group: Collective) -> Tensor:
+    """Add up what the ranks computed in parts; backward passes the gradient on to every part.
+
+    Behind a matrix that is cut by its inputs (Megatron's g).
+    """
+    return tensor if group.size == 1 else _Reduce.apply(tensor, group)
+
+
+def gather_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    """Join the ranks' tensors, [n, ...] each, end to end; backward returns each rank its own slice.
+
+    Args:
+        tensor: [n, ...]; ranks may differ in n only.
+        group: the ranks.
+        sizes: n of every rank.
+    """
+    return tensor if group.size == 1 else _GatherRows.apply(tensor, group, sizes)
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.group.all_reduce_sum([grad])
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective) -> Tensor:
+        del ctx
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        group.all_reduce_sum([total])
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        del ctx
+        return grad, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return torch.cat(group.all_gather(tensor, sizes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        start = sum(ctx.sizes[: ctx.group.rank])
+        return grad[start : start + ctx.sizes[ctx.group.rank]], None, None

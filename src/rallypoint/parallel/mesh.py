@@ -1,0 +1,106 @@
+"""The device mesh of a role: which ranks hold what of its model, and the groups in which they talk.
+
+    dp_replicate    copies of the model, different rows
+    dp_shard        one copy cut over the ranks (FSDP2), different rows
+    sp              same weights, same rows, different tokens (Ulysses)
+    tp              one copy cut over the ranks (Megatron), same rows, same tokens
+
+Ranks are numbered with the last axis fastest, so that tp peers are neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.rendezvous import Rendezvous
+from rallypoint.parallel.collective import Collective, Solo, connect
+from rallypoint.parallel.process_group import Device
+
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DeviceMesh:
+    """One rank's view of the mesh: its place on every axis, and its peers along it."""
+
+    sizes: Mapping[str, int]
+    """Axis -> size; all four axes."""
+    coordinates: Mapping[str, int]
+    """Axis -> this rank's place on it."""
+    everyone: Collective
+    """All ranks of the role."""
+    replicas: Collective
+    """Those that hold the same part of the weights: along dp_replicate and sp. Gradients are summed over them."""
+    shard: Collective
+    """Along dp_shard."""
+    sp: Collective
+    """Along sp."""
+    tp: Collective
+    """Along tp."""
+
+    @property
+    def rank(self) -> int:
+        """Of all ranks of the role, from 0."""
+        return self.everyone.rank
+
+    @classmethod
+    def solo(cls) -> DeviceMesh:
+        """Return the mesh of a single rank."""
+        one = Solo()
+        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), one, one, one, one, one)
+
+    @classmethod
+    def connect(
+        cls,
+        rendezvous: Rendezvous | None,
+        name: str,
+        rank: int,
+        sizes: Mapping[str, int],
+        *,
+        timeout_s: float = 600.0,
+        device: Device = "cpu",
+    ) -> DeviceMesh:
+        """Meet the other ranks, along every axis that has more than one.
+
+        Args:
+            rendezvous: where; may be None for a single rank.
+            name: of the role.
+            rank: this one, from 0.
+            sizes: axis -> size; an axis that is not named has one rank.
+            timeout_s: how long to wait for the others, and later for each operation.
+            device: where tensors will be.
+
+        Raises what `meet` raises.
+        """
+        grid = Mesh({axis: sizes.get(axis, 1) for axis in AXES})
+        if grid.size == 1:
+            return cls.solo()
+        assert rendezvous is not None, "several ranks need a place to meet"
+        met: dict[tuple[int, ...], Collective] = {}
+
+        def group(*along: str) -> Collective:
+            ranks = tuple(peers(grid, rank, along))
+            if ranks not in met:
+                meeting = f"{name}/{'-'.join(along)}/{ranks[0]}"
+                met[ranks] = connect(
+                    rendezvous, meeting, ranks.index(rank), len(ranks), timeout_s=timeout_s, device=device
+                )
+            return met[ranks]
+
+        # One order of meetings for all ranks; a group that another axis has met already is met once.
+        everyone, replicas = group(*AXES), group("dp_replicate", "sp")
+        shard, sp, tp = group("dp_shard"), group("sp"), group("tp")
+        return cls(dict(grid.axes), grid.coordinates(rank), everyone, replicas, shard, sp, tp)
+
+
+def peers(grid: Mesh, rank: int, along: Sequence[str]) -> list[int]:
+    """Return the ranks that differ from one on some axes at most, itself among them.
+
+    >>> grid = Mesh({"dp_shard": 2, "tp": 2})
+    >>> peers(grid, 1, ["tp"]), peers(grid, 1, ["dp_shard"]), peers(grid, 1, ["dp_shard", "tp"])
+    ([0, 1], [1, 3], [0, 1, 2, 3])
+    """
+    fixed = {axis: at for axis, at in grid.coordinates(rank).items() if axis not in along}
+    return [other for other in range(grid.size) if fixed.items() <= grid.coordinates(other).items()]

@@ -1,0 +1,97 @@
+"""Which ranks meet along which axis, and what gradients become on their way between ranks."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rallypoint.cluster.rendezvous import open_rendezvous
+from rallypoint.parallel import DeviceMesh, gather_rows, reduce, replicate
+
+
+@pytest.fixture
+def on_mesh():
+    """Return a function that runs a call on every rank of a mesh, each in a thread."""
+    names = itertools.count()
+    with open_rendezvous("memory", "these tests", lease_s=2) as rendezvous:
+
+        def run(call, **sizes):
+            name, size = f"mesh {next(names)}", torch.tensor(list(sizes.values())).prod().item()
+
+            def on_rank(rank):
+                return call(DeviceMesh.connect(rendezvous, name, rank, sizes, timeout_s=20))
+
+            with ThreadPoolExecutor(size) as pool:
+                return list(pool.map(on_rank, range(size)))
+
+        yield run
+
+
+def sum_of_ranks(group, mesh):
+    total = torch.tensor(1 << mesh.rank)
+    group.all_reduce_sum([total])
+    return total.item()
+
+
+def test_a_mesh_of_one_rank_needs_no_place_to_meet():
+    mesh = DeviceMesh.connect(None, "actor", 0, {"tp": 1})
+    assert mesh.rank == 0
+    assert {group.size for group in (mesh.everyone, mesh.replicas, mesh.shard, mesh.sp, mesh.tp)} == {1}
+
+
+def test_every_axis_joins_the_ranks_that_differ_on_it_only(on_mesh):
+    def call(mesh):
+        groups = (mesh.everyone, mesh.replicas, mesh.shard, mesh.sp, mesh.tp)
+        return mesh.coordinates, [sum_of_ranks(group, mesh) for group in groups]
+
+    found = on_mesh(call, dp_replicate=2, sp=2, tp=2)
+    assert [coordinates["tp"] for coordinates, _ in found] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert found[0][1] == [0b11111111, 0b01010101, 0b1, 0b101, 0b11]
+    assert found[7][1] == [0b11111111, 0b10101010, 0b10000000, 0b10100000, 0b11000000]
+
+
+def test_a_group_that_two_axes_share_is_met_once(on_mesh):
+    for mesh in on_mesh(lambda mesh: mesh, tp=2):
+        assert mesh.everyone is mesh.tp
+        assert mesh.shard.size == mesh.sp.size == 1
+
+
+def test_a_linear_layer_in_two_halves_has_the_gradients_of_the_whole(on_mesh):
+    generator = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(shape, generator=generator).double() for shape in ((5, 4), (6, 4), (4, 6)))
+
+    def whole():
+        tensors = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
+        out = (tensors[0] @ tensors[1].T).relu() @ tensors[2].T
+        out.square().sum().backward()
+        return out, *(tensor.grad for tensor in tensors)
+
+    def half(mesh):
+        mine = slice(3 * mesh.tp.rank, 3 * mesh.tp.rank + 3)
+        tensors = [tensor.clone().requires_grad_() for tensor in (x, up[mine], down[:, mine])]
+        out = reduce((replicate(tensors[0], mesh.tp) @ tensors[1].T).relu() @ tensors[2].T, mesh.tp)
+        out.square().sum().backward()
+        return out, *(tensor.grad for tensor in tensors)
+
+    out, grad_x, grad_up, grad_down = whole()
+    for rank, got in enumerate(on_mesh(half, tp=2)):
+        mine = slice(3 * rank, 3 * rank + 3)
+        for actual, expected in zip(got, (out, grad_x, grad_up[mine], grad_down[:, mine]), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [5, 0]], ids=str)
+def test_gathered_rows_have_the_gradient_of_their_own_slice(on_mesh, sizes):
+    rows = torch.arange(10.0).view(5, 2)
+    weights = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+
+    def call(mesh):
+        mine = rows.split(sizes)[mesh.sp.rank].clone().requires_grad_()
+        joined = gather_rows(mine, mesh.sp, sizes)
+        (joined * weights).sum().backward()
+        return joined, mine.grad
+
+    for rank, (joined, grad) in enumerate(on_mesh(call, sp=2)):
+        assert torch.equal(joined, rows)
+        assert torch.equal(grad, weights.split(sizes)[rank])
