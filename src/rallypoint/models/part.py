@@ -1,0 +1,105 @@
+"""Which rectangle of a weight a rank holds: pure data, without a tensor.
+
+Owns: the arithmetic of cuts. Must not know: what cuts (tensor parallelism, FSDP2), or how a rectangle is read or sent.
+Invariant: every rectangle is given in the coordinates of the whole weight, however often it was cut on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangle of a weight, in the coordinates of the whole.
+
+    A [6, 4] matrix cut in two by columns, for tensor parallelism, of which rank 1 holds the last two columns. FSDP2
+    then shards the rows of that over four ranks, by twos: the last of them gets none.
+
+    >>> columns = Part.whole([6, 4]).cut(dim=1, index=1, count=2)
+    >>> columns
+    Part(shape=(6, 4), starts=(0, 2), sizes=(6, 2))
+    >>> columns.rows(2, 4)
+    Part(shape=(6, 4), starts=(2, 2), sizes=(2, 2))
+    >>> columns.rows(6, 6).num_elements
+    0
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    starts: tuple[int, ...]
+    """First index of each dimension."""
+    sizes: tuple[int, ...]
+    """Number of indices of each dimension: the shape of the tensor that the rank holds."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """Return all of a weight."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    def cut(self, dim: int, index: int, count: int) -> Part:
+        """Return one of `count` equal cuts of this part along a dimension.
+
+        Raises:
+            ValueError: the dimension does not divide by `count`.
+        """
+        if self.sizes[dim] % count:
+            raise ValueError(f"dimension {dim} of {list(self.sizes)} does not divide into {count} equal parts")
+        size = self.sizes[dim] // count
+        return self.narrow(dim, index * size, size)
+
+    def rows(self, start: int, stop: int) -> Part:
+        """Return the rows from `start` to before `stop`, counted within this part; there may be none."""
+        return self.narrow(0, start, stop - start)
+
+    def narrow(self, dim: int, start: int, size: int) -> Part:
+        """Return this part with `size` indices of one dimension, from `start` on; as `torch.narrow` counts them.
+
+        Raises:
+            ValueError: they are not all within this part.
+        """
+        if not (start >= 0 and size >= 0 and start + size <= self.sizes[dim]):
+            raise ValueError(
+                f"indices {start} to {start + size} of dimension {dim} are not within a part of {list(self.sizes)}"
+            )
+        starts, sizes = list(self.starts), list(self.sizes)
+        starts[dim], sizes[dim] = starts[dim] + start, size
+        return Part(self.shape, tuple(starts), tuple(sizes))
+
+    def overlap(self, other: Part) -> Part | None:
+        """Return what two parts of one weight have in common, None where that is nothing.
+
+        >>> Part.whole([6, 4]).rows(0, 4).overlap(Part.whole([6, 4]).rows(3, 6))
+        Part(shape=(6, 4), starts=(3, 0), sizes=(1, 4))
+        """
+        assert self.shape == other.shape, f"parts of two weights: {self.shape} and {other.shape}"
+        starts = tuple(map(max, self.starts, other.starts))
+        stops = map(min, self._stops, other._stops)
+        sizes = tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True))
+        return Part(self.shape, starts, sizes) if math.prod(sizes) else None
+
+    def within(self, outer: Part) -> tuple[slice, ...]:
+        """Return where this part lies in the tensor of a larger one, as an index.
+
+        >>> Part.whole([6, 4]).rows(3, 4).within(Part.whole([6, 4]).rows(2, 6))
+        (slice(1, 2, None), slice(0, 4, None))
+        """
+        starts = [inner - start for inner, start in zip(self.starts, outer.starts, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements that the rank holds."""
+        return math.prod(self.sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was cut off."""
+        return self.sizes == self.shape
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
