@@ -13,11 +13,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.engine.forward import hidden_states
 from rallypoint.models import lm_head, load_policy, named_weights
-from rallypoint.parallel import Collective, Solo, connect
+from rallypoint.parallel import DeviceMesh
 from rallypoint.types import ActorBatch, Last, Mean, Metrics, offsets_from_lengths
 
 LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
@@ -51,9 +52,13 @@ def make_batch() -> ActorBatch:
     )
 
 
-def make_engine(model_folder: str, dtype: torch.dtype, cap: int, collective: Collective) -> Engine[ActorBatch]:
+def connect(rendezvous: Rendezvous, name: str, rank: int, size: int) -> DeviceMesh:
+    return DeviceMesh.connect(rendezvous, name, rank, {"dp_replicate": size}, timeout_s=60)
+
+
+def make_engine(model_folder: str, dtype: torch.dtype, cap: int, mesh: DeviceMesh) -> Engine[ActorBatch]:
     model = load_policy(model_folder, dtype="float32").to(dtype)
-    return Engine(model, optimizer=CONFIG, collective=collective, max_tokens_per_micro_batch=cap)
+    return Engine(model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=cap)
 
 
 def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -> Metrics:
@@ -84,9 +89,9 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
     for (name, dtype), shards in cases.items():
         if rank >= len(shards):
             continue
-        collective = connect(rendezvous, f"{name} in {dtype}", rank, len(shards), timeout_s=60)
-        cap = 1000 if isinstance(collective, Solo) else 45
-        engine = make_engine(model_folder, DTYPES[dtype], cap, collective)
+        mesh = connect(rendezvous, f"{name} in {dtype}", rank, len(shards))
+        cap = 1000 if len(shards) == 1 else 45
+        engine = make_engine(model_folder, DTYPES[dtype], cap, mesh)
         metrics = take_steps(engine, batch.rows(shards[rank]), batch.num_loss_tokens)
         loss = metrics.get("loss", Mean(0.0, 0.0))
         norm = metrics["grad_norm"]
@@ -96,12 +101,12 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
         tensors = {key: torch.tensor(number, dtype=torch.float64) for key, number in numbers.items()}
         tensors |= {key: weight.detach() for key, weight in named_weights(engine.model).items()}
         safetensors.torch.save_file(tensors, folder / f"{name} in {dtype}, {rank}.safetensors")
-    lose_a_rank(model_folder, folder, rank, batch, connect(rendezvous, "the last case", rank, 3, timeout_s=60))
+    lose_a_rank(model_folder, folder, rank, batch, connect(rendezvous, "the last case", rank, 3))
 
 
-def lose_a_rank(model_folder: str, folder: Path, rank: int, batch: ActorBatch, collective: Collective) -> None:
+def lose_a_rank(model_folder: str, folder: Path, rank: int, batch: ActorBatch, mesh: DeviceMesh) -> None:
     """The last rank dies in the middle of its step; the others say what they noticed, and whether they stepped."""
-    engine = make_engine(model_folder, torch.float32, 45, collective)
+    engine = make_engine(model_folder, torch.float32, 45, mesh)
     before = {name: weight.detach().clone() for name, weight in named_weights(engine.model).items()}
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)

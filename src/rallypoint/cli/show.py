@@ -79,7 +79,7 @@ def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:
         f"{config.rollout.max_response_tokens}) = {plan.max_tokens:,}",
     ]
     for role, (num_updates, num_rows, num_micro_batches) in plan.updates.items():
-        ranks = config.num_ranks("actor" if role == "actor" else "critic")
+        ranks = config.num_parts("actor" if role == "actor" else "critic")
         lines += [
             f"{f'{role} update':13}  {_count(num_updates, 'optimizer step')} of at most {_count(num_rows, 'row')}; "
             f"on each of {_count(ranks, 'rank')}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 from rallypoint.config.fields import shown, values_of
@@ -25,6 +26,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _batch(config)
     yield from _created_model(config)
     yield from _placement(config)
+    yield from _mesh(config)
     yield from _cluster(config)
     yield from _without_effect(config, origins)
 
@@ -189,6 +191,28 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
                 (f"cluster.pools.{name}",),
                 f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
                 f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
+            )
+
+
+def _mesh(config: RunConfig) -> Iterator[Problem]:
+    """Yield meshes that do not have as many cells as the role has ranks."""
+    for role, placement in config.roles.items():
+        if role == "rollout" or not config.cluster.pools.get(placement.pool):
+            continue
+        sizes, ranks = config.mesh(role), config.num_ranks(role)
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        if math.prod(sizes.values()) != ranks:
+            yield Problem(
+                (f"{role}.mesh", f"{role}.placement.num_ranks", "cluster.pools"),
+                f"{role}.mesh: {shown} makes {math.prod(sizes.values())} ranks, but the role has {ranks} "
+                f"(in pool {placement.pool!r}); expected sizes whose product is {ranks}, with dp_replicate=null one "
+                f"that divides it, or {role}.placement.num_ranks={math.prod(sizes.values())}",
+            )
+        if sizes["dp_shard"] > 1 and config.cluster.runtime == "inline":
+            yield Problem(
+                (f"{role}.mesh.dp_shard", "cluster.runtime"),
+                f"{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and cluster.runtime=inline "
+                "has threads; use cluster.runtime=ray",
             )
 
 

@@ -142,7 +142,7 @@ def make_plan(config: RunConfig) -> Plan:
     updates: dict[str, tuple[int, int, int]] = {}
     for role, learner in learners.items():
         rows = -(-config.num_rows // learner.num_mini_batches)
-        rows_of_rank = -(-rows // config.num_ranks(cast("RoleName", role)))
+        rows_of_rank = -(-rows // config.num_parts(cast("RoleName", role)))
         num_micro_batches = -(-rows_of_rank // rows_per_micro_batch)
         updates[role] = (learner.num_epochs * learner.num_mini_batches, rows, num_micro_batches)
     shape = shape_of(config)
@@ -237,7 +237,7 @@ def _activations(config: RunConfig, shape: ModelShape, role: RoleName, *, num_pa
     A backward pass begins with everything kept and the head's own, and adds what is alive in the last layer.
     """
     size, row = _BYTES[config.model.dtype], config.max_row_tokens
-    rows_of_rank = -(-config.num_rows // (num_parts or 1) // config.num_ranks(role))
+    rows_of_rank = -(-config.num_rows // (num_parts or 1) // config.num_parts(role))
     tokens = min(config.engine.max_tokens_per_micro_batch, rows_of_rank * row)
     # The longest rows go through the fused kernel, which keeps no scores, and on CUDA all do. Elsewhere a block of
     # queries has scores for itself and what is before it.

@@ -6,6 +6,7 @@ property here or a line of `plan.py`, never a key of its own.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Strict
@@ -28,6 +29,17 @@ class PlacementConfig(Section):
     num_ranks: int | None = key(
         None, at_least=1, help="How many of the pool's processes the role uses; null uses all of them."
     )
+
+
+class MeshConfig(Section):
+    """How the ranks of a role divide its model and its rows."""
+
+    dp_replicate: int | None = key(
+        None, at_least=1, help="Copies of the model, each with rows of its own; null: as many as the ranks make."
+    )
+    dp_shard: int = key(1, at_least=1, help="Ranks that share one copy (FSDP2), each with rows of its own.")
+    sp: int = key(1, at_least=1, help="Ranks that share the tokens of the same rows (Ulysses).")
+    tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
 
 
 class OptimizerConfig(Section):
@@ -63,6 +75,7 @@ class ActorConfig(Section):
     entropy_coef: float = key(0.0, at_least=-1, at_most=1, help="Weight of the entropy bonus in the loss.")
     optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
 class CriticConfig(Section):
@@ -80,12 +93,14 @@ class CriticConfig(Section):
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the critic runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
 class ReferenceConfig(Section):
     """The frozen copy that the KL is measured to; present when kl is on."""
 
     placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
 class RolloutConfig(Section):
@@ -307,12 +322,25 @@ class RunConfig(Section):
     def rollout_shares_actor(self) -> bool:
         """Whether every rollout rank lives in a process that has an actor rank, and samples from its weights."""
         same_pool = self.rollout.placement.pool == self.actor.placement.pool
-        return same_pool and self.num_ranks("rollout") <= self.num_ranks("actor")
+        whole = self.actor.mesh.dp_shard == self.actor.mesh.tp == 1
+        return whole and same_pool and self.num_ranks("rollout") <= self.num_ranks("actor")
 
     def num_ranks(self, role: RoleName) -> int:
         """Return how many processes a role has."""
         placement = self.roles[role]
         return placement.num_ranks or sum(self.cluster.pools[placement.pool])
+
+    def mesh(self, role: RoleName) -> dict[str, int]:
+        """Return the size of each axis of a role's mesh; every rank of the rollout role has a copy of its own."""
+        sections = {"actor": self.actor.mesh, "critic": self.critic.mesh, "reference": self.reference.mesh}
+        mesh = sections.get(role, MeshConfig())
+        inner = {"dp_shard": mesh.dp_shard, "sp": mesh.sp, "tp": mesh.tp}
+        return {"dp_replicate": mesh.dp_replicate or max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
+
+    def num_parts(self, role: RoleName) -> int:
+        """Return over how many of a role's ranks rows are split; the others work on the same rows."""
+        sizes = self.mesh(role)
+        return sizes["dp_replicate"] * sizes["dp_shard"]
 
 
 def unread_sections(config: RunConfig) -> dict[str, str]:

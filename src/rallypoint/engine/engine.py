@@ -21,7 +21,7 @@ from rallypoint.data.packing import pack_rows
 from rallypoint.engine.forward import trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError
-from rallypoint.parallel import Collective
+from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -39,7 +39,7 @@ class Engine(Generic[BatchT]):
         model: PreTrainedModel,
         *,
         optimizer: OptimizerConfig | None,
-        collective: Collective,
+        mesh: DeviceMesh,
         max_tokens_per_micro_batch: int,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -48,14 +48,14 @@ class Engine(Generic[BatchT]):
         Args:
             model: on its device; trained in place.
             optimizer: None for a model that is evaluated only.
-            collective: the ranks that hold copies of it.
+            mesh: the ranks that train it together; `model` is this one's part of it.
             max_tokens_per_micro_batch: the hard cap.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.
         """
         self.model = model
         self.optimizer = None if optimizer is None else make_optimizer(model, optimizer)
         self._optimizer_config = optimizer
-        self._collective = collective
+        self._mesh = mesh
         self._max_tokens, self._tick = max_tokens_per_micro_batch, tick
         model.requires_grad_(optimizer is not None)
 
@@ -99,8 +99,12 @@ class Engine(Generic[BatchT]):
         measured: list[Metrics] = []
         failure: Exception | None = None
         try:
-            measured += self._accumulate(batch, loss, denominator)
-        except Exception as error:  # noqa: BLE001 - raised again as soon as the other ranks know
+            measured, failure = self._accumulate(batch, loss, denominator)
+        except Exception as error:
+            # Peers that share this rank's passes wait inside one, where no news reaches them: their deadline, or the
+            # end of their process, does.
+            if self._mesh.everyone.size > self._mesh.sizes["dp_replicate"]:
+                raise
             failure = error
         norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm, failure)
         rate = learning_rate(self._optimizer_config, step, num_steps)
@@ -110,21 +114,28 @@ class Engine(Generic[BatchT]):
         # Every rank measured the same norm and rate, and `Last` keeps one of them.
         return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
 
-    def _accumulate(self, batch: BatchT, loss: Loss[BatchT], denominator: float) -> Iterator[Metrics]:
-        """Add up the gradients of this rank's micro-batches."""
+    def _accumulate(
+        self, batch: BatchT, loss: Loss[BatchT], denominator: float
+    ) -> tuple[list[Metrics], NotFiniteError | None]:
+        """Add up the gradients of this rank's micro-batches, to the end even when a loss is not finite."""
+        measured: list[Metrics] = []
+        failure: NotFiniteError | None = None
         for rows, part in self._micro_batches(batch):
             positions = trained_positions(part)
             if not len(positions):
                 continue
             total, metrics = loss(part, positions)
-            if not math.isfinite(total.item()):
-                raise NotFiniteError(f"the loss is {total.item()} for {self._blame(batch, rows, loss)}")
+            if failure is None and not math.isfinite(total.item()):
+                failure = NotFiniteError(f"the loss is {total.item()} for {self._blame(batch, rows, loss)}")
             (total / denominator).backward()
-            yield metrics
+            measured.append(metrics)
+        return measured, failure
 
     @torch.no_grad()
     def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:
-        """Name the rows whose own loss is not finite; all of them when it is only their sum."""
+        """Name the rows whose own loss is not finite; all of them when it is only their sum, or ranks share passes."""
+        if self._mesh.shard.size > 1:
+            return _name_rows(batch, rows)
         alone = [batch.rows([row]) for row in rows]
         guilty = [
             row
@@ -142,13 +153,14 @@ class Engine(Generic[BatchT]):
         for weight in weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        # First the news: sums over some of the ranks would wait for one that is not coming.
         num_failed = torch.tensor([0.0 if failure is None else 1.0])
-        self._collective.all_reduce_sum([*gradients, num_failed])
+        self._mesh.everyone.all_reduce_sum([num_failed])
         if failure is not None:
             raise failure
         if num_failed.item():
             raise PeerFailedError("another rank stopped this update; see its error")
+        self._mesh.replicas.all_reduce_sum([weight.grad for weight in weights if weight.grad is not None])
         norm = torch.nn.utils.clip_grad_norm_(weights, max_norm).item()
         if not math.isfinite(norm):
             raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")

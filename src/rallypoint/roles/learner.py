@@ -40,7 +40,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
         self.engine: Engine[BatchT] = Engine(
             model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
             optimizer=optimizer,
-            collective=spec.meet(context),
+            mesh=spec.meet(context),
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             tick=context.tick,
         )

@@ -11,11 +11,11 @@ from typing import Any, Concatenate, TypeVar
 
 import torch
 
-from rallypoint.cluster import Layout, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
+from rallypoint.cluster import Layout, Mesh, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.errors import PlacementError
-from rallypoint.parallel import Collective, Solo, connect
+from rallypoint.parallel import DeviceMesh
 
 WorkerT = TypeVar("WorkerT")
 
@@ -75,16 +75,14 @@ class WorkerSpec:
         torch.set_num_threads(context.num_cpus)
         self.folder.check()
 
-    def meet(self, context: WorkerContext) -> Collective:
+    def meet(self, context: WorkerContext) -> DeviceMesh:
         """Connect to the other ranks of the role; the result must be kept, for the others connect to it."""
-        if self.rendezvous is None:
-            return Solo()
         cluster = self.config.cluster
-        return connect(
+        return DeviceMesh.connect(
             self.rendezvous,
             context.role,
             context.rank,
-            context.num_ranks,
+            context.mesh.axes,
             timeout_s=cluster.call_timeout_s,
             device=cluster.device,
         )
@@ -112,7 +110,8 @@ class Placement:
             *args: for every worker's constructor.
         """
         hosts = (await self.pools.hosts(self.runtime, role))[: self.config.num_ranks(role)]
-        layout = Layout(role, hosts, deadline_s=self.config.cluster.call_timeout_s)
+        mesh = Mesh(self.config.mesh(role))
+        layout = Layout(role, hosts, mesh, deadline_s=self.config.cluster.call_timeout_s)
         spec = WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
         return await WorkerGroup.create(layout, kind, spec, *args)
 

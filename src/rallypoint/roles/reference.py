@@ -9,7 +9,7 @@ from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import load_policy
-from rallypoint.parallel import Solo
+from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
@@ -26,7 +26,7 @@ class ReferenceWorker:
         self.engine: Engine[Sequences] = Engine(
             model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
             optimizer=None,
-            collective=Solo(),
+            mesh=DeviceMesh.solo(),
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
             tick=context.tick,
         )

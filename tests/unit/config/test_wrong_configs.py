@@ -121,6 +121,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
     # Keys that do not fit together.
     "fit: ranks and bundles": ("actor.placement.num_ranks=3", ("num_ranks=3", "cluster.pools.main=[2] makes 2")),
+    "fit: mesh and ranks": (
+        "actor.mesh.tp=3",
+        ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product is 2"),
+    ),
+    "fit: replicas and ranks": (
+        "actor.mesh.tp=2 actor.mesh.dp_replicate=2",
+        ("actor.mesh: dp_replicate=2 x tp=2 makes 4 ranks, but the role has 2", "actor.placement.num_ranks=4"),
+    ),
+    "fit: shards and threads": (
+        "actor.mesh.dp_shard=2 cluster.runtime=inline",
+        ("actor.mesh.dp_shard=2 needs a process for every rank", "use cluster.runtime=ray"),
+    ),
     "fit: pool": ("critic.placement.pool=gpus", ("pool='gpus'", "expected one of main")),
     "fit: pool of nobody": ("cluster.pools.mian=[4]", ("cluster.pools.mian=[4]", "no role is placed on it")),
     "fit: empty node": ("cluster.pools.main=[2,0]", ("cluster.pools.main=[2, 0]", "at least 1 for each node")),

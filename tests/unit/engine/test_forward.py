@@ -10,13 +10,13 @@ from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import RowTooLongError
 from rallypoint.models import load_critic, load_policy
-from rallypoint.parallel import Solo
+from rallypoint.parallel import DeviceMesh
 
 LENGTHS = [6, 1, 13, 0, 30, 2, 7]
 
 
 def engine_of(model, cap):
-    return Engine(model, optimizer=None, collective=Solo(), max_tokens_per_micro_batch=cap)
+    return Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=cap)
 
 
 def token_by_token(folder, batch, temperature):

@@ -14,7 +14,7 @@ from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import load_policy, named_weights
-from rallypoint.parallel import Solo, connect
+from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, merge
 
 # A large eps keeps Adam's division well conditioned: noise in a gradient of zero is not blown up to a step of lr.
@@ -23,8 +23,8 @@ LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def engine_of(model, cap=1000, collective=None, config=CONFIG):
-    return Engine(model, optimizer=config, collective=collective or Solo(), max_tokens_per_micro_batch=cap)
+def engine_of(model, cap=1000, mesh=None, config=CONFIG):
+    return Engine(model, optimizer=config, mesh=mesh or DeviceMesh.solo(), max_tokens_per_micro_batch=cap)
 
 
 def outcome(engine, metrics):
@@ -59,8 +59,8 @@ def train(make_policy, policy_gradient):
         models = [make_policy(dtype, architecture) for _ in parts]
 
         def rank_of(rank):
-            collective = connect(rendezvous, name, rank, len(parts), timeout_s=30)
-            engine = engine_of(models[rank], cap, collective)
+            mesh = DeviceMesh.connect(rendezvous, name, rank, {"dp_replicate": len(parts)}, timeout_s=30)
+            engine = engine_of(models[rank], cap, mesh)
             loss = wrap(policy_gradient(models[rank]), rank)
             for step in range(1, num_steps + 1):
                 metrics = engine.train(parts[rank], loss, denominator=denominator, step=step, num_steps=num_steps)
@@ -298,5 +298,5 @@ def test_the_same_step_twice_gives_the_same_bits(train, make_batch):
 
 def test_an_engine_without_an_optimizer_freezes_its_model(make_policy):
     model = make_policy()
-    Engine(model, optimizer=None, collective=Solo(), max_tokens_per_micro_batch=10)
+    Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=10)
     assert not any(weight.requires_grad for weight in model.parameters())

@@ -7,7 +7,7 @@ import torch
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation import NativeGenerator
-from rallypoint.parallel import Solo
+from rallypoint.parallel import DeviceMesh
 from rallypoint.types import RolloutBatch
 
 LENGTHS = [3, 9, 1, 17, 5, 4]
@@ -73,7 +73,7 @@ def test_reported_logprobs_are_those_of_the_engine(
     warm = dataclasses.replace(params, temperature=temperature, max_new_tokens=30)
     batch = generate(make_prompts(LENGTHS), warm, architecture=architecture, kv_heads=kv_heads)
     model = copy.deepcopy(make_policy(architecture, kv_heads))
-    engine = Engine(model, optimizer=None, collective=Solo(), max_tokens_per_micro_batch=100)
+    engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
     assert (batch.rollout_logprobs[~batch.loss_mask] == 0).all()
@@ -269,6 +269,6 @@ def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, 
 def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make_policy, make_prompts, params):
     model = copy.deepcopy(make_policy()).to(torch.bfloat16)
     batch = NativeGenerator(model, max_batch_rows=100).generate(make_prompts(LENGTHS), params, version=0)
-    engine = Engine(model, optimizer=None, collective=Solo(), max_tokens_per_micro_batch=100)
+    engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
