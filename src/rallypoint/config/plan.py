@@ -16,6 +16,8 @@ from typing import Any, cast
 from rallypoint.config.tree import CreateModelConfig, RoleName, RunConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+_WIDE = 4
+"""Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
 _DIGITS_VOCABULARY = 20
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK = 64
@@ -217,15 +219,15 @@ def _memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
     if learner is not None:
         training = _activations(config, shape, role, num_parts=learner.num_mini_batches)
         # Ranks add up their gradients as one flat copy of them, when the activations are gone.
-        copied = parameters * size if config.num_ranks(role) > 1 else 0
+        copied = parameters * _WIDE if config.num_ranks(role) > 1 else 0
         activations = max(activations, training, copied)
     return RoleMemory(
         role=role,
         pool=config.roles[role].pool,
         num_ranks=config.num_ranks(role),
         weights=weights,
-        gradients=parameters * size if learner else 0,
-        optimizer=2 * parameters * size if learner else 0,
+        gradients=parameters * _WIDE if learner else 0,
+        optimizer=parameters * _WIDE * (2 if size == _WIDE else 3) if learner else 0,
         activations=activations,
         cache=_cache(config, shape, size) if role == "rollout" else 0,
     )

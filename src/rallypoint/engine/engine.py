@@ -149,7 +149,8 @@ class Engine(Generic[BatchT]):
 
         A rank that failed takes part, and says so: the others would wait for it.
         """
-        weights = [p for p in self.model.parameters() if p.requires_grad]
+        assert self.optimizer is not None, "as in `train`"
+        weights = self.optimizer.masters
         for weight in weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)

@@ -1,8 +1,14 @@
-"""AdamW with a learning-rate schedule that is a pure function of the step."""
+"""AdamW in float32 at least, and a learning-rate schedule that is a pure function of the step.
+
+Owns: what the optimizer remembers of every weight, and in which precision. Must not know: losses, ranks, files.
+Invariant: a weight of half precision always is its float32 master, rounded.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +38,86 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over a model's weights; decay is for matrices only, as is usual."""
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, with a float32 master for every weight of half precision.
+
+    A step of 1e-6 is less than half the distance between neighbouring bfloat16 numbers of an ordinary size, and would
+    vanish. So backward passes add their gradients up in `master.grad`, the step is taken on the masters, and the
+    weights become the masters, rounded. Wider weights are their own masters: they have no second copy.
+
+    >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    >>> optimizer = AdamW([{"params": [weight]}], lr=0.001, weight_decay=0.0)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     weight.sum().backward()
+    ...     optimizer.step()
+    >>> optimizer.master(weight), weight
+    (Parameter containing:
+    tensor([0.9970], requires_grad=True), Parameter containing:
+    tensor([0.9961], dtype=torch.bfloat16, requires_grad=True))
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        """Take weights over: from now on the gradients of those of half precision go to their masters.
+
+        Args:
+            groups: as torch has them, of the model's weights.
+            **options: torch's own.
+        """
+        groups = list(groups)
+        self._masters: dict[Tensor, nn.Parameter] = {}
+        for weight in (weight for group in groups for weight in group["params"]):
+            if torch.finfo(weight.dtype).bits < 32:
+                self._masters[weight] = master = nn.Parameter(weight.detach().float())
+                weight.register_post_accumulate_grad_hook(_moves_gradient_to(master))
+        super().__init__([{**group, "params": list(map(self.master, group["params"]))} for group in groups], **options)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """What is stepped, with the gradients of the step in `grad`."""
+        return [master for group in self.param_groups for master in group["params"]]
+
+    def master(self, weight: Tensor) -> Tensor:
+        """Return what is stepped for a weight: the weight itself, unless it is of half precision."""
+        return self._masters.get(weight, weight)
+
+    def step(self, closure: None = None) -> None:
+        """Step the masters, and round them into the weights."""
+        super().step(closure)
+        with torch.no_grad():
+            for weight, master in self._masters.items():
+                weight.copy_(master)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget everything, masters included: the weights as they are now are where training starts."""
+        self.state.clear()
+        for weight, master in self._masters.items():
+            master.copy_(weight)
+
+
+def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """Return what a backward pass does with the gradient of a weight as soon as it is there."""
+
+    def move(weight: Tensor) -> None:
+        assert weight.grad is not None, "a weight has one optimizer"
+        gradient, weight.grad = weight.grad, None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad += gradient
+
+    return move
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
+    """Return AdamW over a model's trained weights; decay is for matrices only, as is usual."""
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -48,40 +126,52 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
     )
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state of every weight under `weight/what`, such as `lm_head.weight/exp_avg`."""
-    return {
-        f"{name}/{what}": value
-        for name, weight in model.named_parameters()
-        for what, value in optimizer.state.get(weight, {}).items()
-    }
+def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """Return the state of every weight under `weight/what`, such as `lm_head.weight/exp_avg`.
+
+    What is `step`, `exp_avg`, `exp_avg_sq`, and `master` for a weight of half precision; nothing before the first step.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        master = optimizer.master(weight)
+        state = optimizer.state.get(master, {})
+        tensors |= {f"{name}/{what}": value for what, value in state.items()}
+        if state and master is not weight:
+            tensors[f"{name}/{_MASTER}"] = master.detach()
+    return tensors
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned; nothing stays of the state before.
+def restore_optimizer(model: nn.Module, optimizer: AdamW, tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` returned, after the model's weights; nothing stays of the state before.
 
     Raises:
         ValueError: the state is of another model; what differs is listed.
     """
-    weights = dict(model.named_parameters())
-    shapes = {
-        f"{name}/{what}": shape
-        for name, weight in weights.items()
-        for what, shape in (("step", ()), ("exp_avg", weight.shape), ("exp_avg_sq", weight.shape))
-    }
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    expected: dict[str, torch.Size] = {}
+    for name, weight in weights.items():
+        whole = ("exp_avg", "exp_avg_sq", *((_MASTER,) if optimizer.master(weight) is not weight else ()))
+        expected |= {f"{name}/step": torch.Size(()), **{f"{name}/{what}": weight.shape for what in whole}}
     wrong = [
-        *(f"unknown {name}" for name in sorted(set(tensors) - set(shapes))),
-        *(f"lacking {name}" for name in sorted(set(shapes) - set(tensors)) if tensors),
+        *(f"unknown {name}" for name in sorted(set(tensors) - set(expected))),
+        *(f"lacking {name}" for name in sorted(set(expected) - set(tensors)) if tensors),
         *(
-            f"{name}: {list(value.shape)} instead of {list(shapes[name])}"
+            f"{name}: {list(value.shape)} instead of {list(expected[name])}"
             for name, value in tensors.items()
-            if name in shapes and tuple(value.shape) != tuple(shapes[name])
+            if name in expected and value.shape != expected[name]
         ),
     ]
     if wrong:
         raise ValueError(f"optimizer state of another model: {', '.join(wrong[:5])}")
-    optimizer.state.clear()
+    optimizer.reset()
     for name, value in tensors.items():
         weight_name, _, what = name.rpartition("/")
-        weight = weights[weight_name]
-        optimizer.state[weight][what] = value.to(weight.device, copy=True)
+        master = optimizer.master(weights[weight_name])
+        if what == _MASTER:
+            with torch.no_grad():
+                master.copy_(value)
+        else:
+            optimizer.state[master][what] = value.to(master.device, copy=True)
+
+
+_MASTER = "master"

@@ -73,8 +73,10 @@ def test_memory_by_hand(here: Path):
     plan = make_plan(load("model.dtype=bfloat16", "rollout.max_batch_rows=8"))
     by_role = {memory.role: memory for memory in plan.memory}
     actor, rollout, reference = by_role["actor"], by_role["rollout"], by_role["reference"]
-    assert actor.weights == actor.gradients == 2 * plan.num_parameters
-    assert actor.optimizer == 4 * plan.num_parameters
+    assert actor.weights == 2 * plan.num_parameters
+    # Gradients, masters and two moments are float32.
+    assert actor.gradients == 4 * plan.num_parameters
+    assert actor.optimizer == 3 * 4 * plan.num_parameters
     assert (reference.gradients, reference.optimizer, reference.cache) == (0, 0, 0)
     # Keys and values (2) of 2 bytes, in 2 layers, of 2 heads of 16: 256 bytes a token. Each of 2 ranks has 4 prompts,
     # but decodes 8 rows = 2 groups together: 2 x (twice 8 prompt + 4 x 8 response) tokens.

@@ -39,16 +39,20 @@ def test_the_warmup_shrinks_with_the_run_so_that_a_short_one_gets_to_its_peak_to
     assert learning_rate(config, 1, 2) == 1.0
 
 
-def make(width=3, **config):
+def make(dtype=torch.float32, lr=0.1, **config):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width))
-    return model, make_optimizer(model, OptimizerConfig(lr=0.1, **config))
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(dtype)
+    return model, make_optimizer(model, OptimizerConfig(lr=lr, **config))
+
+
+def backward(model, seed):
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    (model(inputs.to(model[0].weight.dtype)) ** 3).sum().backward()
 
 
 def step(model, optimizer, seed):
     optimizer.zero_grad()
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-    (model(inputs) ** 3).sum().backward()
+    backward(model, seed)
     optimizer.step()
 
 
@@ -60,13 +64,59 @@ def test_decay_is_for_matrices_only():
     ]
 
 
-def test_a_restored_state_continues_bit_for_bit():
-    model, optimizer = make()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wide_weights_are_their_own_masters(dtype):
+    model, optimizer = make(dtype)
+    assert all(optimizer.master(weight) is weight for weight in model.parameters())
+    step(model, optimizer, 0)
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert not any(name.endswith("/master") for name in optimizer_tensors(model, optimizer))
+
+
+def test_steps_too_small_for_bfloat16_add_up_as_in_float32():
+    num_steps, lr = 300, 1e-6
+    (narrow, narrow_optimizer), (wide, wide_optimizer) = make(torch.bfloat16, lr), make(lr=lr)
+    with torch.no_grad():
+        for weight, rounded in zip(wide.parameters(), narrow.parameters(), strict=True):
+            weight.copy_(rounded)
+    for number in range(num_steps):
+        step(narrow, narrow_optimizer, number)
+        step(wide, wide_optimizer, number)
+    for rounded, weight in zip(narrow.parameters(), wide.parameters(), strict=True):
+        master = narrow_optimizer.master(rounded)
+        assert torch.equal(rounded, master.to(torch.bfloat16))
+        torch.testing.assert_close(master, weight.detach(), rtol=0, atol=0.05 * num_steps * lr)
+    moved = (make()[0][0].weight.to(torch.bfloat16).float() - wide[0].weight).abs().max()
+    assert moved > 0.2 * num_steps * lr
+
+
+def test_gradients_of_bfloat16_are_added_up_in_float32():
+    model, optimizer = make(torch.bfloat16)
+    for seed in range(50):
+        backward(model, seed)
+    expected = sum(gradient_of(seed) for seed in range(50))
+    master = optimizer.master(model[0].weight)
+    assert model[0].weight.grad is None
+    assert master.grad.dtype == torch.float32
+    torch.testing.assert_close(master.grad.double(), expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
+
+
+def gradient_of(seed):
+    """Of one backward pass in bfloat16, in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(torch.bfloat16)
+    backward(model, seed)
+    return model[0].weight.grad.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_restored_state_continues_bit_for_bit(dtype):
+    model, optimizer = make(dtype)
     step(model, optimizer, 0)
     saved = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     step(model, optimizer, 1)
-    other, other_optimizer = make()
+    other, other_optimizer = make(dtype)
     step(other, other_optimizer, 9)
     with torch.no_grad():
         for name, weight in other.named_parameters():
@@ -75,17 +125,28 @@ def test_a_restored_state_continues_bit_for_bit():
     step(other, other_optimizer, 1)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+        assert torch.equal(optimizer.master(one), other_optimizer.master(two))
     # What was restored is a copy: the step did not write into it.
     assert saved["0.weight/step"] == 1
 
 
-def test_the_state_before_the_first_step_can_be_restored():
-    model, optimizer = make()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_state_before_the_first_step_can_be_restored(dtype):
+    model, optimizer = make(dtype)
     empty = optimizer_tensors(model, optimizer)
     assert empty == {}
     step(model, optimizer, 0)
     restore_optimizer(model, optimizer, empty)
     assert optimizer_tensors(model, optimizer) == {}
+    assert all(torch.equal(optimizer.master(weight), weight.float()) for weight in model.parameters())
+
+
+def test_a_missing_master_is_named():
+    model, optimizer = make(torch.bfloat16)
+    step(model, optimizer, 0)
+    state = {name: tensor for name, tensor in optimizer_tensors(model, optimizer).items() if name != "1.bias/master"}
+    with pytest.raises(ValueError, match=r"lacking 1\.bias/master"):
+        restore_optimizer(model, optimizer, state)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +156,7 @@ def test_the_state_before_the_first_step_can_be_restored():
         (lambda t: [t.pop(name) for name in list(t) if name.startswith("1.bias")], "lacking 1.bias/exp_avg"),
         (lambda t: t.update({"2.weight/exp_avg": torch.zeros(1)}), "unknown 2.weight/exp_avg"),
         (lambda t: t.update({"0.weight/momentum": torch.zeros(1)}), "unknown 0.weight/momentum"),
+        (lambda t: t.update({"0.weight/master": torch.zeros(3, 4)}), "unknown 0.weight/master"),
         (
             lambda t: t.update({"0.weight/exp_avg": torch.zeros(4, 3)}),
             r"0.weight/exp_avg: \[4, 3\] instead of \[3, 4\]",

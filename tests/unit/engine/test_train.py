@@ -263,7 +263,10 @@ def test_a_row_over_the_cap_stops_every_rank(train, make_batch):
     assert [type(error) for error in errors] == [PeerFailedError, RowTooLongError]
 
 
-def test_saved_and_restored_training_continues_bit_for_bit(make_policy, make_batch, policy_gradient, tmp_path):
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+def test_saved_and_restored_training_continues_bit_for_bit(
+    make_policy, make_batch, policy_gradient, tmp_path, precision
+):
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
 
     def steps(engine, numbers):
@@ -271,13 +274,13 @@ def test_saved_and_restored_training_continues_bit_for_bit(make_policy, make_bat
         for number in numbers:
             engine.train(batches[number], loss, denominator=50, step=number + 1, num_steps=4)
 
-    whole = engine_of(make_policy(torch.float32), 60)
+    whole = engine_of(make_policy(precision), 60)
     steps(whole, [0, 1, 2, 3])
-    first = engine_of(make_policy(torch.float32), 60)
+    first = engine_of(make_policy(precision), 60)
     steps(first, [0, 1])
     safetensors.torch.save_file(dict(named_weights(first.model)), tmp_path / "weights")
     safetensors.torch.save_file(optimizer_tensors(first.model, first.optimizer), tmp_path / "state")
-    second = engine_of(make_policy(torch.float32), 60)
+    second = engine_of(make_policy(precision), 60)
     steps(second, [3])  # whatever it held before must not matter
     saved = safetensors.torch.load_file(tmp_path / "weights")
     with torch.no_grad():
