@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rallypoint.errors import ModelError
 from rallypoint.models import PackedRows, lm_head, value_head
 from rallypoint.models.head import head_outputs
+from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
 from rallypoint.types import Sequences
 
 
@@ -65,10 +66,13 @@ def policy_outputs(model: PreTrainedModel, batch: Sequences, positions: Tensor, 
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
     head = lm_head(model)
+    targets = batch.tokens[positions].to(model.device)
+    if isinstance(head, VocabParallelLinear):
+        states = hidden_states(model, batch, positions)
+        return TokenOutputs(*vocab_parallel_outputs(states, head, targets, temperature))
     if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight
         raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
     states = hidden_states(model, batch, positions)
-    targets = batch.tokens[positions].to(states.device)
     return TokenOutputs(*head_outputs(states, head.weight, head.bias, targets, temperature))
 
 

@@ -64,13 +64,30 @@ def head_outputs(
         temperature: that the logits are divided by.
         chunk_bytes: of the logits that may exist at once; at least one token is taken at a time.
     """
-    rows_per_chunk = max(1, chunk_bytes // (weight.shape[0] * _softmax_dtype(states).itemsize))
-    logprobs, entropy = _HeadOutputs.apply(states, weight, bias, targets, temperature, rows_per_chunk)  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
+    logprobs, entropy, _ = head_statistics(states, weight, bias, targets, temperature, chunk_bytes=chunk_bytes)
     return logprobs, entropy
 
 
-class _HeadOutputs(torch.autograd.Function):
-    """`head_outputs`, with rows per chunk as the last argument."""
+def head_statistics(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `head_outputs` returns, and logsumexp(z): [N], with gradients as well.
+
+    With it, the results of a vocabulary in parts can be made from those of the parts.
+    """
+    rows_per_chunk = max(1, chunk_bytes // (weight.shape[0] * _softmax_dtype(states).itemsize))
+    logprobs, entropy, normaliser = _HeadStatistics.apply(states, weight, bias, targets, temperature, rows_per_chunk)  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
+    return logprobs, entropy, normaliser
+
+
+class _HeadStatistics(torch.autograd.Function):
+    """`head_statistics`, with rows per chunk as the last argument."""
 
     @staticmethod
     def forward(
@@ -81,7 +98,7 @@ class _HeadOutputs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         rows_per_chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _softmax_dtype(states)
         logprobs, entropy, normaliser = (states.new_empty(len(states), dtype=dtype) for _ in range(3))
         for rows in _chunks(len(states), rows_per_chunk):
@@ -99,17 +116,19 @@ class _HeadOutputs(torch.autograd.Function):
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)  # pyright: ignore[reportArgumentType] - None may be saved
         ctx.temperature, ctx.rows_per_chunk = temperature, rows_per_chunk
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, normaliser
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        ctx: _Context, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: _Context, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_normaliser: Tensor | None
     ) -> _Gradients:
         states, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dtype = normaliser.dtype
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        # Both have the shares of all tokens in their gradient; that of a logprob also has its own token.
+        grad_shares = -grad_logprobs if grad_normaliser is None else grad_normaliser - grad_logprobs
         grad_states = torch.empty_like(states) if wants_states else None
         # Sums over chunks keep the precision of the softmax, whatever that of the weights.
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
@@ -120,6 +139,7 @@ class _HeadOutputs(torch.autograd.Function):
                 torch.add(-normaliser[rows].unsqueeze(1), logits, alpha=1.0 / ctx.temperature, out=logits),
                 targets[rows],
                 entropy[rows],
+                grad_shares[rows] / ctx.temperature,
                 grad_logprobs[rows] / ctx.temperature,
                 None if grad_entropy is None else grad_entropy[rows] / ctx.temperature,
             )
@@ -136,19 +156,25 @@ class _HeadOutputs(torch.autograd.Function):
 
 
 def _grad_logits(
-    log_shares: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    log_shares: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    grad_shares: Tensor,
+    grad_targets: Tensor,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
     """Return the gradient of the scaled logits of a chunk, [n, V]; overwrites `log_shares`.
 
     d logprob / d z = onehot(target) - share        d entropy / d z = -share * (log_share + entropy)
+    d normaliser / d z = share
     """
     shares = log_shares.exp()
     if grad_entropy is None:
-        grad = shares.mul_(-grad_logprobs.unsqueeze(1))
+        grad = shares.mul_(grad_shares.unsqueeze(1))
     else:
-        fixed = -(grad_logprobs + grad_entropy * entropy).unsqueeze(1)
+        fixed = (grad_shares - grad_entropy * entropy).unsqueeze(1)
         grad = torch.addcmul(fixed, log_shares, -grad_entropy.unsqueeze(1), out=log_shares).mul_(shares)
-    return grad.scatter_add_(1, targets.unsqueeze(1), grad_logprobs.unsqueeze(1))
+    return grad.scatter_add_(1, targets.unsqueeze(1), grad_targets.unsqueeze(1))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

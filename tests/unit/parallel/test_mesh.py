@@ -1,31 +1,9 @@
 """Which ranks meet along which axis, and what gradients become on their way between ranks."""
 
-import itertools
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
-from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.parallel import DeviceMesh, gather_rows, reduce, replicate
-
-
-@pytest.fixture
-def on_mesh():
-    """Return a function that runs a call on every rank of a mesh, each in a thread."""
-    names = itertools.count()
-    with open_rendezvous("memory", "these tests", lease_s=2) as rendezvous:
-
-        def run(call, **sizes):
-            name, size = f"mesh {next(names)}", torch.tensor(list(sizes.values())).prod().item()
-
-            def on_rank(rank):
-                return call(DeviceMesh.connect(rendezvous, name, rank, sizes, timeout_s=20))
-
-            with ThreadPoolExecutor(size) as pool:
-                return list(pool.map(on_rank, range(size)))
-
-        yield run
 
 
 def sum_of_ranks(group, mesh):
