@@ -201,6 +201,9 @@ class EngineConfig(Section):
     max_tokens_per_micro_batch: int = key(
         16_384, at_least=1, unit="tokens", help="Hard cap of one forward pass; bounds the activations."
     )
+    rows: Literal["packed", "padded"] = key(
+        "packed", help="Rows of a pass lie end to end, or are filled up to one length; the results are the same."
+    )
 
 
 class ValidationConfig(Section):

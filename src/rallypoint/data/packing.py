@@ -1,4 +1,4 @@
-"""Rows into micro-batches under a hard token cap, as few as possible and evenly loaded."""
+"""Rows into micro-batches under a hard token cap: packed end to end, few and evenly loaded, or padded to one length."""
 
 from __future__ import annotations
 
@@ -44,6 +44,33 @@ def pack_rows(lengths: Sequence[int], max_tokens: int, costs: Sequence[float] | 
         few = _first_fit(lengths, max_tokens)
         parts = _spread(order, lengths, costs, len(few), max_tokens) or few
     return [sorted(part) for part in parts if part]
+
+
+def pad_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut rows into micro-batches of at most `max_tokens` tokens where each row takes as many as the longest beside it.
+
+    Rows of similar length meet, so that little is padding: longest first, as many as the cap allows.
+
+    Returns:
+        Row numbers of each micro-batch, rising; every row occurs exactly once.
+
+    Raises:
+        RowTooLongError: one row alone exceeds the cap.
+
+    >>> pad_rows([5, 9, 4, 3], max_tokens=10)
+    [[1], [0, 2], [3]]
+    """
+    parts: list[list[int]] = []
+    room = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if lengths[row] > max_tokens:
+            raise RowTooLongError(row, lengths[row], max_tokens)
+        if room == 0:
+            parts.append([])
+            room = max_tokens // max(1, lengths[row])
+        parts[-1].append(row)
+        room -= 1
+    return [sorted(part) for part in parts]
 
 
 def _spread(

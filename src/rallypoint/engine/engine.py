@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.data.packing import pack_rows
+from rallypoint.data.packing import pack_rows, pad_rows
 from rallypoint.engine.forward import trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError
@@ -41,6 +41,7 @@ class Engine(Generic[BatchT]):
         optimizer: OptimizerConfig | None,
         mesh: DeviceMesh,
         max_tokens_per_micro_batch: int,
+        padded: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model over.
@@ -50,13 +51,14 @@ class Engine(Generic[BatchT]):
             optimizer: None for a model that is evaluated only.
             mesh: the ranks that train it together; `model` is this one's part of it.
             max_tokens_per_micro_batch: the hard cap.
+            padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.
         """
         self.model = model
         self.optimizer = None if optimizer is None else make_optimizer(model, optimizer)
         self._optimizer_config = optimizer
         self._mesh = mesh
-        self._max_tokens, self._tick = max_tokens_per_micro_batch, tick
+        self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick
         model.requires_grad_(optimizer is not None)
 
     @torch.no_grad()
@@ -74,9 +76,9 @@ class Engine(Generic[BatchT]):
         for rows, part in self._micro_batches(batch):
             positions = trained_positions(part)
             if len(positions):
-                everywhere = torch.zeros(part.num_tokens)
-                everywhere[positions] = outputs(part, positions).cpu()
-                _scatter_rows(values, batch.offsets, rows, everywhere)
+                # In their order trained tokens are the same with padding and without.
+                at = token_index(batch.offsets, torch.tensor(rows))
+                values[at[batch.loss_mask[at]]] = outputs(part, positions).to(values)
         return PerToken(offsets=batch.offsets, values=values)
 
     def train(self, batch: BatchT, loss: Loss[BatchT], *, denominator: float, step: int, num_steps: int) -> Metrics:
@@ -168,14 +170,12 @@ class Engine(Generic[BatchT]):
         return norm
 
     def _micro_batches(self, batch: RowsT) -> Iterator[tuple[list[int], RowsT]]:
-        for rows in pack_rows(batch.lengths.tolist(), self._max_tokens):
-            yield rows, batch.rows(rows)
+        """Yield the rows of each micro-batch, as numbers and as what goes through the model."""
+        lengths = batch.lengths.tolist()
+        for rows in (pad_rows if self._padded else pack_rows)(lengths, self._max_tokens):
+            part = batch.rows(rows)
+            yield rows, part.padded(max(lengths[row] for row in rows)) if self._padded else part
             self._tick()
-
-
-def _scatter_rows(into: Tensor, offsets: Tensor, rows: list[int], values: Tensor) -> None:
-    """Write the tokens of some rows, lying end to end, to their places in the whole stream."""
-    into[token_index(offsets, torch.tensor(rows))] = values
 
 
 def _name_rows(batch: Sequences, rows: list[int]) -> str:

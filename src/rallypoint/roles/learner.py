@@ -42,6 +42,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
             optimizer=optimizer,
             mesh=spec.meet(context),
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
+            padded=spec.config.engine.rows == "padded",
             tick=context.tick,
         )
 

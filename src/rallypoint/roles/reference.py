@@ -28,6 +28,7 @@ class ReferenceWorker:
             optimizer=None,
             mesh=DeviceMesh.solo(),
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
+            padded=config.engine.rows == "padded",
             tick=context.tick,
         )
 

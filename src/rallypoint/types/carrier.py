@@ -128,6 +128,23 @@ class Carrier:
             picked[name] = None if value is None else value[tokens if axis == "T" else row_index]
         return dataclasses.replace(self, **picked)
 
+    def padded(self, length: int) -> Self:
+        """Return the rows with zeros (False) behind each of them, all of one length: [B * length] tokens.
+
+        Raises:
+            ValueError: a row is longer.
+        """
+        if len(self) and int(self.lengths.max()) > length:
+            raise ValueError(f"a row of {int(self.lengths.max())} tokens cannot be padded to {length}")
+        within = torch.arange(self.num_tokens) - self.offsets[:-1][self.row_of_token]
+        place = self.row_of_token * length + within
+        wider: dict[str, Any] = {"offsets": torch.arange(len(self) + 1) * length}
+        for name, axis in self._field_axes():
+            value = cast("Tensor | None", getattr(self, name))
+            if value is not None and axis == "T":
+                wider[name] = value.new_zeros(len(self) * length).index_copy_(0, place, value)
+        return dataclasses.replace(self, **wider)
+
     def split(self, num_parts: int) -> list[Self]:
         """Cut into consecutive parts whose row counts differ by at most one; some may be empty."""
         borders = [len(self) * part // num_parts for part in range(num_parts + 1)]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.data.balance import row_costs
-from rallypoint.data.packing import pack_rows
+from rallypoint.data.packing import pack_rows, pad_rows
 from rallypoint.errors import RowTooLongError
 
 # Caps of one to four rows: where they nearly fit is where a cap is exceeded.
@@ -94,3 +94,18 @@ def test_a_row_longer_than_the_cap_is_named_with_its_length_and_what_to_change()
 def test_thousands_of_rows_are_packed_at_once():
     parts = pack_rows([1 + (row * 7919) % 997 for row in range(5000)], 4096)
     assert len(parts) < 640
+
+
+@given(lengths_and_cap)
+def test_padding_counts_towards_the_cap(lengths_and_cap):
+    lengths, cap = lengths_and_cap
+    parts = pad_rows(lengths, cap)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert all(len(part) * max(lengths[row] for row in part) <= cap for part in parts)
+    assert all(part == sorted(part) for part in parts)
+
+
+def test_a_row_that_alone_exceeds_the_cap_is_named_when_padded_too():
+    with pytest.raises(RowTooLongError) as caught:
+        pad_rows([3, 11, 12], 10)
+    assert caught.value.args[0] == 2

@@ -15,8 +15,8 @@ from rallypoint.parallel import DeviceMesh
 LENGTHS = [6, 1, 13, 0, 30, 2, 7]
 
 
-def engine_of(model, cap):
-    return Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=cap)
+def engine_of(model, cap, padded=False):
+    return Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=cap, padded=padded)
 
 
 def token_by_token(folder, batch, temperature):
@@ -66,9 +66,10 @@ def test_values_are_of_the_state_in_which_each_token_was_chosen(make_folder, mak
             assert values[t] == pytest.approx(float(expected), rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cap", [30, 31, 37, 59, 1000])
-def test_numbers_come_back_in_the_order_of_the_batch_for_every_cap(make_policy, make_batch, cap):
-    engine = engine_of(make_policy(), cap)
+def test_numbers_come_back_in_the_order_of_the_batch_for_every_cap(make_policy, make_batch, cap, padded):
+    engine = engine_of(make_policy(), cap, padded)
     for seed in range(5):
         lengths = [LENGTHS[i] for i in torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(seed))]
         batch = make_batch(lengths, seed=seed, masked_rows=[seed])

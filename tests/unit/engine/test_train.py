@@ -23,8 +23,9 @@ LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def engine_of(model, cap=1000, mesh=None, config=CONFIG):
-    return Engine(model, optimizer=config, mesh=mesh or DeviceMesh.solo(), max_tokens_per_micro_batch=cap)
+def engine_of(model, cap=1000, mesh=None, config=CONFIG, padded=False):
+    mesh = mesh or DeviceMesh.solo()
+    return Engine(model, optimizer=config, mesh=mesh, max_tokens_per_micro_batch=cap, padded=padded)
 
 
 def outcome(engine, metrics):
@@ -53,14 +54,14 @@ def train(make_policy, policy_gradient):
     """Return a function that takes one step on parts of a batch, a rank each, and returns every rank's outcome."""
     meetings, rendezvous = itertools.count(), open_rendezvous("memory", "test")
 
-    def run(parts, dtype, *, cap=1000, architecture="llama", wrap=lambda loss, rank: loss, num_steps=1):
+    def run(parts, dtype, *, cap=1000, architecture="llama", wrap=lambda loss, rank: loss, num_steps=1, padded=False):
         name = f"meeting {next(meetings)}"
         denominator = max(1, sum(part.num_loss_tokens for part in parts))
         models = [make_policy(dtype, architecture) for _ in parts]
 
         def rank_of(rank):
             mesh = DeviceMesh.connect(rendezvous, name, rank, {"dp_replicate": len(parts)}, timeout_s=30)
-            engine = engine_of(models[rank], cap, mesh)
+            engine = engine_of(models[rank], cap, mesh, padded=padded)
             loss = wrap(policy_gradient(models[rank]), rank)
             for step in range(1, num_steps + 1):
                 metrics = engine.train(parts[rank], loss, denominator=denominator, step=step, num_steps=num_steps)
@@ -106,6 +107,14 @@ def test_rows_longer_than_half_a_thousand_tokens_give_the_same_step(train, make_
     (expected,) = train([batch], torch.float64, cap=10_000)
     (actual,) = train([batch], torch.float64, cap=600)
     assert_same(actual, expected, 1e-10)
+
+
+@pytest.mark.parametrize("cap", [10_000, 45, 40])
+def test_rows_that_are_padded_give_the_same_step(train, make_batch, dtype, cap):
+    batch = make_batch([*LENGTHS, 0], masked_rows=[1])
+    (expected,) = train([batch], dtype, cap=10_000)
+    (actual,) = train([batch], dtype, cap=cap, padded=True)
+    assert_same(actual, expected, TOLERANCES[dtype])
 
 
 SHARDS = {

@@ -186,3 +186,23 @@ def test_a_response_is_what_the_policy_sampled():
 def test_rows_of_a_carrier_without_rows_are_none():
     empty = make(Carrier, [])
     assert len(empty) == empty.num_tokens == len(empty.row_of_token) == 0
+
+
+@given(carriers, st.integers(0, 3))
+def test_padding_puts_zeros_behind_every_row_and_changes_nothing_else(carrier, more):
+    length = max([0, *carrier.lengths.tolist()]) + more
+    padded = carrier.padded(length)
+    assert padded.lengths.tolist() == [length] * len(carrier)
+    for field in dataclasses.fields(carrier):
+        values, wider = getattr(carrier, field.name), getattr(padded, field.name)
+        if values is None or field.metadata.get("axis") != "T":
+            assert field.name == "offsets" or wider is values
+            continue
+        own = torch.arange(length).repeat(len(carrier)) < carrier.lengths.repeat_interleave(length)
+        assert torch.equal(wider[own], values)
+        assert not wider[~own].any()
+
+
+def test_a_row_cannot_be_padded_to_less_than_its_length():
+    with pytest.raises(ValueError, match="4 tokens cannot be padded to 3"):
+        make(Prompts, [2, 4]).padded(3)
