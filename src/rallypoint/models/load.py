@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from rallypoint.errors import ModelError
 from rallypoint.models.agreement import check_agreement
 from rallypoint.models.attention import ATTENTION
+from rallypoint.models.experts import EXPERTS
 
 LOADING = threading.Lock()
 """Held while transformers loads or makes a model: it swaps methods of its classes meanwhile, for all threads."""
@@ -157,6 +158,7 @@ def _load(
             config=config,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
+            experts_implementation=EXPERTS,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,

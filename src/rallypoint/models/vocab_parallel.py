@@ -25,17 +25,16 @@ def vocabulary_of(rank: int, num_ranks: int, num_tokens: int) -> range:
 class VocabParallelLinear(nn.Linear):
     """A head that has the weights of some tokens: its forward pass returns their logits only."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tokens: range, tp: Collective) -> None:
-        """Take over this rank's part of the weights.
+    def __init__(self, part: nn.Linear, tokens: range, tp: Collective) -> None:
+        """Take over this rank's part of a head.
 
         Args:
-            weight: [v, E].
-            bias: [v], if the head has one.
-            tokens: the v tokens.
+            part: with the weights of the tokens only.
+            tokens: which.
             tp: the ranks that have the others.
         """
-        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        self.weight, self.bias = weight, bias
+        super().__init__(part.in_features, len(tokens), device="meta")
+        self.weight, self.bias = part.weight, part.bias
         self.tokens, self.tp = tokens, tp
 
 

@@ -18,8 +18,12 @@ def plainly(states, weight, bias, targets, temperature):
 def head_of(mesh, weight, bias):
     tokens = vocabulary_of(mesh.tp.rank, mesh.tp.size, len(weight))
     own = slice(tokens.start, tokens.stop)
-    parts = [None if whole is None else nn.Parameter(whole[own].clone()) for whole in (weight, bias)]
-    return VocabParallelLinear(*parts, tokens, mesh.tp)
+    part = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, dtype=weight.dtype)
+    with torch.no_grad():
+        part.weight.copy_(weight[own])
+        if bias is not None:
+            part.bias.copy_(bias[own])
+    return VocabParallelLinear(part, tokens, mesh.tp)
 
 
 def draw(num_tokens, vocabulary, dtype, *, bias=True, seed=0):

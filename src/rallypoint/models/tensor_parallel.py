@@ -1,0 +1,220 @@
+"""Cuts a model over the ranks of a tensor-parallel group, by heads, columns of the MLP, experts and vocabulary.
+
+Owns: which rectangle of every weight a rank has, and where the ranks talk: at the entrance of a block (backward) and at
+its exit (forward), behind the embedding and in the head. Must not know: where weights come from, how gradients become
+a step. No code of a model changes: modules stay what they are, with smaller weights and with hooks.
+
+Invariant: outside the blocks, all ranks compute the same numbers from the same weights, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rallypoint.config.mesh_fit import tensor_parallel_misfit
+from rallypoint.errors import ModelError
+from rallypoint.models.families import Cut, Family
+from rallypoint.models.part import Part
+from rallypoint.models.vocab_parallel import VocabParallelLinear, vocabulary_of
+from rallypoint.parallel import Collective, reduce, replicate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorParts:
+    """What a rank has of a model after the cut."""
+
+    parts: Mapping[str, Part]
+    """Name of every parameter (tied ones under their first) -> what the rank has of it."""
+    summed: frozenset[str]
+    """Parameters that every rank has whole, but whose gradient is the sum of those that the ranks have computed."""
+
+
+def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorParts:
+    """Cut a model for one rank, in place.
+
+    Args:
+        model: whole; its weights may be on the meta device, and are cut too if they are not.
+        family: of the model.
+        tp: the ranks that share it.
+
+    Raises:
+        ModelError: a size does not divide by the number of ranks, or a weight is not in the family's plan.
+    """
+    cutter = _Cutter(type(model).__name__, tp)
+    if tp.size > 1:
+        _check_heads(model, tp)
+        cutter.cut_vocabulary(model)
+        for layer in cast("nn.ModuleList", model.base_model.layers):
+            modules = dict(layer.named_modules())
+            for name, plan in family.blocks.items():
+                if family.experts in modules and str(family.experts).startswith(f"{name}."):
+                    cutter.cut_experts(modules[str(family.experts)])
+                else:
+                    cutter.cut_block(modules[name], plan)
+    names = {weight: name for name, weight in model.named_parameters()}
+    parts = {name: cutter.parts.get(weight, Part.whole(weight.shape)) for weight, name in names.items()}
+    return TensorParts(parts, frozenset(names[weight] for weight in cutter.summed))
+
+
+def _check_heads(model: PreTrainedModel, tp: Collective) -> None:
+    """Refuse to cut a head in two, which the shapes of the projections do not show."""
+    heads = {
+        "attention heads": cast("int", model.config.num_attention_heads),
+        "key/value heads": cast("int", model.config.num_key_value_heads),
+    }
+    if misfit := tensor_parallel_misfit(tp.size, heads):
+        raise ModelError(f"{type(model).__name__}: tp={misfit}")
+
+
+class _Cutter:
+    """What has been cut so far."""
+
+    def __init__(self, model_name: str, tp: Collective) -> None:
+        self._model_name, self._tp = model_name, tp
+        self.parts: dict[nn.Parameter, Part] = {}
+        self.summed: set[nn.Parameter] = set()
+
+    def cut_vocabulary(self, model: PreTrainedModel) -> None:
+        """Give the rank the embeddings and the logits of some tokens; a weight that is tied stays one."""
+        embedding, head = cast("nn.Embedding", model.get_input_embeddings()), model.get_output_embeddings()
+        tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
+        tokens = vocabulary_of(self._tp.rank, self._tp.size, embedding.num_embeddings)
+        self._narrow(embedding, "weight", 0, tokens)
+        embedding.num_embeddings = len(tokens)
+        if embedding.padding_idx is not None:
+            padding = embedding.padding_idx
+            embedding.padding_idx = padding - tokens.start if padding in tokens else None
+        _look_up_own_tokens(embedding, tokens, self._tp)
+        if head is None:
+            return
+        if type(head) is not nn.Linear:
+            raise ModelError(f"{self._model_name} has a {type(head).__name__} for its head; expected a plain nn.Linear")
+        if tied:
+            head.weight = embedding.weight
+        else:
+            self._narrow(head, "weight", 0, tokens)
+        if head.bias is not None:
+            self._narrow(head, "bias", 0, tokens)
+        model.set_output_embeddings(VocabParallelLinear(head, tokens, self._tp))
+
+    def cut_block(self, block: nn.Module, plan: Mapping[str, Cut]) -> None:
+        """Give the rank its part of a block, which then takes the whole input and returns the whole output."""
+        unknown = [name for name, _ in block.named_parameters() if name.split(".")[0] not in plan]
+        if unknown:
+            raise ModelError(
+                f"{self._model_name}: {', '.join(unknown)} of {type(block).__name__} cannot be cut over ranks (tp > 1)"
+            )
+        cuts = {Cut.OUTPUTS: self._cut_outputs, Cut.INPUTS: self._cut_inputs, Cut.SUMMED: self._sum}
+        for name, cut in plan.items():
+            cuts[cut](block, name)
+        _share_block(block, self._tp)
+
+    def cut_experts(self, experts: nn.Module) -> None:
+        """Give the rank some experts; their module then takes all tokens and returns what all experts make of them."""
+        weights = dict(experts.named_parameters())
+        num_experts = len(next(iter(weights.values())))
+        own = self._own(num_experts, "experts")
+        for name in weights:
+            self._narrow(experts, name, 0, own)
+        experts.num_experts = len(own)  # pyright: ignore[reportArgumentType]
+        _share_experts(experts, own, self._tp)
+
+    def _cut_outputs(self, block: nn.Module, name: str) -> None:
+        linear = cast("nn.Linear", block.get_submodule(name))
+        own = self._own(linear.weight.shape[0], f"outputs of {name}")
+        for weight_name, _ in list(linear.named_parameters(recurse=False)):
+            self._narrow(linear, weight_name, 0, own)
+        linear.out_features = len(own)
+
+    def _cut_inputs(self, block: nn.Module, name: str) -> None:
+        linear = cast("nn.Linear", block.get_submodule(name))
+        own = self._own(linear.weight.shape[1], f"inputs of {name}")
+        self._narrow(linear, "weight", 1, own)
+        linear.in_features = len(own)
+        if linear.bias is not None:
+            self.summed.add(linear.bias)
+            if self._tp.rank > 0:
+                setattr(block, name, _WithoutBias(linear))
+
+    def _sum(self, block: nn.Module, name: str) -> None:
+        self.summed.update(block.get_submodule(name).parameters())
+
+    def _own(self, size: int, what: str) -> range:
+        """Return this rank's equal part of a size."""
+        if misfit := tensor_parallel_misfit(self._tp.size, {what: size}):
+            raise ModelError(f"{self._model_name}: tp={misfit}")
+        part = size // self._tp.size
+        return range(part * self._tp.rank, part * (self._tp.rank + 1))
+
+    def _narrow(self, module: nn.Module, name: str, dim: int, own: range) -> None:
+        """Replace a parameter by some of its indices along a dimension."""
+        whole = module.get_parameter(name)
+        part = Part.whole(whole.shape).narrow(dim, own.start, len(own))
+        weight = nn.Parameter(whole.detach().narrow(dim, own.start, len(own)).clone(), whole.requires_grad)
+        setattr(module, name, weight)
+        self.parts[weight] = part
+
+
+class _WithoutBias(nn.Linear):
+    """One addend of a linear layer of which another rank adds the bias; it is kept, as it is on every rank."""
+
+    def __init__(self, part: nn.Linear) -> None:
+        super().__init__(part.in_features, part.out_features, device="meta")
+        self.weight, self.bias = part.weight, part.bias
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
+        return functional.linear(input, self.weight)
+
+
+def _share_block(block: nn.Module, tp: Collective) -> None:
+    """Add up the gradients of a block's input, and the addends of its output."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (replicate(args[0], tp), *args[1:]), options
+        return args, options | {"hidden_states": replicate(options["hidden_states"], tp)}
+
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        del args
+        return (reduce(output[0], tp), *output[1:]) if isinstance(output, tuple) else reduce(output, tp)
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+    block.register_forward_hook(leave)
+
+
+def _look_up_own_tokens(embedding: nn.Embedding, tokens: range, tp: Collective) -> None:
+    """Let an embedding look up the tokens that it has, and ask the other ranks for the rest."""
+    foreign: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        foreign.append((args[0] < tokens.start) | (args[0] >= tokens.stop))
+        return ((args[0] - tokens.start).masked_fill(foreign[-1], 0),)
+
+    def after(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        del args
+        return reduce(output.masked_fill(foreign.pop().unsqueeze(-1), 0.0), tp)
+
+    embedding.register_forward_pre_hook(before)
+    embedding.register_forward_hook(after)
+
+
+def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
+    """Number the experts that tokens are sent to as this rank has them, those of others behind its own."""
+
+    def enter(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        states, chosen, shares = args
+        foreign = (chosen < own.start) | (chosen >= own.stop)
+        return replicate(states, tp), (chosen - own.start).masked_fill(foreign, len(own)), replicate(shares, tp)
+
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        del args
+        return reduce(output, tp)
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(leave)

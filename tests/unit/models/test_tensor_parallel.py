@@ -1,0 +1,257 @@
+"""Models cut over ranks against the whole model: outputs, gradients, and what every rank has of a weight."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from rallypoint.engine import critic_values, policy_outputs
+from rallypoint.engine.forward import trained_positions
+from rallypoint.errors import ModelError
+from rallypoint.models.agreement import check_agreement
+from rallypoint.models.attention import ATTENTION
+from rallypoint.models.experts import EXPERTS
+from rallypoint.models.families import FAMILIES, family_of
+from rallypoint.models.load import lm_head
+from rallypoint.models.part import Part
+from rallypoint.models.tensor_parallel import cut_model
+from rallypoint.parallel import DeviceMesh
+from rallypoint.types import Sequences
+
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 128,
+    "pad_token_id": 3,
+    "use_cache": False,
+}
+MIXTURE = {
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+CONFIGS = {
+    "llama": lambda **sizes: LlamaConfig(**sizes, tie_word_embeddings=False),
+    "llama, tied": lambda **sizes: LlamaConfig(**sizes, tie_word_embeddings=True),
+    "llama, with biases": lambda **sizes: LlamaConfig(**sizes, attention_bias=True, mlp_bias=True),
+    "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=None),
+    "qwen2": lambda **sizes: Qwen2Config(**sizes),
+    "qwen3": lambda **sizes: Qwen3Config(**sizes, head_dim=8),
+    "qwen3, tied": lambda **sizes: Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True),
+    "qwen3_moe": lambda **sizes: Qwen3MoeConfig(**sizes, **MIXTURE),
+    "qwen3_moe, one layer dense": lambda **sizes: Qwen3MoeConfig(**sizes, **MIXTURE, mlp_only_layers=[1]),
+    "gemma": lambda **sizes: GemmaConfig(**sizes, head_dim=8),
+}
+TOLERANCES = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rtol": 1e-5, "atol": 2e-5}}
+
+
+def make_whole(config, dtype=torch.float64, factory=AutoModelForCausalLM):
+    """Build a model with all weights random, norms and biases too."""
+    model = factory.from_config(config, attn_implementation=ATTENTION, experts_implementation=EXPERTS).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * (0.3 if weight.dim() > 1 else 0.1))
+            weight += 1.0 if weight.dim() == 1 else 0.0
+    return model.eval()
+
+
+def make_batch(lengths=(5, 1, 12, 7)):
+    generator = torch.Generator().manual_seed(1)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    loss_mask = torch.ones(int(offsets[-1]), dtype=torch.bool)
+    loss_mask[offsets[:-1]] = False
+    return Sequences(
+        offsets=offsets,
+        tokens=torch.randint(SIZES["vocab_size"], (int(offsets[-1]),), generator=generator),
+        loss_mask=loss_mask,
+        prompt_index=torch.arange(len(lengths)),
+        sample_index=torch.zeros(len(lengths), dtype=torch.int64),
+    )
+
+
+def policy_pass(model):
+    """Return logprobs and entropies, after a backward pass of a sum in which each has a weight of its own."""
+    batch = make_batch()
+    found = policy_outputs(model, batch, trained_positions(batch), temperature=0.8)
+    weigh = torch.linspace(-1, 1, len(found.logprobs), dtype=found.logprobs.dtype)
+    (found.logprobs @ weigh + found.entropy @ weigh.flip(0)).backward()
+    return found.logprobs.detach(), found.entropy.detach()
+
+
+def critic_pass(model):
+    batch = make_batch()
+    values = critic_values(model, batch, trained_positions(batch))
+    values.square().sum().backward()
+    return (values.detach(),)
+
+
+def gradients_of(model, cut, tp):
+    """Return the gradient of each weight, as the ranks have it once they added up what needs it."""
+    found = {}
+    for name, weight in model.named_parameters():
+        found[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if name in cut.summed:
+            tp.all_reduce_sum([found[name]])
+    return found
+
+
+def assert_cut_equals_whole(on_mesh, whole, one_pass, num_ranks, tolerance):
+    """Compare every rank's outputs and gradients, and what all of them have of each weight."""
+
+    def on_rank(mesh):
+        model = copy.deepcopy(whole)
+        cut = cut_model(model, family_of(model.config.model_type), mesh.tp)
+        outputs = one_pass(model)
+        return outputs, cut.parts, gradients_of(model, cut, mesh.tp)
+
+    found = on_mesh(on_rank, tp=num_ranks)
+    expected = one_pass(whole)
+    for outputs, parts, gradients in found:
+        for actual, wanted in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, **tolerance)
+        for name, weight in whole.named_parameters():
+            wanted = weight.grad[parts[name].within(Part.whole(weight.shape))]
+            scale = float(weight.grad.abs().max())
+            error = (gradients[name] - wanted).abs().max()
+            assert error <= tolerance["rtol"] * scale, (name, float(error / scale))
+    return found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("make_config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_two_ranks_have_the_numbers_and_gradients_of_one(on_mesh, make_config, dtype):
+    assert_cut_equals_whole(on_mesh, make_whole(make_config(**SIZES), dtype), policy_pass, 2, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "qwen3_moe"])
+def test_four_ranks_have_the_numbers_and_gradients_of_one(on_mesh, name):
+    sizes = SIZES | {"num_key_value_heads": 4}
+    assert_cut_equals_whole(on_mesh, make_whole(CONFIGS[name](**sizes)), policy_pass, 4, TOLERANCES[torch.float64])
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "qwen3"])
+def test_a_critic_has_the_values_and_gradients_of_one_rank(on_mesh, name):
+    whole = make_whole(CONFIGS[name](**SIZES, num_labels=1), factory=AutoModelForTokenClassification)
+    assert_cut_equals_whole(on_mesh, whole, critic_pass, 2, TOLERANCES[torch.float64])
+
+
+def test_ranks_have_the_same_bits_of_what_they_compute_together(on_mesh):
+    def on_rank(mesh):
+        model = make_whole(CONFIGS["qwen3"](**SIZES), torch.float32)
+        cut = cut_model(model, family_of("qwen3"), mesh.tp)
+        return *policy_pass(model), *(
+            g for name, g in gradients_of(model, cut, mesh.tp).items() if cut.parts[name].is_whole
+        )
+
+    first, second = on_mesh(on_rank, tp=2)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("make_config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_parts_of_all_ranks_are_the_whole_model_again(on_mesh, make_config):
+    whole = make_whole(make_config(**SIZES))
+
+    def on_rank(mesh):
+        model = copy.deepcopy(whole)
+        return cut_model(model, family_of(model.config.model_type), mesh.tp).parts, dict(model.named_parameters())
+
+    ranks = on_mesh(on_rank, tp=2)
+    for name, weight in whole.named_parameters():
+        assembled = torch.full_like(weight, float("nan"))
+        for parts, weights in ranks:
+            assembled[parts[name].within(Part.whole(weight.shape))] = weights[name].detach()
+        assert torch.equal(assembled, weight), name
+    held = [sum(weight.numel() for weight in weights.values()) for _, weights in ranks]
+    assert max(held) < 0.6 * sum(weight.numel() for weight in whole.parameters())
+
+
+def test_a_model_without_memory_is_cut_like_one_with(on_mesh):
+    config = CONFIGS["qwen3_moe"](**SIZES)
+
+    full_of_rank = [make_whole(config) for _ in range(2)]
+
+    def on_rank(mesh):
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+        full = full_of_rank[mesh.tp.rank]
+        parts = [cut_model(model, family_of("qwen3_moe"), mesh.tp) for model in (empty, full)]
+        shapes = [{name: weight.shape for name, weight in model.named_parameters()} for model in (empty, full)]
+        return parts, shapes, {weight.device.type for weight in empty.parameters()}
+
+    for parts, shapes, devices in on_mesh(on_rank, tp=2):
+        assert parts[0] == parts[1]
+        assert shapes[0] == shapes[1] == {name: part.sizes for name, part in parts[0].parts.items()}
+        assert devices == {"meta"}
+
+
+def test_one_rank_keeps_the_model_as_it_is():
+    model = make_whole(CONFIGS["llama"](**SIZES))
+    before = dict(model.named_parameters())
+    cut = cut_model(model, family_of("llama"), DeviceMesh.solo().tp)
+    assert all(weight is before[name] for name, weight in model.named_parameters())
+    assert all(part.is_whole for part in cut.parts.values())
+    assert not cut.summed
+
+
+def test_a_cut_model_agrees_with_its_own_code(on_mesh):
+    def on_rank(mesh):
+        model = make_whole(CONFIGS["qwen3_moe"](**SIZES), torch.float32)
+        cut_model(model, family_of("qwen3_moe"), mesh.tp)
+        check_agreement("here", model, lm_head(model))
+
+    on_mesh(on_rank, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"num_key_value_heads": 1}, "tp=2 does not divide 1 key/value heads; choose 1"),
+        ("llama", {"intermediate_size": 25}, "tp=2 does not divide 25 outputs of gate_proj; choose 1, 5 or 25"),
+        ("qwen3_moe", {"num_experts": 9}, "tp=2 does not divide 9 experts; choose 1, 3 or 9"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_named(on_mesh, name, changes, message):
+    sizes = SIZES | {key: value for key, value in changes.items() if key in SIZES}
+    config = CONFIGS[name](**sizes)
+    for key, value in changes.items():
+        setattr(config, key, value)
+
+    def on_rank(mesh):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        with pytest.raises(ModelError, match=message):
+            cut_model(model, family_of(config.model_type), mesh.tp)
+
+    on_mesh(on_rank, tp=2)
+
+
+def test_a_weight_that_the_plan_does_not_know_is_named(on_mesh):
+    def on_rank(mesh):
+        model = make_whole(CONFIGS["llama"](**SIZES))
+        model.model.layers[1].mlp.gamma = torch.nn.Linear(2, 2)
+        with pytest.raises(ModelError, match=r"gamma\.weight, gamma\.bias of LlamaMLP cannot be cut"):
+            cut_model(model, family_of("llama"), mesh.tp)
+
+    on_mesh(on_rank, tp=2)
+
+
+def test_a_family_without_a_plan_is_refused_with_those_that_have_one():
+    with pytest.raises(ModelError, match=f"type cohere cannot be cut.*supported are {', '.join(FAMILIES)}"):
+        family_of("cohere")
