@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -98,16 +99,18 @@ def flops_of(model: PreTrainedModel) -> ModelFlops:
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model without its numbers, and with an attention that asks for nothing but queries, keys and values."""
-    memo: dict[int, Any] = {
-        # Products of experts exist in bfloat16 only, and the type changes no count.
-        id(weight): nn.Parameter(torch.empty(weight.shape, dtype=torch.bfloat16, device="meta"))
-        for weight in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    shadow = copy.deepcopy(model, memo)
-    shadow.config._attn_implementation = _ATTENTION
-    shadow.config._experts_implementation = "batched_mm"  # the one that the counter knows
+    """Make the whole model again without numbers, with an attention that asks for nothing but queries, keys and values.
+
+    From its config, because what a rank holds may be a part of it.
+    """
+    whole = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = _ATTENTION
+    config._experts_implementation = "batched_mm"  # the one that the counter knows
+    with torch.device("meta"):
+        shadow: PreTrainedModel = whole(config)
+    for weight in shadow.parameters():
+        weight.data = weight.data.bfloat16()  # products of experts exist in it only, and the type changes no count
     return shadow
 
 

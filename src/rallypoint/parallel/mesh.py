@@ -33,6 +33,8 @@ class DeviceMesh:
     """All ranks of the role."""
     replicas: Collective
     """Those that hold the same part of the weights: along dp_replicate and sp. Gradients are summed over them."""
+    copy: Collective
+    """Those that hold one copy of the weights together: along dp_shard and tp."""
     shard: Collective
     """Along dp_shard."""
     sp: Collective
@@ -49,7 +51,7 @@ class DeviceMesh:
     def solo(cls) -> DeviceMesh:
         """Return the mesh of a single rank."""
         one = Solo()
-        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), one, one, one, one, one)
+        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 6)
 
     @classmethod
     def connect(
@@ -90,9 +92,8 @@ class DeviceMesh:
             return met[ranks]
 
         # One order of meetings for all ranks; a group that another axis has met already is met once.
-        everyone, replicas = group(*AXES), group("dp_replicate", "sp")
-        shard, sp, tp = group("dp_shard"), group("sp"), group("tp")
-        return cls(dict(grid.axes), grid.coordinates(rank), everyone, replicas, shard, sp, tp)
+        along = (AXES, ("dp_replicate", "sp"), ("dp_shard", "tp"), ("dp_shard",), ("sp",), ("tp",))
+        return cls(dict(grid.axes), grid.coordinates(rank), *[group(*axes) for axes in along])
 
 
 def peers(grid: Mesh, rank: int, along: Sequence[str]) -> list[int]:
