@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
-from rallypoint.models import PackedRows, lm_head, value_head
+from rallypoint.models import lm_head, value_head
 from rallypoint.models.head import head_outputs
+from rallypoint.models.ulysses import TokenSlice, rows_of
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
+from rallypoint.parallel import Collective, Solo
 from rallypoint.types import Sequences
+
+_ALONE = Solo()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,37 +50,53 @@ def trained_positions(batch: Sequences) -> Tensor:
     return torch.nonzero(batch.loss_mask).flatten()
 
 
-def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor) -> Tensor:
-    """Run the backbone over a packed stream and return the states that chose some tokens: [N, E]."""
-    device = model.device
-    rows = PackedRows(batch.offsets, device)
+def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor, sp: Collective = _ALONE) -> Tensor:
+    """Run the backbone over a packed stream and return the states that chose some tokens: [N, E].
+
+    Of the ranks in `sp`, which share the stream, each returns the states of its own slice of the positions.
+    """
+    device, part = model.device, TokenSlice.of(batch.num_tokens, positions, sp)
+    offsets, tokens = part.filled(batch.offsets, batch.tokens)
+    rows = rows_of(offsets, device, part)
     output = model.base_model(
-        input_ids=batch.tokens.to(device).unsqueeze(0),
+        input_ids=tokens[part.tokens].to(device).unsqueeze(0),
         position_ids=rows.position_ids,
         use_cache=False,
         rows=rows,
     )
-    return output.last_hidden_state.squeeze(0).index_select(0, (positions - 1).to(device))
+    sources = positions[part.positions] - 1 - part.tokens.start
+    return output.last_hidden_state.squeeze(0).index_select(0, sources.to(device))
 
 
-def policy_outputs(model: PreTrainedModel, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
+def policy_outputs(
+    model: PreTrainedModel, batch: Sequences, positions: Tensor, temperature: float, sp: Collective = _ALONE
+) -> TokenOutputs:
     """Return logprobs and entropies of the tokens at some positions, at a sampling temperature.
+
+    The ranks in `sp` share the work, and each returns all numbers.
 
     Raises:
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
     head = lm_head(model)
-    targets = batch.tokens[positions].to(model.device)
-    if isinstance(head, VocabParallelLinear):
-        states = hidden_states(model, batch, positions)
-        return TokenOutputs(*vocab_parallel_outputs(states, head, targets, temperature))
-    if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight
+    # A subclass may do more than multiply by its weight.
+    if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
         raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
-    states = hidden_states(model, batch, positions)
-    return TokenOutputs(*head_outputs(states, head.weight, head.bias, targets, temperature))
+    part = TokenSlice.of(batch.num_tokens, positions, sp)
+    states = hidden_states(model, batch, positions, sp)
+    targets = batch.tokens[positions[part.positions]].to(states.device)
+    if isinstance(head, VocabParallelLinear):
+        logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature)
+    else:
+        logprobs, entropy = head_outputs(states, head.weight, head.bias, targets, temperature)
+    return TokenOutputs(part.join(logprobs), part.join(entropy))
 
 
-def critic_values(model: PreTrainedModel, batch: Sequences, positions: Tensor) -> Tensor:
-    """Return the value of the state in which each token was chosen: [N] float32."""
-    states = hidden_states(model, batch, positions)
-    return value_head(model)(states).float().squeeze(-1)
+def critic_values(model: PreTrainedModel, batch: Sequences, positions: Tensor, sp: Collective = _ALONE) -> Tensor:
+    """Return the value of the state in which each token was chosen: [N] float32 (float64 of a float64 model).
+
+    For `sp` see `policy_outputs`.
+    """
+    values = value_head(model)(hidden_states(model, batch, positions, sp)).squeeze(-1)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    return TokenSlice.of(batch.num_tokens, positions, sp).join(values)

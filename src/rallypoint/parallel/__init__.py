@@ -1,6 +1,6 @@
 """Groups of ranks and their collectives; torch.distributed only."""
 
-from rallypoint.parallel.autograd import gather_rows, reduce, replicate
+from rallypoint.parallel.autograd import exchange_for_columns, exchange_for_rows, gather_rows, reduce, replicate
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
 from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
@@ -13,6 +13,8 @@ __all__ = [
     "Grouped",
     "Solo",
     "connect",
+    "exchange_for_columns",
+    "exchange_for_rows",
     "gather_rows",
     "meet",
     "reduce",

@@ -50,6 +50,31 @@ def gather_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tens
     return tensor if group.size == 1 else _GatherRows.apply(tensor, group, sizes)
 
 
+def exchange_for_columns(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    """Trade some rows with all columns for all rows with some columns; backward trades back.
+
+    Rank 0 of two that have a row each, of two columns, keeps a and receives c:
+
+        a b                     a | b
+        ---         becomes     c | d
+        c d
+
+    Args:
+        tensor: [n, P, ...]: this rank's rows, with the columns of each of the P ranks.
+        group: the ranks.
+        sizes: n of every rank.
+
+    Returns:
+        [sum of sizes, ...]: all rows, with this rank's columns.
+    """
+    return tensor.squeeze(1) if group.size == 1 else _ExchangeForColumns.apply(tensor, group, sizes)
+
+
+def exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    """Undo `exchange_for_columns`: [sum of sizes, ...] -> [n, P, ...]."""
+    return tensor.unsqueeze(1) if group.size == 1 else _ExchangeForRows.apply(tensor, group, sizes)
+
+
 class _Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, tensor: Tensor, group: Collective) -> Tensor:
@@ -90,3 +115,32 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         start = sum(ctx.sizes[: ctx.group.rank])
         return grad[start : start + ctx.sizes[ctx.group.rank]], None, None
+
+
+class _ExchangeForColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return torch.cat(group.exchange(tensor.unbind(1), sizes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return _exchange_for_rows(grad, ctx.group, ctx.sizes), None, None
+
+
+class _ExchangeForRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _exchange_for_rows(tensor, group, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return torch.cat(ctx.group.exchange(grad.unbind(1), ctx.sizes)), None, None
+
+
+def _exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    mine = [sizes[group.rank]] * group.size
+    return torch.stack(group.exchange(tensor.split(list(sizes)), mine), 1)

@@ -115,8 +115,9 @@ class Grouped:
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Pad to the largest, because gloo gathers equal sizes only."""
         most, rest = max(sizes), tensor.shape[1:]
-        sent = tensor.new_zeros(most, *rest) if len(tensor) < most else tensor.contiguous()
-        sent[: len(tensor)] = tensor
+        sent = tensor.contiguous()
+        if len(tensor) < most:
+            sent = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *rest)])
         gathered = tensor.new_empty(self.size, most, *rest)
         with self._watched():
             self.group.torch_group.allgather([list(gathered.unbind())], [sent]).wait()

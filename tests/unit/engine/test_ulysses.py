@@ -1,0 +1,138 @@
+"""Ranks that share the tokens of a stream compute what one rank computes alone: outputs, and gradients in sum."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+
+from rallypoint.engine import critic_values, policy_outputs
+from rallypoint.engine.forward import trained_positions
+from rallypoint.models import ATTENTION
+from rallypoint.models.ulysses import TokenSlice
+from rallypoint.parallel import Solo
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def make_model(kind=LlamaForCausalLM, dtype=torch.float64, num_key_value_heads=3):
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=2,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_labels=1,
+        attn_implementation=ATTENTION,
+    )
+    torch.manual_seed(0)
+    return kind(config).eval().to(dtype)
+
+
+def step(model, batch, sp):
+    """(logprobs, entropies, gradients) of a loss of both; a rank has its share of the gradients."""
+    model = copy.deepcopy(model)
+    at = trained_positions(batch)
+    outputs = policy_outputs(model, batch, at, 0.7, sp)
+    (outputs.logprobs.exp() * batch.advantages[at] + 0.1 * outputs.entropy).sum().backward()
+    return [outputs.logprobs, outputs.entropy], gradients_of(model)
+
+
+def gradients_of(model):
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def assert_equal(found, expected, dtype):
+    outputs, gradients = expected
+    for got, _ in found:
+        for actual, wanted in zip(got, outputs, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        assert all(torch.equal(actual, same) for actual, same in zip(got, found[0][0], strict=True))
+    for name, wanted in gradients.items():
+        total = sum(rank[name] for _, rank in found)
+        assert (total - wanted).abs().max() <= TOLERANCES[dtype] * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_any_number_of_ranks_has_the_outputs_and_gradients_of_one(on_mesh, make_batch, num_ranks, dtype):
+    model, batch = make_model(dtype=dtype), make_batch([6, 1, 13, 0, 30, 2, 7])
+    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=num_ranks)
+    assert_equal(found, step(model, batch, Solo()), dtype)
+
+
+@pytest.mark.parametrize("num_key_value_heads", [12, 6, 4, 2, 1])
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_key_value_heads_may_be_fewer_than_ranks_and_need_not_divide_by_them(
+    on_mesh, make_batch, num_ranks, num_key_value_heads
+):
+    model, batch = make_model(num_key_value_heads=num_key_value_heads), make_batch([5, 8, 3])
+    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=num_ranks)
+    assert_equal(found, step(model, batch, Solo()), torch.float64)
+
+
+@pytest.mark.parametrize("lengths", [[2], [3, 2], [700, 5]], ids=str)
+def test_tokens_may_be_fewer_than_ranks_and_a_row_may_lie_on_all_ranks(on_mesh, make_batch, lengths):
+    model, batch = make_model(), make_batch(lengths, seed=2)
+    assert batch.num_loss_tokens
+    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=4)
+    assert_equal(found, step(model, batch, Solo()), torch.float64)
+
+
+def test_ranks_may_have_only_tokens_that_are_not_trained(on_mesh, make_batch):
+    model, batch = make_model(), make_batch([9, 9, 9, 9], masked_rows=[0, 1, 3])
+    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=4)
+    assert_equal(found, step(model, batch, Solo()), torch.float64)
+
+
+def test_a_critic_has_the_values_and_gradients_of_one_rank(on_mesh, make_batch):
+    model, batch = make_model(LlamaForTokenClassification), make_batch([6, 1, 13])
+
+    def call(sp):
+        critic, at = copy.deepcopy(model), trained_positions(batch)
+        values = critic_values(critic, batch, at, sp)
+        (values * batch.advantages[at]).sum().backward()
+        return [values], gradients_of(critic)
+
+    assert_equal(on_mesh(lambda mesh: call(mesh.sp), sp=3), call(Solo()), torch.float64)
+
+
+def test_a_stream_without_tokens_has_gradients_of_zero(on_mesh, make_batch):
+    model, batch = make_model(), make_batch([])
+    for num_ranks in (1, 2):
+        for outputs, gradients in on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=num_ranks):
+            assert [len(output) for output in outputs] == [0, 0]
+            assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_heads_that_do_not_divide_are_refused_by_every_rank(on_mesh, make_batch):
+    model, batch = make_model(), make_batch([6, 2])
+
+    def call(mesh):
+        with pytest.raises(ValueError, match="sp=5 does not divide 12 attention heads"):
+            step(model, batch, mesh.sp)
+
+    on_mesh(call, sp=5)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 6])
+def test_slices_are_the_stream_and_every_position_belongs_to_the_slice_that_chose_it(num_tokens):
+    positions = torch.arange(1, max(1, num_tokens))
+    slices = [TokenSlice.of(num_tokens, positions, FakeRank(rank)) for rank in range(3)]
+    filled = range(max(3, num_tokens))
+    assert [t for part in slices for t in filled[part.tokens]] == list(filled)
+    assert torch.equal(torch.cat([positions[part.positions] for part in slices]), positions)
+    for part in slices:
+        assert all(part.tokens.start <= t - 1 < part.tokens.stop for t in positions[part.positions].tolist())
+
+
+class FakeRank(Solo):
+    """One of three ranks that never talk."""
+
+    size = 3
+
+    def __init__(self, rank):
+        self.rank = rank
