@@ -6,6 +6,7 @@ from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.plan import Plan, RoleMemory, make_plan
 from rallypoint.config.source import describe, shipped_recipes, to_yaml
 from rallypoint.config.tree import (
+    Activations,
     ActorConfig,
     ClusterConfig,
     CreateModelConfig,
@@ -24,6 +25,7 @@ from rallypoint.config.tree import (
 )
 
 __all__ = [
+    "Activations",
     "ActorConfig",
     "ClusterConfig",
     "CreateModelConfig",

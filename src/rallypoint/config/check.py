@@ -247,6 +247,12 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             ("cluster.etcd_address", "cluster.rendezvous"),
             f"cluster.etcd_address={cluster.etcd_address!r} has no effect: add cluster.rendezvous=etcd",
         )
+    if config.engine.activations == "offload" and cluster.device == "cpu":
+        yield Problem(
+            ("engine.activations", "cluster.device"),
+            "engine.activations='offload' has nothing to gain with cluster.device=cpu, where activations lie in CPU "
+            "memory already; expected checkpoint or keep",
+        )
     gpus = cluster.num_gpus_per_process
     if gpus > 1 and gpus % 1:
         yield Problem(

@@ -245,7 +245,13 @@ def _activations(config: RunConfig, shape: ModelShape, role: RoleName, *, num_pa
     # queries has scores for itself and what is before it.
     longest = min(row, _LONGEST_WITH_SCORES) if config.cluster.device == "cpu" else 0
     num_scores = (longest + min(longest, _QUERIES_PER_BLOCK)) // 2
-    kept = shape.num_layers * shape.kept_bytes(size, num_scores) if num_parts else 0
+    kept = 0
+    if num_parts:
+        of_layer, inputs = shape.kept_bytes(size, num_scores), size * shape.hidden_size
+        # Of layers that are computed again, all is kept for one at a time; offloaded inputs go and come one by one.
+        num_inputs = {"keep": 0, "checkpoint": shape.num_layers, "offload": min(2, shape.num_layers)}
+        num_whole = shape.num_layers if config.engine.activations == "keep" else 1
+        kept = num_whole * of_layer + num_inputs[config.engine.activations] * inputs
     num_outputs = -(-tokens * config.rollout.max_response_tokens // row)
     logits = 0 if role == "critic" else _LOGITS * 4 * shape.vocab_size * num_outputs
     heap = _HEAP if config.cluster.device == "cpu" else 1.0

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Strict
 from rallypoint.config.fields import Section, key, section
 
 RoleName = Literal["actor", "rollout", "reference", "critic"]
+Activations = Literal["keep", "checkpoint", "offload"]
 
 # YAML has lists only, so a tuple must be made from one even though all other types are taken strictly.
 ProcessesPerNode = Annotated[tuple[int, ...], Strict(False)]
@@ -203,6 +204,10 @@ class EngineConfig(Section):
     )
     rows: Literal["packed", "padded"] = key(
         "packed", help="Rows of a pass lie end to end, or are filled up to one length; the results are the same."
+    )
+    activations: Activations = key(
+        "keep",
+        help="What a layer leaves for the backward pass: all, its input (checkpointing), or that in CPU memory.",
     )
 
 

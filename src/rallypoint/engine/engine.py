@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rallypoint.config import OptimizerConfig
+from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_rows, pad_rows
+from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.forward import trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError
@@ -42,6 +43,7 @@ class Engine(Generic[BatchT]):
         mesh: DeviceMesh,
         max_tokens_per_micro_batch: int,
         padded: bool = False,
+        activations: Activations = "keep",
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model over.
@@ -52,9 +54,11 @@ class Engine(Generic[BatchT]):
             mesh: the ranks that train it together; `model` is this one's part of it.
             max_tokens_per_micro_batch: the hard cap.
             padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
+            activations: what a layer leaves for the backward pass.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.
         """
         self.model = model
+        self._checkpoints = Checkpoints(model, "keep" if optimizer is None else activations)
         self.optimizer = None if optimizer is None else make_optimizer(model, optimizer)
         self._optimizer_config = optimizer
         self._mesh = mesh
@@ -101,7 +105,8 @@ class Engine(Generic[BatchT]):
         measured: list[Metrics] = []
         failure: Exception | None = None
         try:
-            measured, failure = self._accumulate(batch, loss, denominator)
+            with self._checkpoints.recorded():
+                measured, failure = self._accumulate(batch, loss, denominator)
         except Exception as error:
             # Peers that share this rank's passes wait inside one, where no news reaches them: their deadline, or the
             # end of their process, does.

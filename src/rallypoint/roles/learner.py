@@ -43,6 +43,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
             mesh=spec.meet(context),
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             padded=spec.config.engine.rows == "padded",
+            activations=spec.config.engine.activations,
             tick=context.tick,
         )
 

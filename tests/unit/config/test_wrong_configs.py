@@ -146,6 +146,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.rendezvous=ray cluster.runtime=inline",
         ("cluster.rendezvous=ray contradicts cluster.runtime=inline", "leave it at auto"),
     ),
+    "offload to where it is": (
+        "engine.activations=offload",
+        ("engine.activations='offload' has nothing to gain with cluster.device=cpu", "checkpoint or keep"),
+    ),
     "cluster: etcd where": ("cluster.rendezvous=etcd", ("cluster.etcd_address=null", "needs the server's URL")),
     "cluster: etcd for nothing": (
         "cluster.etcd_address=http://a:2379",
