@@ -67,6 +67,14 @@ class PlacementError(RallyError, RuntimeError):
     """A resource pool does not fit on the cluster, or a node does not have what a role needs."""
 
 
+class RequestError(RallyError, ValueError):
+    """A prompt cannot be continued as asked: it is empty, too long, or has tokens that the model does not know."""
+
+
+class GenerationError(RallyError, RuntimeError):
+    """An engine that samples has failed or was closed; its requests are lost."""
+
+
 class NotFiniteError(RallyError, ArithmeticError):
     """A loss or gradient is NaN or infinite; training would only spread it."""
 

@@ -1,7 +1,27 @@
-"""One rank of sampling."""
+"""One rank of sampling: a protocol for engines, two of them, and the doors through which they are used."""
 
-from rallypoint.generation.native import NativeGenerator, SamplingParams
+from rallypoint.generation.doors import EngineThread, generate, stream
+from rallypoint.generation.hf import HFEngine
+from rallypoint.generation.native import NativeGenerator
+from rallypoint.generation.protocol import FinishReason, GenerationEngine, Piece, Request, SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampling import sample
+from rallypoint.generation.sampling import Draws, Rules, penalise, sample
 
-__all__ = ["NativeGenerator", "SamplingParams", "rollout_keys", "sample", "uniform"]
+__all__ = [
+    "Draws",
+    "EngineThread",
+    "FinishReason",
+    "GenerationEngine",
+    "HFEngine",
+    "NativeGenerator",
+    "Piece",
+    "Request",
+    "Rules",
+    "SamplingParams",
+    "generate",
+    "penalise",
+    "rollout_keys",
+    "sample",
+    "stream",
+    "uniform",
+]

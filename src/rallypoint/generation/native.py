@@ -13,26 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rallypoint.errors import NotFiniteError
+from rallypoint.errors import NotFiniteError, RequestError
 from rallypoint.generation.cache import DecodeRows, PrefillRows
+from rallypoint.generation.protocol import SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampling import sample
+from rallypoint.generation.sampling import Rules, sample
 from rallypoint.models import lm_head
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How rollouts are drawn."""
-
-    group_size: int
-    """G: rollouts per prompt."""
-    max_new_tokens: int
-    temperature: float
-    """0 is greedy."""
-    seed: int
-    stop_tokens: tuple[int, ...]
-    """A rollout ends with the first of these, which belongs to it."""
 
 
 class NativeGenerator:
@@ -53,11 +40,11 @@ class NativeGenerator:
             version: of the weights, stamped on every rollout.
 
         Raises:
-            ValueError: a prompt is empty.
+            RequestError: a prompt is empty.
             NotFiniteError: a logit is NaN or infinite; the rollout is named.
         """
         if len(prompts) and int(prompts.lengths.min()) == 0:
-            raise ValueError(f"prompt {int(prompts.prompt_index[prompts.lengths.argmin()])} has no tokens")
+            raise RequestError(f"prompt {int(prompts.prompt_index[prompts.lengths.argmin()])} has no tokens")
         at_once = max(1, self._max_batch_rows // params.group_size)
         batches = [
             self._generate_together(prompts.rows(range(start, min(start + at_once, len(prompts)))), params, version)
@@ -121,7 +108,8 @@ class NativeGenerator:
         ).to(device)
         rollouts = torch.arange(len(keys))
         for position in range(params.max_new_tokens):
-            tokens, logprobs = sample(logits, params.temperature, uniform(keys, position))
+            draws = sample(logits, Rules.of([params] * len(keys), device), uniform(keys, position))
+            tokens, logprobs = draws.tokens, draws.logprobs
             if bool(logprobs.isnan().any()):
                 prompt, sample_index = divmod(int(rollouts[logprobs.cpu().isnan()][0]), params.group_size)
                 raise NotFiniteError(

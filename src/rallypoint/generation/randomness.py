@@ -40,12 +40,15 @@ def rollout_keys(seed: int, prompt_index: Tensor, sample_index: Tensor) -> Tenso
     return _mix((key ^ sample_index) + _GOLDEN)
 
 
-def uniform(keys: Tensor, position: int) -> Tensor:
+def uniform(keys: Tensor, position: int | Tensor) -> Tensor:
     """Return a number in [0, 1) for each rollout's token at a position of its response: [B] float64.
+
+    The position is the same for all, or [B] int64.
 
     >>> keys = rollout_keys(0, torch.tensor([3, 4]), torch.tensor([0, 0]))
     >>> both, alone = uniform(keys, 7), uniform(keys[1:], 7)
     >>> bool(both[1] == alone[0])
     True
     """
-    return _shifted(_mix(keys + _signed((position + 1) * 0x9E3779B97F4A7C15 % 2**64)), 11).to(torch.float64) * 2.0**-53
+    step = torch.as_tensor(position + 1, device=keys.device) * _GOLDEN
+    return _shifted(_mix(keys + step), 11).to(torch.float64) * 2.0**-53

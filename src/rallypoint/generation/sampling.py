@@ -1,43 +1,170 @@
-"""From logits to a token, given one random number."""
+"""From logits to a token, given one random number.
+
+Owns: what narrows a distribution, and in which order (that of transformers). Must not know: models, requests.
+Invariant: a row's token and logprobs depend on its own logits, rules and number only.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-_CHUNK_BYTES = 64 * 2**20
+from rallypoint.generation.protocol import SamplingParams
+
+_CHUNK_BYTES = 4 * 2**20
+"""Of the float64 numbers that exist at once; more would leave the cache."""
+_BLOCK = 256
+"""Tokens whose probabilities are summed before the block with the drawn one is searched."""
 
 
-def sample(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, or take the likeliest when the temperature is 0.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draws:
+    """One token of each row; all are [B]."""
+
+    tokens: Tensor
+    """int64."""
+    logprobs: Tensor
+    """float32: in the whole distribution at the temperature (for temperature 0: at 1); NaN where logits are not
+    finite."""
+    sampled_logprobs: Tensor
+    """float32: in the distribution that was drawn from; 0 for temperature 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """How each of some rows is drawn from, as tensors on the device of the logits."""
+
+    temperature: Tensor
+    """[B, 1] float32; 1 for greedy rows."""
+    greedy: Tensor | None
+    """[n] int64: rows that take the likeliest token; None for none."""
+    filtered: Tensor | None
+    """[n] int64: rows whose tail is cut off; None for none."""
+    top_k: Tensor
+    """[n, 1] int64, of the filtered rows."""
+    top_p: Tensor
+    """[n, 1] float64, of the filtered rows."""
+    min_p: Tensor
+    """[n, 1] float32, of the filtered rows."""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Rules:
+        """Collect the rules of some rows."""
+        greedy = [row for row, p in enumerate(params) if p.temperature == 0]
+        cut = [row for row, p in enumerate(params) if p.top_k is not None or p.top_p < 1 or p.min_p > 0]
+        filtered = [row for row in cut if params[row].temperature > 0]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        return cls(
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            greedy=torch.tensor(greedy, device=device) if greedy else None,
+            filtered=torch.tensor(filtered, device=device) if filtered else None,
+            top_k=column([params[row].top_k or 2**31 for row in filtered], torch.int64),
+            top_p=column([params[row].top_p for row in filtered], torch.float64),
+            min_p=column([params[row].min_p for row in filtered], torch.float32),
+        )
+
+
+def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = None) -> Draws:
+    """Draw one token per row, or take the likeliest where the temperature is 0.
 
     The token is where the cumulative distribution passes the random number. It is summed in float64,
     so that a token is drawn as often as its probability says, also in a vocabulary of 150k.
 
     Args:
         logits: [B, V], any float type.
-        temperature: at least 0.
+        rules: of the rows.
         numbers: [B] float64 in [0, 1).
-
-    Returns:
-        tokens [B] int64, and their logprobs [B] float32 in the distribution that was drawn from
-        (for temperature 0: in the model's own). NaN where the logits of a row are not finite.
+        raw: [B, V], the logits before penalties and bans, if there are any.
     """
-    everything = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    tokens = everything.argmax(-1) if temperature == 0 else _invert(everything, numbers)
-    return tokens, everything.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    scaled, shares = _shares(logits, rules.temperature)
+    sums = _block_sums(shares)
+    trained, trained_total = scaled, sums.sum(-1)
+    if raw is not None:
+        trained, raw_shares = _shares(raw, rules.temperature)
+        trained_total = _block_sums(raw_shares).sum(-1)
+    if rules.filtered is not None:
+        kept = _cut(shares.index_select(0, rules.filtered), rules)
+        shares.index_copy_(0, rules.filtered, kept)
+        sums.index_copy_(0, rules.filtered, _block_sums(kept))
+    tokens = _invert(shares, sums, numbers).clamp_(max=logits.shape[1] - 1)  # a row of NaN has no token
+    if rules.greedy is not None:
+        tokens[rules.greedy] = scaled.index_select(0, rules.greedy).argmax(-1)
+    logprobs = _logprobs(trained, trained_total, tokens)
+    if raw is None and rules.filtered is None and rules.greedy is None:
+        return Draws(tokens, logprobs, logprobs)
+    sampled = _logprobs(scaled, sums.sum(-1), tokens)
+    if rules.greedy is not None:
+        sampled[rules.greedy] = torch.where(logprobs[rules.greedy].isnan(), torch.nan, 0.0)
+    return Draws(tokens, logprobs, sampled)
 
 
-def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
-    """Return the first token at which the cumulative probability exceeds the row's number."""
-    rows_at_once = max(1, _CHUNK_BYTES // (8 * logprobs.shape[-1]))
-    tokens: list[Tensor] = []
-    for part, number in zip(logprobs.split(rows_at_once), numbers.split(rows_at_once), strict=True):
-        cumulative = part.double().exp().cumsum(-1)
-        total = cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, number.unsqueeze(-1) * total, right=True)
-        # Rounding may push number * total onto total itself; the last token with any probability ends there.
-        last = torch.searchsorted(cumulative, total.contiguous())
-        # In a row of NaN both are behind the last token.
-        tokens.append(torch.minimum(drawn, last).squeeze(-1).clamp(max=logprobs.shape[-1] - 1))
-    return torch.cat(tokens)
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Return logits [B, V] with those of tokens that a row has already made less likely (arXiv 1909.05858).
+
+    >>> penalise(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0, 1, 1]]), torch.tensor([[2.0]]))
+    tensor([[ 1., -4.,  1.]])
+
+    Args:
+        logits: [B, V].
+        seen: [B, L] int64, token ids; the same one may stand there many times.
+        penalty: [B, 1] float32.
+    """
+    chosen = logits.gather(1, seen)
+    return logits.scatter(1, seen, torch.where(chosen > 0, chosen / penalty, chosen * penalty).to(logits.dtype))
+
+
+def _shares(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scaled logits below the largest of the row [B, V], and their exponentials [B, blocks * 256], float32."""
+    scaled = logits.to(torch.float32) / temperature
+    scaled -= scaled.amax(-1, keepdim=True)
+    shares = scaled.exp()
+    padding = -scaled.shape[1] % _BLOCK
+    return scaled, functional.pad(shares, (0, padding)) if padding else shares
+
+
+def _block_sums(shares: Tensor) -> Tensor:
+    """[B, blocks * 256] -> [B, blocks] float64."""
+    rows_at_once = max(1, _CHUNK_BYTES // (8 * shares.shape[1]))
+    parts = [part.double().view(len(part), -1, _BLOCK).sum(-1) for part in shares.split(rows_at_once)]
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def _invert(shares: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
+    """Return the first token at which the cumulative share exceeds the row's number: first its block, then itself."""
+    cumulative = sums.cumsum(-1)
+    target = numbers.unsqueeze(1) * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    within = shares.view(len(shares), -1, _BLOCK).gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1)
+    before = (cumulative - sums).gather(1, block)
+    return (block * _BLOCK + _first_above(within.double().cumsum(-1), target - before)).squeeze(1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Return the first place at which a cumulative sum exceeds its target, [B, 1]; never one that adds nothing."""
+    found = torch.searchsorted(cumulative, target, right=True)
+    # Rounding may push the target onto the end; the last place with any share ends there.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    # In a row of NaN both are behind the last place.
+    return torch.minimum(found, last).clamp_(max=cumulative.shape[1] - 1)
+
+
+def _cut(shares: Tensor, rules: Rules) -> Tensor:
+    """Return the shares of the filtered rows, zero for what top-k, top-p and min-p leave out."""
+    ordered, tokens = shares.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(shares.shape[1], device=shares.device)
+    ordered = ordered.double() * (rank < rules.top_k)
+    before = ordered.cumsum(-1) - ordered
+    kept = (before < rules.top_p * ordered.sum(-1, keepdim=True)) & (ordered >= rules.min_p * ordered[:, :1])
+    kept |= rank == 0
+    return shares * torch.zeros_like(kept).scatter_(1, tokens, kept)
+
+
+def _logprobs(scaled: Tensor, total: Tensor, tokens: Tensor) -> Tensor:
+    return (scaled.gather(1, tokens.unsqueeze(1)).squeeze(1).double() - total.log()).float()

@@ -78,11 +78,14 @@ class RolloutBatch(Sequences):
     """Sampled trajectories; the rollouts of a prompt are neighbours."""
 
     rollout_logprobs: Tensor = per_token()
-    """[T] float32: as sampled, at the temperature that was sampled with."""
+    """[T] float32: of the model as trained, its whole distribution at the temperature that was sampled with."""
     versions: Tensor = per_row()
-    """[B] int64: optimizer steps completed when the weights that sampled this row were made."""
+    """[B] int64: optimizer steps completed when the oldest weights that sampled a token of this row were made."""
     truncated: Tensor = per_row()
     """[B] bool: True when the row ended at the length limit and not by itself."""
+    sampled_logprobs: Tensor | None = per_token(optional=True)
+    """[T] float32: of the distribution that was drawn from, after top-k, top-p, min-p and penalty; None when nothing
+    narrowed it, so that it is that of `rollout_logprobs`."""
 
     def scored(self, token_rewards: Tensor) -> ScoredBatch:
         """Return the batch with its rewards."""

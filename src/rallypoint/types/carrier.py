@@ -45,9 +45,10 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 CarrierT = TypeVar("CarrierT", bound="Carrier")
 
 
-def per_token() -> Any:
-    """Declare a dataclass field of shape [T], aligned with the tokens."""
-    return dataclasses.field(metadata={"axis": "T"})
+def per_token(*, optional: bool = False) -> Any:
+    """Declare a dataclass field of shape [T], aligned with the tokens; None where it is left out."""
+    metadata = {"axis": "T"}
+    return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
 def per_row() -> Any:

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from rallypoint.generation import sample
+from rallypoint.generation import Rules, SamplingParams
+from rallypoint.generation import sample as sample_with_rules
+
+
+def sample(logits, temperature, numbers):
+    """Draw from the whole distribution."""
+    params = SamplingParams(max_new_tokens=1, temperature=temperature)
+    draws = sample_with_rules(logits, Rules.of([params] * len(logits), logits.device), numbers)
+    return draws.tokens, draws.logprobs
 
 
 def numbers(count):

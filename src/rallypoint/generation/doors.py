@@ -1,0 +1,251 @@
+"""Three doors to every engine: a whole batch, one stream, and many streams from many threads.
+
+Owns: how requests become rollouts and streams. Must not know: which engine answers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
+from rallypoint.generation.protocol import GenerationEngine, Piece, Request, SamplingParams
+from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
+
+ResultT = TypeVar("ResultT")
+
+
+def generate(
+    engine: GenerationEngine,
+    prompts: Prompts,
+    params: SamplingParams,
+    *,
+    version: int,
+    tick: Callable[[], None] = lambda: None,
+) -> RolloutBatch:
+    """Sample G rollouts of each prompt; those of a prompt are neighbours in the result.
+
+    Args:
+        engine: without other requests.
+        prompts: token ids; may be of different lengths, none empty.
+        params: see there.
+        version: that must be loaded; stamped on every rollout.
+        tick: called at every step, so that whoever waits knows that it gets on.
+
+    Raises:
+        WeightsMismatchError: the engine holds other weights.
+        RequestError: a prompt is empty, too long, or has ids that the model does not know; nothing is sampled.
+        RallyError: whatever made a rollout fail, such as logits that are not finite.
+    """
+    if version != engine.version:
+        raise WeightsMismatchError(f"expected to sample from version {version}, but version {engine.version} is loaded")
+    row_of_request: dict[int, int] = {}
+    for prompt in range(len(prompts)):
+        tokens = tuple(prompts.tokens[int(prompts.offsets[prompt]) : int(prompts.offsets[prompt + 1])].tolist())
+        for sample in range(params.group_size):
+            request = Request(
+                tokens=tokens, params=params, prompt_index=int(prompts.prompt_index[prompt]), sample_index=sample
+            )
+            try:
+                row_of_request[engine.submit(request)] = len(row_of_request)
+            except RallyError:
+                _withdraw(engine, row_of_request)
+                raise
+    pieces: list[list[Piece]] = [[] for _ in row_of_request]
+    num_open = len(pieces)
+    while num_open:
+        for piece in engine.step():
+            if piece.error is not None:
+                _withdraw(engine, row_of_request)
+                raise piece.error
+            pieces[row_of_request[piece.request_id]].append(piece)
+            num_open -= piece.finish_reason is not None
+        tick()
+    return _assemble(prompts, params, version, pieces)
+
+
+def stream(engine: GenerationEngine, request: Request) -> Iterator[Piece]:
+    """Sample one response and yield its pieces as they come; the engine has no other requests.
+
+    Raises:
+        RequestError: see `GenerationEngine.submit`.
+        RallyError: whatever made it fail.
+    """
+    request_id = engine.submit(request)
+    try:
+        while True:
+            for piece in engine.step():
+                if piece.error is not None:
+                    raise piece.error
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+    finally:
+        _withdraw(engine, [request_id])
+
+
+class EngineThread:
+    """Runs an engine for requests that come from any thread, each of which gets its pieces as they are sampled.
+
+    Consumes: requests. Produces: calls of `deliver`, from the engine's thread. Waits for: requests, while there are
+    none. Unblocked by: `submit`, `call` and `close`.
+    """
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._lock = threading.RLock()  # a step may be over before its callback is added
+        self._deliver: dict[int, Callable[[Piece], None]] = {}
+        self._is_stepping = False
+        self._failure: GenerationError | None = None
+        # One thread, which takes steps and calls in turn.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="generation")
+
+    def submit(self, request: Request, deliver: Callable[[Piece], None]) -> int:
+        """Queue a request; `deliver` is called with each of its pieces and must neither block nor raise.
+
+        Raises:
+            RequestError: see `GenerationEngine.submit`.
+            GenerationError: the engine has failed, or was closed.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            request_id = self._engine.submit(request)
+            self._deliver[request_id] = deliver
+            self._keep_stepping()
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Give a request up; its last piece is delivered with `finish_reason="cancelled"`."""
+        self._engine.cancel(request_id)
+
+    def stream(self, request: Request) -> Iterator[Piece]:
+        """Sample one response and yield its pieces as they come. Who stops iterating gives the request up.
+
+        Raises:
+            RequestError: see `GenerationEngine.submit`.
+            RallyError: whatever made it fail.
+        """
+        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        request_id = self.submit(request, pieces.put)
+        try:
+            while True:
+                piece = pieces.get()
+                if piece.error is not None:
+                    raise piece.error
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self.cancel(request_id)
+
+    def call(self, change: Callable[[GenerationEngine], ResultT]) -> ResultT:
+        """Do something with the engine between two steps, such as `load`, and wait until it is done.
+
+        Raises:
+            GenerationError: the engine has failed, or was closed.
+            Exception: whatever `change` raises.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            done = self._executor.submit(change, self._engine)
+            self._keep_stepping()
+        return done.result()
+
+    def close(self) -> None:
+        """End the thread after the step that it is in; requests under way fail."""
+        self._fail(GenerationError("the engine was closed"))
+        self._executor.shutdown()
+
+    def _keep_stepping(self) -> None:
+        """Have a step taken, unless one is coming anyway; the lock is held."""
+        if not self._is_stepping and self._failure is None:
+            self._is_stepping = True
+            self._executor.submit(self._step).add_done_callback(self._after_step)
+
+    def _step(self) -> bool:
+        """Return whether another step would be of use."""
+        for piece in self._engine.step():
+            with self._lock:
+                deliver = self._deliver.get(piece.request_id)
+                if piece.finish_reason is not None:
+                    self._deliver.pop(piece.request_id, None)
+            if deliver is not None:  # after `close` nobody listens
+                deliver(piece)
+        # An engine that sleeps has work and no pieces; `call` with its `wake` comes back here.
+        return self._engine.has_work and not self._engine.is_asleep
+
+    def _after_step(self, step: Future[bool]) -> None:
+        error = step.exception()
+        if error is not None:
+            self._fail(GenerationError(f"the engine failed and its requests are lost: {type(error).__name__}: {error}"))
+            return
+        with self._lock:
+            self._is_stepping = False
+            # A request may have come since.
+            if step.result() or (self._engine.has_work and not self._engine.is_asleep):
+                self._keep_stepping()
+
+    def _fail(self, failure: GenerationError) -> None:
+        """Refuse everything from now on, and end what is under way."""
+        with self._lock:
+            self._failure = self._failure or failure
+            open_requests, self._deliver = self._deliver, {}
+        for request_id, deliver in open_requests.items():
+            deliver(
+                Piece(
+                    request_id=request_id,
+                    tokens=(),
+                    logprobs=(),
+                    sampled_logprobs=(),
+                    version=self._engine.version,
+                    finish_reason="failed",
+                    error=failure,
+                )
+            )
+
+
+def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:
+    """Give requests up and have the engine forget them."""
+    for request_id in request_ids:
+        engine.cancel(request_id)
+    engine.step()
+
+
+def _assemble(
+    prompts: Prompts, params: SamplingParams, version: int, pieces: Sequence[Sequence[Piece]]
+) -> RolloutBatch:
+    """Join prompts with their responses into ragged rows; `pieces` of row b belong to prompt b // G."""
+    repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(params.group_size))
+    lengths = torch.tensor([sum(len(piece.tokens) for piece in row) for row in pieces], dtype=torch.int64)
+    offsets = offsets_from_lengths(repeated.lengths + lengths)
+    row_of_token = torch.repeat_interleave(torch.arange(len(pieces)), offsets[1:] - offsets[:-1])
+    loss_mask = torch.arange(int(offsets[-1])) - offsets[row_of_token] >= repeated.lengths[row_of_token]
+    tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
+    tokens[~loss_mask] = repeated.tokens
+    tokens[loss_mask] = torch.tensor([t for row in pieces for piece in row for t in piece.tokens], dtype=torch.int64)
+
+    def aligned(logprobs: Iterable[float]) -> torch.Tensor:
+        result = torch.zeros(int(offsets[-1]))
+        result[loss_mask] = torch.tensor(list(logprobs))
+        return result
+
+    return RolloutBatch(
+        offsets=offsets,
+        tokens=tokens,
+        loss_mask=loss_mask,
+        rollout_logprobs=aligned(logprob for row in pieces for piece in row for logprob in piece.logprobs),
+        sampled_logprobs=aligned(logprob for row in pieces for piece in row for logprob in piece.sampled_logprobs)
+        if params.narrows
+        else None,
+        prompt_index=repeated.prompt_index,
+        sample_index=torch.arange(params.group_size).repeat(len(prompts)),
+        versions=torch.tensor([min((p.version for p in row), default=version) for row in pieces], dtype=torch.int64),
+        truncated=torch.tensor([row[-1].finish_reason != "stop" for row in pieces], dtype=torch.bool),
+    )

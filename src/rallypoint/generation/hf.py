@@ -1,0 +1,151 @@
+"""`model.generate`, one request at a time: slow and plainly right, what the other engines are tested against.
+
+It runs the family's own code with its own cache, without a line of ours but the choice of the token: a logits
+processor draws it from our random numbers and leaves it as the only one that greedy search can take.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from rallypoint.errors import NotFiniteError
+from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.randomness import rollout_keys, uniform
+from rallypoint.generation.requests import check_request, max_positions, not_finite, take_over
+from rallypoint.generation.sampling import Rules, penalise, sample
+from rallypoint.generation.stopping import StopStrings
+from rallypoint.models import ATTENTION
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class HFEngine:
+    """See `GenerationEngine`; every step finishes one request, of a model that `load_policy` made."""
+
+    def __init__(self, model: PreTrainedModel, *, decode: Decode | None = None, version: int = 0) -> None:
+        """Sample from a model; `decode` turns token ids into text, for stop strings."""
+        self.model = model
+        self.version = version
+        self.is_asleep = False
+        self.max_request_tokens = max_positions(model)
+        self._decode = decode
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._cancelled: set[int] = set()
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """See `GenerationEngine.has_work`."""
+        return bool(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """See `GenerationEngine.submit`."""
+        check_request(request, self.model, self.max_request_tokens, self._decode is not None)
+        self._next_id += 1
+        self._waiting.append((self._next_id, request))
+        return self._next_id
+
+    def cancel(self, request_id: int) -> None:
+        """See `GenerationEngine.cancel`."""
+        if any(request_id == waiting for waiting, _ in self._waiting):
+            self._cancelled.add(request_id)
+
+    def step(self) -> list[Piece]:
+        """Finish the request that has waited longest."""
+        if self.is_asleep or not self._waiting:
+            return []
+        request_id, request = self._waiting.popleft()
+        if request_id in self._cancelled:
+            self._cancelled.remove(request_id)
+            return [self._piece(request_id, _Draw(request, None), "cancelled")]
+        draw = _Draw(request, self._decode)
+        try:
+            reason = self._continue(request, draw)
+        except NotFiniteError as error:
+            return [self._piece(request_id, draw, "failed", error)]
+        return [self._piece(request_id, draw, reason)]
+
+    def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
+        """See `GenerationEngine.load`."""
+        take_over(self.model, version, weights)
+        self.version = version
+
+    def sleep(self) -> None:
+        """See `GenerationEngine.sleep`."""
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """See `GenerationEngine.wake`."""
+        self.is_asleep = False
+
+    def _continue(self, request: Request, draw: _Draw) -> FinishReason:
+        self.model.set_attn_implementation("eager")
+        try:
+            self.model.generate(  # pyright: ignore[reportCallIssue] - a mixin's method that is not typed
+                torch.tensor([request.tokens], device=self.model.device),
+                attention_mask=torch.ones(1, len(request.tokens), dtype=torch.int64, device=self.model.device),
+                do_sample=False,
+                max_new_tokens=min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens)),
+                eos_token_id=None,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=[draw.has_stopped],
+            )
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        return "stop" if draw.stopped else "length"
+
+    def _piece(self, request_id: int, draw: _Draw, reason: FinishReason, error: NotFiniteError | None = None) -> Piece:
+        return Piece(
+            request_id=request_id,
+            tokens=tuple(draw.tokens),
+            logprobs=tuple(draw.logprobs),
+            sampled_logprobs=tuple(draw.sampled_logprobs),
+            version=self.version,
+            finish_reason=reason,
+            error=error,
+        )
+
+
+class _Draw(LogitsProcessor):
+    """Draws the tokens of one request, and remembers them."""
+
+    def __init__(self, request: Request, decode: Decode | None) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.sampled_logprobs: list[float] = []
+        self.stopped = False
+        self._request, self._params = request, request.params
+        self._rules = Rules.of([request.params], torch.device("cpu"))
+        self._stops = StopStrings(request.params, decode)
+        self._key = rollout_keys(
+            request.params.seed, torch.tensor([request.prompt_index]), torch.tensor([request.sample_index])
+        )
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return -inf for all tokens but the drawn one."""
+        raw = scores.cpu()
+        logits, position, params = raw, len(self.tokens), self._params
+        if params.repetition_penalty != 1:
+            logits = penalise(logits, input_ids.cpu(), torch.tensor([[params.repetition_penalty]]))
+        if position < params.min_new_tokens and params.stop_tokens:
+            logits = logits.index_fill(1, torch.tensor(params.stop_tokens), float("-inf"))
+        draws = sample(logits, self._rules, uniform(self._key, position), None if logits is raw else raw)
+        if bool(draws.logprobs.isnan()):
+            raise not_finite(self._request, position)
+        token = int(draws.tokens)
+        self.tokens.append(token)
+        self.logprobs.append(float(draws.logprobs))
+        self.sampled_logprobs.append(float(draws.sampled_logprobs))
+        self.stopped = self._stops.end_with(self.tokens)
+        return torch.full_like(scores, float("-inf")).index_fill_(1, torch.tensor([token], device=scores.device), 0.0)
+
+    def has_stopped(self, input_ids: Tensor, scores: Tensor, **options: object) -> Tensor:
+        """Tell transformers whether the row ends, as its stopping criteria do."""
+        del scores, options
+        return torch.tensor([self.stopped], device=input_ids.device)

@@ -1,0 +1,196 @@
+"""What every engine understands: requests in, pieces out, weights by version.
+
+Owns: the words that an engine and its callers share. Must not know: models, caches, or what a rollout is for.
+
+Consumes: requests, at any time and from any thread. Produces: pieces, in the order of the tokens of each request.
+Waits for: nothing; `step` does what can be done now and returns. Unblocked by: `submit`, and `load` after a `sleep`.
+
+Invariant: the tokens of a request follow from (weights, its tokens, its params, prompt and sample index) and from
+nothing else: not from the requests beside it, their order, a preemption, or the engine.
+
+A request whose response is 7 8 <eos>, in two pieces:
+
+    Piece(request_id=3, tokens=(7,), logprobs=(-1.2,), sampled_logprobs=(-0.9,), version=4)
+    Piece(request_id=3, tokens=(8, 0), logprobs=(-0.3, -0.1), sampled_logprobs=(-0.2, -0.1), version=5,
+          finish_reason="stop")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, Protocol, TypeAlias
+
+from torch import Tensor
+
+from rallypoint.errors import RallyError
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
+"""A stop token or string came; a limit was reached; `cancel` was called; see `Piece.error`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How rollouts are drawn.
+
+    The order of what narrows the distribution is that of transformers: repetition penalty, minimum length,
+    temperature, top-k, top-p, min-p.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    """A rollout ends with the first of these, which belongs to it."""
+    group_size: int = 1
+    """G: rollouts that a batch has of each prompt; a single request is one of them."""
+    min_new_tokens: int = 0
+    """Stop tokens are not drawn before, and stop strings not looked for."""
+    stop_strings: tuple[str, ...] = ()
+    """A rollout ends with the token that completes one of these."""
+    top_k: int | None = None
+    """Only the k likeliest tokens are drawn."""
+    top_p: float = 1.0
+    """Only the fewest likeliest tokens that together have at least this probability are drawn."""
+    min_p: float = 0.0
+    """Only tokens with at least this part of the likeliest one's probability are drawn."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or the response has are divided by it, or multiplied where negative."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={value}: expected {expected}"
+            for name, value, fits, expected in (
+                ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+                (
+                    "min_new_tokens",
+                    self.min_new_tokens,
+                    0 <= self.min_new_tokens <= self.max_new_tokens,
+                    f"0 to max_new_tokens={self.max_new_tokens}",
+                ),
+                ("group_size", self.group_size, self.group_size >= 1, "at least 1"),
+                ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+                ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or None for all tokens"),
+                ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)"),
+                ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (all tokens) to 1"),
+                (
+                    "repetition_penalty",
+                    self.repetition_penalty,
+                    0 < self.repetition_penalty < float("inf"),
+                    "more than 0; 1 is none",
+                ),
+                ("stop_strings", self.stop_strings, all(self.stop_strings), "no empty string"),
+            )
+            if not fits
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether tokens are drawn from another distribution than the model's own at the temperature."""
+        return (
+            self.temperature == 0
+            or self.top_k is not None
+            or self.top_p < 1
+            or self.min_p > 0
+            or self.repetition_penalty != 1
+            or (self.min_new_tokens > 0 and bool(self.stop_tokens))
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One response that is asked for."""
+
+    tokens: tuple[int, ...]
+    """The prompt. Requests with the same beginning share its computation."""
+    params: SamplingParams
+    prompt_index: int = 0
+    """With `sample_index` and the seed it decides the random numbers."""
+    sample_index: int = 0
+    streamed: bool = False
+    """Whether pieces come token by token; otherwise one at the end, or one for each version of the weights."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some consecutive tokens of a response, all sampled from weights of one version."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    """May be empty when the request ends without another token."""
+    logprobs: tuple[float, ...]
+    """Of the model as trained: its whole distribution at the temperature (for temperature 0: at 1), which training
+    recomputes. This is what `RolloutBatch.rollout_logprobs` holds."""
+    sampled_logprobs: tuple[float, ...]
+    """Of the distribution that was drawn from: after penalty, minimum length, top-k, top-p and min-p; 0 if greedy."""
+    version: int
+    finish_reason: FinishReason | None = None
+    """None: more will come."""
+    error: RallyError | None = None
+    """Why it failed, exactly when `finish_reason` is failed."""
+
+
+class GenerationEngine(Protocol):
+    """Continues token ids. All methods but `submit` and `cancel` are for one thread."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps completed when the loaded weights were made."""
+        ...
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The longest prompt and response together: what the model's positions and the cache's memory allow."""
+        ...
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its id; those submitted first are admitted first.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or has ids that the model does not know.
+        """
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """Give a request up: its next piece is its last. One that has ended, or never was, is left alone."""
+        ...
+
+    def step(self) -> list[Piece]:
+        """Advance the running requests, usually by one token each, and return what is new.
+
+        Returns at once, with nothing, when there is no request or the engine sleeps.
+        """
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `step` does nothing until `wake`."""
+        ...
+
+    def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
+        """Take over weights; requests under way go on with them, their next tokens under the new version.
+
+        Args:
+            version: of the weights.
+            weights: by name, all of them; None when they are in place already, as those of a colocated actor are.
+
+        Raises:
+            WeightsMismatchError: names, shapes or types are not the model's; nothing has changed then.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give back all memory but the weights'; requests under way wait, and are computed again after `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Go on after `sleep`."""
+        ...

@@ -1,0 +1,72 @@
+"""What engines that run in this process ask of a request, a model, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rallypoint.errors import NotFiniteError, RequestError, WeightsMismatchError
+from rallypoint.generation.protocol import Request
+from rallypoint.models import named_weights
+
+
+def max_positions(model: PreTrainedModel) -> int:
+    """Return the longest row that a model declares to support, in tokens."""
+    return int(getattr(model.config, "max_position_embeddings", 2**20))
+
+
+def check_request(request: Request, model: PreTrainedModel, max_tokens: int, has_decoder: bool) -> None:
+    """Refuse a request that cannot be answered.
+
+    Raises:
+        RequestError: the prompt is empty, leaves no room for a token, or has ids that the model does not know.
+    """
+    name, prompt = f"prompt {request.prompt_index}", request.tokens
+    if not prompt:
+        raise RequestError(f"{name} has no tokens; expected at least one")
+    if len(prompt) >= max_tokens:
+        raise RequestError(
+            f"{name} has {len(prompt)} tokens, but prompt and response together may have {max_tokens}; shorten it"
+        )
+    num_ids = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    unknown = next((place for place, token in enumerate(prompt) if not 0 <= token < num_ids), None)
+    if unknown is not None:
+        raise RequestError(
+            f"{name}: token {unknown} has the id {prompt[unknown]}, but the model knows 0 to {num_ids - 1}; "
+            "encode it with the model's own tokenizer"
+        )
+    if request.params.stop_strings and not has_decoder:
+        raise RequestError(f"{name}: stop strings were asked of an engine without a tokenizer; give it `decode`")
+
+
+def not_finite(request: Request, position: int) -> NotFiniteError:
+    """Return the error for logits that are NaN or infinite."""
+    return NotFiniteError(
+        f"the logits are not finite for token {position} of the response of "
+        f"prompt {request.prompt_index} sample {request.sample_index}"
+    )
+
+
+@torch.no_grad()
+def take_over(model: PreTrainedModel, version: int, weights: Mapping[str, Tensor] | None) -> None:
+    """Copy weights into a model; all or nothing. None: they are in place already.
+
+    Raises:
+        WeightsMismatchError: names, shapes or types are not the model's.
+    """
+    if weights is None:
+        return
+    into = named_weights(model)
+    wrong = sorted(weights.keys() ^ into.keys()) or [
+        f"{name}: {tensor.dtype} {list(tensor.shape)} instead of {into[name].dtype} {list(into[name].shape)}"
+        for name, tensor in weights.items()
+        if (tensor.dtype, tensor.shape) != (into[name].dtype, into[name].shape)
+    ]
+    if wrong:
+        raise WeightsMismatchError(f"version {version} is of another model: {', '.join(wrong[:5])}")
+    for name, tensor in weights.items():
+        into[name].copy_(tensor)
