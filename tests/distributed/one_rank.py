@@ -57,7 +57,7 @@ def connect(rendezvous: Rendezvous, name: str, rank: int, size: int) -> DeviceMe
 
 
 def make_engine(model_folder: str, dtype: torch.dtype, cap: int, mesh: DeviceMesh) -> Engine[ActorBatch]:
-    model = load_policy(model_folder, dtype="float32").to(dtype)
+    model = load_policy(model_folder, dtype="float32").model.to(dtype)
     return Engine(model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=cap)
 
 

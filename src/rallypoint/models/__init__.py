@@ -2,17 +2,28 @@
 
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
-from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, save_model, value_head
+from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, reload, value_head
+from rallypoint.models.part import Part
+from rallypoint.models.reader import Read, TensorFiles
+from rallypoint.models.shard import ModelShard, held_part
+from rallypoint.models.writer import save_model, save_tensors
 
 __all__ = [
     "ATTENTION",
+    "ModelShard",
     "PackedRows",
+    "Part",
+    "Read",
     "Rows",
+    "TensorFiles",
     "create_model",
+    "held_part",
     "lm_head",
     "load_critic",
     "load_policy",
     "named_weights",
+    "reload",
     "save_model",
+    "save_tensors",
     "value_head",
 ]

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from rallypoint.models.load import LOADING, quiet_transformers
+from rallypoint.models.load import quiet_transformers
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -62,9 +62,8 @@ def create_model(
         # No padding anywhere: with a padding id, transformers would never train that id's embedding.
         pad_token_id=None,
     )
-    with LOADING:
-        torch.manual_seed(seed)
-        model = make_model(config)
+    torch.manual_seed(seed)
+    model = make_model(config)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

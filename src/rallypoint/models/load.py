@@ -1,24 +1,24 @@
-"""Hugging Face folders in and out: causal language models, and critics as token classifiers.
+"""Hugging Face folders in: causal language models, and critics as token classifiers.
 
-Owns: which class is built, with our attention, from safetensors only, and what is said when a folder
-does not fit. Must not know: who trains the model.
+Owns: which class is built, with our attention, and what is said when a folder does not fit. Must not know: who trains
+the model. A model is built without memory, cut for this rank, and only then filled, rectangle by rectangle, so that no
+rank ever holds more than its own part and a few buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -26,21 +26,32 @@ from transformers.utils import logging as transformers_logging
 
 from rallypoint.errors import ModelError
 from rallypoint.models.agreement import check_agreement
-from rallypoint.models.attention import ATTENTION
-from rallypoint.models.experts import EXPERTS
+from rallypoint.models.fit import fit
+from rallypoint.models.folder import explained, find_weights
+from rallypoint.models.reader import TensorFiles
+from rallypoint.models.shard import ModelShard, allocate, build
+from rallypoint.parallel import DeviceMesh
 
-LOADING = threading.Lock()
-"""Held while transformers loads or makes a model: it swaps methods of its classes meanwhile, for all threads."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CPU = torch.device("cpu")
 
 
-def load_policy(path: str, *, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a causal language model for packed rows.
+def load_policy(
+    path: str,
+    *,
+    dtype: str,
+    mesh: DeviceMesh | None = None,
+    device: torch.device = CPU,
+    trust_remote_code: bool = False,
+) -> ModelShard:
+    """Load this rank's part of a causal language model, for packed rows.
 
     Args:
         path: a Hugging Face folder, or the name of a repository on the hub.
-        dtype: "float32" or "bfloat16".
+        dtype: "float32", "bfloat16" or "float64".
+        mesh: the ranks that hold the model together; None for this one alone.
+        device: where it will be.
         trust_remote_code: whether Python code in the folder may run.
 
     Raises:
@@ -49,39 +60,74 @@ def load_policy(path: str, *, dtype: str, trust_remote_code: bool = False) -> Pr
     config = _read_config(path, trust_remote_code)
     if _architecture(config).endswith("Classification"):
         raise ModelError(f"{path}: holds a critic or reward model ({_architecture(config)}), expected a language model")
-    model = _load(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
-    if model.get_output_embeddings() is None:
-        raise ModelError(f"{path}: {type(model).__name__} has no output embeddings; expected a causal language model")
-    check_agreement(path, model, lm_head(model))
-    return model
+    with explained(path):
+        shard = build(
+            config,
+            AutoModelForCausalLM,
+            dtype=DTYPES[dtype],
+            mesh=mesh or DeviceMesh.solo(),
+            trust_remote_code=trust_remote_code,
+        )
+    if shard.model.get_output_embeddings() is None:
+        name = type(shard.model).__name__
+        raise ModelError(f"{path}: {name} has no output embeddings; expected a causal language model")
+    _check_attention(path, shard.model)
+    _fill(path, shard, device)
+    _read_generation_config(path, shard.model)
+    if shard.is_whole:
+        check_agreement(path, shard.model, lm_head(shard.model))
+    return shard
 
 
-def load_critic(path: str, *, dtype: str, seed: int, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a token classifier with one label; a folder without such a head gets a zero one.
+def load_critic(
+    path: str,
+    *,
+    dtype: str,
+    mesh: DeviceMesh | None = None,
+    device: torch.device = CPU,
+    trust_remote_code: bool = False,
+) -> ModelShard:
+    """Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one.
 
     With a zero head the first values are zero, whatever the backbone: the critic starts neutral.
 
     Args:
         path: a Hugging Face folder or hub name, of a critic or of any model of the family.
-        dtype: "float32" or "bfloat16".
-        seed: for weights that the folder lacks.
+        dtype: "float32", "bfloat16" or "float64".
+        mesh: the ranks that hold the model together; None for this one alone.
+        device: where it will be.
         trust_remote_code: whether Python code in the folder may run.
 
     Raises:
         ModelError: the folder is missing or incomplete, or its family has no token classifier.
     """
-    torch.manual_seed(seed)
     config = _read_config(path, trust_remote_code, num_labels=1)
     has_head = _architecture(config).endswith("ForTokenClassification")
-    may_lack = () if has_head else ("score.",)
-    model = _load(AutoModelForTokenClassification, path, config, dtype, trust_remote_code, may_lack)
-    head = value_head(model)
-    check_agreement(path, model, head)
-    if not has_head:
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.zero_()
-    return model
+    with explained(path):
+        shard = build(
+            config,
+            AutoModelForTokenClassification,
+            dtype=DTYPES[dtype],
+            mesh=mesh or DeviceMesh.solo(),
+            trust_remote_code=trust_remote_code,
+        )
+    _check_attention(path, shard.model)
+    head = value_head(shard.model)
+    lacks = () if has_head else ("score.",)
+    _fill(path, shard, device, may_lack=lacks, may_exceed=() if has_head else (r"^lm_head\.",))
+    if shard.is_whole:
+        check_agreement(path, shard.model, head)
+    return shard
+
+
+def reload(path: str, shard: ModelShard) -> None:
+    """Replace the weights of a model by those in a folder of the same shapes.
+
+    Raises:
+        ModelError: the folder holds another model.
+    """
+    with find_weights(path).open() as files:
+        _read(path, shard, files)
 
 
 def value_head(model: PreTrainedModel) -> nn.Module:
@@ -96,21 +142,17 @@ def value_head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that turns hidden states into logits; `load_policy` made sure that there is one."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module), "load_policy refuses a model without one"
+    return head
+
+
 def quiet_transformers() -> None:
     """Keep its progress bars and advice off the screen, which shows the run."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json and model.safetensors, as any Hugging Face tool reads them."""
-    quiet_transformers()
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = None
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.config._attn_implementation = implementation
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -120,10 +162,19 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
     quiet_transformers()
-    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+    folder = Path(path).expanduser()
+    if path.startswith(("/", ".", "~")) and not folder.is_dir():
         raise ModelError(f"{path}: there is no such folder")
-    with _explained(path):
-        return AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: not a Hugging Face model folder: expected config.json in it, and *.safetensors")
+    with explained(path):
+        config = AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method", "quantized")
+        raise ModelError(
+            f"{path}: its weights are quantized ({method}), which cannot be trained; use the original ones"
+        )
+    return config
 
 
 def _architecture(config: PreTrainedConfig) -> str:
@@ -132,63 +183,42 @@ def _architecture(config: PreTrainedConfig) -> str:
 
 
 def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
-    return {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).is_dir()}
+    return {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).expanduser().is_dir()}
 
 
-@contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Turn what transformers raises about a folder into a `ModelError`."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{path}: transformers cannot load it: {error}") from error
+def _fill(
+    path: str, shard: ModelShard, device: torch.device, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
+) -> None:
+    """Allocate a model and read its weights, once the headers of the files show that they fit."""
+    with find_weights(path).open() as files:
+        allocate(shard, device)
+        _read(path, shard, files, may_lack, may_exceed)
 
 
-def _load(
-    factory: Any,
-    path: str,
-    config: PreTrainedConfig,
-    dtype: str,
-    trust_remote_code: bool,
-    may_lack: tuple[str, ...] = (),
-) -> PreTrainedModel:
-    with _explained(path), LOADING:
-        model, report = factory.from_pretrained(
-            path,
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION,
-            experts_implementation=EXPERTS,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-            **_options(path, trust_remote_code),
-        )
-    _check_complete(path, report, may_lack)
-    _check_attention(path, model)
-    _realign(model)
-    return cast("PreTrainedModel", model.eval())
+def _read(
+    path: str, shard: ModelShard, files: TensorFiles, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
+) -> None:
+    """Read the weights of a model; what the files may lack becomes zero."""
+    found = fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
+    files.read(found.reads)
+    for one, other in found.same:
+        if not files.equal(one, other):
+            raise ModelError(
+                f"{path}: config.json says that {one} and {other} are one matrix, but they differ: set "
+                "tie_word_embeddings to false there, or remove one of them"
+            )
+    tensors = shard.tensors()
+    for name in found.lacking:
+        tensors[name].zero_()
 
 
-@torch.no_grad()
-def _realign(model: nn.Module) -> None:
-    """Move every weight into memory of torch's own alignment, one at a time.
-
-    Weights read from a file lie where the file has them, and some matrix products give other last bits at another
-    alignment: two folders with the same weights would not give the same run.
-    """
-    for weight in model.parameters():
-        weight.data = weight.data.clone()
-
-
-def _check_complete(path: str, report: dict[str, Any], may_lack: tuple[str, ...]) -> None:
-    """Refuse a folder whose tensors are missing or of another shape: they would be silently random."""
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith(may_lack or ("\0",)))
-    mismatched = sorted(str(entry) for entry in report["mismatched_keys"])
-    if missing or mismatched:
-        lines = [f"missing {name}" for name in missing] + [f"wrong shape {entry}" for entry in mismatched]
-        shown = "; ".join(lines[:10]) + (f"; and {len(lines) - 10} more" if len(lines) > 10 else "")
-        raise ModelError(f"{path}: the weights do not fit config.json: {shown}")
+def _read_generation_config(path: str, model: PreTrainedModel) -> None:
+    """Keep the folder's defaults for sampling, for whoever saves the model and samples elsewhere."""
+    folder = Path(path).expanduser()
+    if not model.can_generate() or (folder.is_dir() and not (folder / "generation_config.json").is_file()):
+        return
+    with explained(path) if folder.is_dir() else contextlib.suppress(OSError):  # a repository need not have one
+        model.generation_config = GenerationConfig.from_pretrained(folder if folder.is_dir() else path)
 
 
 def _check_attention(path: str, model: PreTrainedModel) -> None:
@@ -204,10 +234,3 @@ def _check_attention(path: str, model: PreTrainedModel) -> None:
         raise ModelError(f"{path}: its rotary embedding depends on the longest row beside, which is not supported yet")
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{path}: {type(model).__name__} does not use transformers' attention registry")
-
-
-def lm_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into logits; `load_policy` made sure that there is one."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module), "load_policy refuses a model without one"
-    return head

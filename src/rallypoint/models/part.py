@@ -87,8 +87,17 @@ class Part:
         >>> Part.whole([6, 4]).rows(3, 4).within(Part.whole([6, 4]).rows(2, 6))
         (slice(1, 2, None), slice(0, 4, None))
         """
-        starts = [inner - start for inner, start in zip(self.starts, outer.starts, strict=True)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+        seen = self.seen_from(outer)
+        return tuple(slice(start, start + size) for start, size in zip(seen.starts, seen.sizes, strict=True))
+
+    def seen_from(self, outer: Part) -> Part:
+        """Return this part in the coordinates of a larger one, as if that were the whole.
+
+        >>> Part.whole([6, 4]).rows(3, 4).seen_from(Part.whole([6, 4]).rows(2, 6))
+        Part(shape=(4, 4), starts=(1, 0), sizes=(1, 4))
+        """
+        starts = tuple(inner - start for inner, start in zip(self.starts, outer.starts, strict=True))
+        return Part(outer.sizes, starts, self.sizes)
 
     @property
     def num_elements(self) -> int:

@@ -114,6 +114,24 @@ class TensorFiles:
             for _ in readers.map(self._read, in_order):
                 pass
 
+    def equal(self, one: str, other: str) -> bool:
+        """Return whether two tensors hold the same numbers.
+
+        Raises:
+            ModelError: the disk fails, or a file has become shorter.
+        """
+        sizes = {math.prod(self.entries[name].shape) for name in (one, other)}
+        if len(sizes) > 1:
+            return False
+        whole = Part.whole([sizes.pop()])
+        for begin in range(0, whole.num_elements, CHUNK_BYTES // 8):
+            part = whole.rows(begin, min(begin + CHUNK_BYTES // 8, whole.num_elements))
+            reads = [Read(name, part, torch.empty(part.sizes, dtype=self.entries[name].dtype)) for name in (one, other)]
+            self.read(reads)
+            if not torch.equal(reads[0].into, reads[1].into):
+                return False
+        return True
+
     def _read(self, read: Read) -> None:
         entry, part = self.entries[read.name], read.part
         assert math.prod(part.shape) == math.prod(entry.shape), f"{read.name}: {part} of {entry.shape}"

@@ -220,7 +220,7 @@ def _generator(trained: Trained) -> NativeGenerator:
     dtype = trained.config.model.dtype if trained.config else "float32"
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
     return NativeGenerator(
-        load_policy(trained.path, dtype=dtype, trust_remote_code=trained.trusts_remote_code), max_batch_rows=rows
+        load_policy(trained.path, dtype=dtype, trust_remote_code=trained.trusts_remote_code).model, max_batch_rows=rows
     )
 
 

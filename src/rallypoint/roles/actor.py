@@ -26,8 +26,13 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     """One rank of the policy."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        spec.prepare(context)
         model = load_policy(
-            spec.model_path, dtype=spec.config.model.dtype, trust_remote_code=spec.config.model.trust_remote_code
+            spec.model_path,
+            dtype=spec.config.model.dtype,
+            mesh=spec.meet(context),
+            device=torch.device(context.device),
+            trust_remote_code=spec.config.model.trust_remote_code,
         )
         super().__init__(context, spec, model, spec.config.actor.optimizer)
         context.shared[ACTOR_MODEL] = self.engine.model

@@ -24,10 +24,12 @@ class CriticWorker(LearnerWorker[CriticBatch]):
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         config = spec.config
+        spec.prepare(context)
         model = load_critic(
             config.critic.path or spec.model_path,
             dtype=config.model.dtype,
-            seed=config.seed,
+            mesh=spec.meet(context),
+            device=torch.device(context.device),
             trust_remote_code=config.model.trust_remote_code,
         )
         super().__init__(context, spec, model, config.critic.optimizer)

@@ -6,20 +6,18 @@ import abc
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from rallypoint.cluster import WorkerContext, broadcast, first_rank, shard
+from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import CheckpointError
-from rallypoint.models import named_weights, save_model
+from rallypoint.models import ModelShard, Part, Read, TensorFiles, held_part, reload, save_model, save_tensors
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
@@ -31,16 +29,13 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 class LearnerWorker(abc.ABC, Generic[BatchT]):
     """One rank of a model that is trained; every rank holds all of it."""
 
-    def __init__(
-        self, context: WorkerContext, spec: WorkerSpec, model: PreTrainedModel, optimizer: OptimizerConfig
-    ) -> None:
-        spec.prepare(context)
-        self.context, self.config = context, spec.config
-        self._flops = flops_of(model)
+    def __init__(self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, optimizer: OptimizerConfig) -> None:
+        self.context, self.config, self._shard = context, spec.config, model
+        self._flops = flops_of(model.model)
         self.engine: Engine[BatchT] = Engine(
-            model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
+            model.model,
             optimizer=optimizer,
-            mesh=spec.meet(context),
+            mesh=model.mesh,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             padded=spec.config.engine.rows == "padded",
             activations=spec.config.engine.activations,
@@ -77,38 +72,43 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
         peak = device_peak(self.engine.model.device, self.engine.model.dtype)
         return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
 
-    @first_rank
+    @broadcast
     def save(self, model_folder: Path, state_file: Path) -> None:
-        """Write the model as a Hugging Face folder and the optimizer's state beside it.
+        """Write the model as a Hugging Face folder and the optimizer's state beside it: the first rank does.
 
         Raises:
             CheckpointError: the disk is full or not writable.
         """
         assert self.engine.optimizer is not None, "a learner always has one"
         tensors = optimizer_tensors(self.engine.model, self.engine.optimizer)
-        try:
-            save_model(self.engine.model, model_folder)
-            safetensors.torch.save_file({name: part.cpu().contiguous() for name, part in tensors.items()}, state_file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{model_folder}: cannot be written: {error}") from error
+        state = {name: held_part(tensor) for name, tensor in tensors.items()}
+        parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
+        save_model(self._shard, model_folder)
+        save_tensors(state_file, state, parts, self._shard.mesh)
 
     @broadcast
     def restore(self, model_folder: Path, state_file: Path) -> None:
-        """Read back what `save` wrote, on every rank.
+        """Read back what `save` wrote, whatever the number of ranks was then: each reads its part.
 
         Raises:
             CheckpointError: the files are of another model.
         """
         assert self.engine.optimizer is not None, "a learner always has one"
         try:
-            saved = safetensors.torch.load_file(model_folder / "model.safetensors")
-            weights = named_weights(self.engine.model)
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.copy_(saved.pop(name))
-            restore_optimizer(self.engine.model, self.engine.optimizer, safetensors.torch.load_file(state_file))
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            reload(str(model_folder), self._shard)
+            with TensorFiles([state_file]) as files:
+                entries = files.entries
+                parts = {name: self._part(name, lambda part: part.shape, entries[name].shape) for name in entries}
+                state = {name: torch.empty(parts[name].sizes, dtype=entries[name].dtype) for name in entries}
+                files.read(Read(name, part, state[name]) for name, part in parts.items())
+            restore_optimizer(self.engine.model, self.engine.optimizer, state)
+        except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
+
+    def _part(self, name: str, of: Callable[[Part], tuple[int, ...]], shape: Sequence[int]) -> Part:
+        """Return which part of a tensor of the optimizer this rank holds: as of its weight, or all of a scalar."""
+        weight = self._shard.parts.get(name.rpartition("/")[0])
+        return weight if weight is not None and of(weight) == tuple(shape) else Part.whole(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
@@ -9,7 +10,6 @@ from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import load_policy
-from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
@@ -21,12 +21,17 @@ class ReferenceWorker:
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
         config = spec.config
-        model = load_policy(spec.model_path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+        model = load_policy(
+            spec.model_path,
+            dtype=config.model.dtype,
+            device=torch.device(context.device),
+            trust_remote_code=config.model.trust_remote_code,
+        )
         self._temperature = config.rollout.temperature
         self.engine: Engine[Sequences] = Engine(
-            model.to(context.device),  # pyright: ignore[reportArgumentType] - transformers decorates `to`
+            model.model,
             optimizer=None,
-            mesh=DeviceMesh.solo(),
+            mesh=model.mesh,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
             padded=config.engine.rows == "padded",
             tick=context.tick,

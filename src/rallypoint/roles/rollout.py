@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import RunConfig
 from rallypoint.errors import WeightsMismatchError
@@ -25,8 +27,11 @@ class RolloutWorker:
             model = context.shared[ACTOR_MODEL]
         else:
             model = load_policy(
-                spec.model_path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
-            ).to(context.device)  # pyright: ignore[reportArgumentType] - transformers decorates `to`
+                spec.model_path,
+                dtype=config.model.dtype,
+                device=torch.device(context.device),
+                trust_remote_code=config.model.trust_remote_code,
+            ).model
         self._generator = NativeGenerator(model, max_batch_rows=config.rollout.max_batch_rows, tick=context.tick)
         self._shares_actor = shares_actor
         self._version = 0

@@ -118,7 +118,7 @@ def test_a_layer_keeps_for_the_backward_pass_what_the_plan_says(here: Path, arch
         made = load(f"model.create={{{overrides}, hidden_size: 64, intermediate_size: 96}}").model.create
         folder = here / f"model{num_layers}"
         create_model(folder, make_digits_tokenizer(), max_positions=16, seed=0, **made.model_dump())
-        model = load_policy(str(folder), dtype=dtype)
+        model = load_policy(str(folder), dtype=dtype).model
         return bytes_kept_by_a_forward_pass(model, lengths)
 
     per_token = (kept(3) - kept(1)) / 2 / sum(lengths)
@@ -164,7 +164,7 @@ def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):
 def test_the_cost_of_attention_is_that_of_the_counted_operations(here: Path, architecture: str):
     config = load(f"model.create={{architecture: {architecture}, num_heads: 4, num_key_value_heads: 2}}")
     create_model(here / "model", make_digits_tokenizer(), max_positions=16, seed=0, **config.model.create.model_dump())
-    counted = flops_of(load_policy(str(here / "model"), dtype="float32")).attention_cost
+    counted = flops_of(load_policy(str(here / "model"), dtype="float32").model).attention_cost
     assert attention_cost(config) == pytest.approx(counted)
     assert attention_cost(load("model.create=null", "model.path=Some/Model")) == 0
 

@@ -45,7 +45,7 @@ def make_policy(make_folder) -> Callable[..., PreTrainedModel]:
     """Return a function that loads a policy of its own in any precision."""
 
     def make(dtype=torch.float64, architecture="llama") -> PreTrainedModel:
-        return load_policy(make_folder(architecture), dtype="float32").to(dtype)
+        return load_policy(make_folder(architecture), dtype="float32").model.to(dtype)
 
     return make
 

@@ -41,7 +41,7 @@ def token_by_token(folder, batch, temperature):
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_logprobs_and_entropies_equal_a_loop_over_tokens(make_folder, make_batch, architecture, temperature):
     folder, batch = make_folder(architecture), make_batch(LENGTHS)
-    engine = engine_of(load_policy(folder, dtype="float32"), 32)
+    engine = engine_of(load_policy(folder, dtype="float32").model, 32)
     expected = token_by_token(folder, batch, temperature)
     for name, wanted in zip(("logprobs", "entropy"), expected, strict=True):
         actual = engine.evaluate(
@@ -52,7 +52,7 @@ def test_logprobs_and_entropies_equal_a_loop_over_tokens(make_folder, make_batch
 
 
 def test_values_are_of_the_state_in_which_each_token_was_chosen(make_folder, make_batch):
-    critic = load_critic(make_folder(), dtype="float32", seed=0)
+    critic = load_critic(make_folder(), dtype="float32").model
     with torch.no_grad():
         critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     batch = make_batch(LENGTHS)

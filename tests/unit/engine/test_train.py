@@ -144,7 +144,7 @@ def test_any_lengths_under_any_cap_give_the_same_step(make_folder, make_batch, p
     batch = make_batch(lengths, seed=seed)
     outcomes = []
     for at_once in (cap, 10_000):
-        model = load_policy(make_folder(), dtype="float32").double()
+        model = load_policy(make_folder(), dtype="float32").model.double()
         loss = policy_gradient(model)
         engine = engine_of(model, at_once)
         metrics = engine.train(batch, loss, denominator=max(1, batch.num_loss_tokens), step=1, num_steps=1)

@@ -35,7 +35,7 @@ def make_policy(tmp_path_factory) -> Callable[..., PreTrainedModel]:
             max_positions=1024,
             seed=0,
         )
-        return load_policy(str(folder), dtype="float32")
+        return load_policy(str(folder), dtype="float32").model
 
     return make
 

@@ -44,7 +44,7 @@ TOLERANCES = {"eager": 1e-5, "sdpa": 1e-9}
 
 def ours_and_theirs(folder, attention):
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float64).eval()
-    return load_policy(folder, dtype="float32").to(torch.float64), theirs
+    return load_policy(folder, dtype="float32").model.to(torch.float64), theirs
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
@@ -79,7 +79,7 @@ def test_gradients_of_packed_rows_are_the_sum_of_those_of_each_row(
 
 @pytest.mark.parametrize("lengths", [[4, 6, 5, 40], [520, 600]], ids=["short", "fused"])
 def test_changing_one_row_changes_no_bit_of_any_other(make_folder, lengths):
-    model = load_policy(make_folder(), dtype="float32")
+    model = load_policy(make_folder(), dtype="float32").model
     rows = rows_of(lengths)
     with torch.no_grad():
         before = packed_logits(model, rows).split(lengths)
@@ -91,7 +91,7 @@ def test_changing_one_row_changes_no_bit_of_any_other(make_folder, lengths):
 
 
 def test_a_later_token_changes_no_bit_of_an_earlier_one(make_folder):
-    model = load_policy(make_folder(), dtype="float32")
+    model = load_policy(make_folder(), dtype="float32").model
     first, second = rows_of([9, 5])
     changed = first.clone()
     changed[6] = (changed[6] + 1) % 20
@@ -102,7 +102,7 @@ def test_a_later_token_changes_no_bit_of_an_earlier_one(make_folder):
 
 
 def test_nan_in_one_row_stays_in_that_row(make_folder):
-    model = load_policy(make_folder(), dtype="float32")
+    model = load_policy(make_folder(), dtype="float32").model
     lengths = [3, 4, 17]
     packed = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU)
     embeddings = model.get_input_embeddings()(torch.cat(rows_of(lengths))).detach().clone()

@@ -1,0 +1,146 @@
+"""A model of which this rank holds its part: built without memory, cut, and only then allocated.
+
+Owns: the order of that. Must not know: where weights come from. Invariant: from `build` on `parts` says for every
+parameter and every saved buffer, by its first name, which rectangle of it the module holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rallypoint.errors import ModelError
+from rallypoint.models.attention import ATTENTION
+from rallypoint.models.experts import EXPERTS
+from rallypoint.models.families import family_of
+from rallypoint.models.part import Part
+from rallypoint.models.sources import Sources, sources_of
+from rallypoint.models.tensor_parallel import cut_model
+from rallypoint.parallel import DeviceMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ModelShard:
+    """One rank's part of a model."""
+
+    model: PreTrainedModel
+    parts: Mapping[str, Part]
+    """Name of a parameter or saved buffer -> what of it this rank holds."""
+    summed: frozenset[str]
+    """Parameters that all ranks along tp have whole, and whose gradient is the sum of theirs."""
+    mesh: DeviceMesh
+    """The ranks that hold it together."""
+
+    @property
+    def sources(self) -> Sources:
+        """How its weights are named in files."""
+        return sources_of(self.model.config.model_type)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the model."""
+        return all(part.is_whole for part in self.parts.values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what this rank holds of every name in `parts`, as plain tensors that share its memory."""
+        found = dict(saved_tensors(self.model))
+        return {name: held_part(found[name]) for name in self.parts}
+
+
+def build(
+    config: PreTrainedConfig, factory: Any, *, dtype: torch.dtype, mesh: DeviceMesh, trust_remote_code: bool
+) -> ModelShard:
+    """Return a model on the meta device, cut for this rank: shapes without memory.
+
+    Args:
+        config: of the whole model.
+        factory: the Auto class of transformers that knows its kind.
+        dtype: of its parameters.
+        mesh: the ranks that hold it together.
+        trust_remote_code: whether Python code of its folder may run.
+
+    Raises:
+        ModelError: its family cannot be cut, or its sizes do not divide by the number of ranks.
+    """
+    with torch.device("meta"):
+        # Without a dtype: with one, transformers would change torch's default for all threads meanwhile.
+        model: PreTrainedModel = factory.from_config(
+            config,
+            dtype=None,
+            attn_implementation=ATTENTION,
+            experts_implementation=EXPERTS,
+            trust_remote_code=trust_remote_code,
+        )
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
+    parts = {name: Part.whole(tensor.shape) for name, tensor in saved_tensors(model)}
+    summed: frozenset[str] = frozenset()
+    if mesh.tp.size > 1:
+        cut = cut_model(model, family_of(model.config.model_type), mesh.tp)
+        parts, summed = parts | dict(cut.parts), cut.summed
+    return ModelShard(model.eval(), parts, summed, mesh)
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a file of the model holds: parameters, each once under its first name, and persistent buffers."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def allocate(shard: ModelShard, device: torch.device) -> None:
+    """Give every tensor memory of its own; parameters are not filled yet, buffers that no file holds are right.
+
+    Raises:
+        ModelError: transformers does not say what is in a buffer.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in shard.model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) not in made:  # tied weights stay one
+                made[id(weight)] = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
+                # What transformers' `_init_weights` leaves alone: it will come from a file.
+                made[id(weight)]._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(module, name, made[id(weight)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+    _compute_buffers(shard.model)
+
+
+@torch.no_grad()
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Let every model compute the buffers that are not saved, such as the frequencies of rotary embeddings.
+
+    Twice, on zeros and on ones: what transformers leaves as it was would be another number in every run.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # Of models within models, the innermost knows its own.
+    responsible = {module: inner for inner in models for module in inner.modules()}
+    for module, inner in responsible.items():
+        buffers = {name: getattr(module, name) for name in sorted(module._non_persistent_buffers_set)}
+        if not buffers:
+            continue
+        inner._init_weights(module)
+        first = {name: buffer.clone() for name, buffer in buffers.items()}
+        for buffer in buffers.values():
+            buffer.fill_(1)
+        inner._init_weights(module)
+        if left := [name for name, buffer in buffers.items() if not torch.equal(buffer, first[name])]:
+            raise ModelError(
+                f"{type(model).__name__}: transformers does not compute {', '.join(left)} of {type(module).__name__} "
+                "anew; the family is not supported"
+            )
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor that FSDP2 may have sharded, sharing its memory, without gradient."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,0 +1,68 @@
+"""Under which names, and in how many tensors, a weight of a module stands in a Hugging Face file.
+
+Most families store every weight under its own name. transformers keeps some in memory in another shape than in files:
+the experts of a layer are one tensor there, and one or two for each expert here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from rallypoint.models.part import Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of a file, and the rectangle of a module's weight that it fills."""
+
+    tensor: str
+    part: Part
+    """Of the weight."""
+    stored_shape: tuple[int, ...]
+    """In the file, with as many elements as the rectangle."""
+
+
+Sources: TypeAlias = Callable[[str, Sequence[int]], Sequence[Piece]]
+"""(name of a weight in the module, its whole shape) -> the pieces that fill it without overlap."""
+
+
+def same_names(name: str, shape: Sequence[int]) -> Sequence[Piece]:
+    """Return the one piece of a weight that is stored as it is.
+
+    >>> same_names("norm.weight", [16])
+    [Piece(tensor='norm.weight', part=Part(shape=(16,), starts=(0,), sizes=(16,)), stored_shape=(16,))]
+    """
+    return [Piece(name, Part.whole(shape), tuple(shape))]
+
+
+def experts_apart(name: str, shape: Sequence[int]) -> Sequence[Piece]:
+    """Return the pieces of a family that stores each expert's matrices by themselves.
+
+    >>> [piece.tensor for piece in experts_apart("mlp.experts.gate_up_proj", [2, 8, 4])]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    ['mlp.experts.0.gate_proj.weight', 'mlp.experts.0.up_proj.weight',
+     'mlp.experts.1.gate_proj.weight', 'mlp.experts.1.up_proj.weight']
+    """
+    layer, _, kind = name.rpartition(".experts.")
+    stored = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind) if layer else None
+    if stored is None:
+        return same_names(name, shape)
+    return [
+        Piece(
+            f"{layer}.experts.{expert}.{matrix}.weight",
+            Part.whole(shape).rows(expert, expert + 1).cut(1, index, len(stored)),
+            (shape[1] // len(stored), shape[2]),
+        )
+        for expert in range(shape[0])
+        for index, matrix in enumerate(stored)
+    ]
+
+
+_SOURCES: dict[str, Sources] = {"qwen3_moe": experts_apart}
+
+
+def sources_of(model_type: str) -> Sources:
+    """Return how a family, by the `model_type` of its config, stores its weights."""
+    return _SOURCES.get(model_type, same_names)

@@ -1,0 +1,189 @@
+"""Models and named tensors as safetensors files, written tensor by tensor.
+
+Owns: the layout of the files, and that each is whole or not there. Must not know: how whole tensors are put together.
+Shapes are known beforehand, so that headers come first and no more than one tensor is held at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
+
+from rallypoint.errors import CheckpointError
+from rallypoint.models.folder import INDEX, SINGLE
+from rallypoint.models.gather import gather
+from rallypoint.models.part import Part
+from rallypoint.models.reader import TYPES
+from rallypoint.models.shard import ModelShard
+from rallypoint.parallel import DeviceMesh
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Of the tensors in one file of a model; a larger tensor has a file of its own."""
+
+_MAX_WRITE_BYTES = 2**30
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor that will be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_model(shard: ModelShard, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write a model as an ordinary Hugging Face folder: every rank of its mesh calls, rank 0 writes.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; no partial file stays behind.
+    """
+    tensors = shard.tensors()
+    specs = {
+        piece.tensor: Spec(tensors[name].dtype, piece.stored_shape)
+        for name, part in shard.parts.items()
+        for piece in shard.sources(name, part.shape)
+    }
+    stored = _stored(shard, gather(tensors, shard.parts, shard.mesh))
+    if shard.mesh.rank == 0:
+        with _explained(folder, stored):
+            folder.mkdir(parents=True, exist_ok=True)
+            _save_config(shard, folder)
+            _write_model(folder, specs, stored, max_file_bytes)
+    _exhaust(stored)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], mesh: DeviceMesh) -> None:
+    """Write tensors of which every rank holds a part to one file: every rank of the mesh calls, rank 0 writes.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; no partial file stays behind.
+    """
+    specs = {name: Spec(tensor.dtype, parts[name].shape) for name, tensor in tensors.items()}
+    whole = gather(tensors, parts, mesh)
+    if mesh.rank == 0:
+        with _explained(path, whole):
+            _write({path: specs}, whole)
+    _exhaust(whole)
+
+
+def _stored(shard: ModelShard, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights as they stand in files."""
+    for name, weight in weights:
+        for piece in shard.sources(name, weight.shape):
+            yield piece.tensor, weight[piece.part.within(Part.whole(weight.shape))].reshape(piece.stored_shape)
+
+
+def _save_config(shard: ModelShard, folder: Path) -> None:
+    model = shard.model
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = config._experts_implementation = None  # ours are known here only
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)  # pyright: ignore[reportArgumentType] - as transformers calls it
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_model(
+    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int
+) -> None:
+    files: list[dict[str, Spec]] = [{}]
+    for name, spec in specs.items():
+        if files[-1] and sum(other.num_bytes for other in files[-1].values()) + spec.num_bytes > max_file_bytes:
+            files.append({})
+        files[-1][name] = spec
+    if len(files) == 1:
+        _write({folder / SINGLE: specs}, tensors)
+        return
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    _write({folder / name: file for name, file in zip(names, files, strict=True)}, tensors)
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for spec in specs.values())},
+        "weight_map": {tensor: name for name, file in zip(names, files, strict=True) for tensor in file},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(files: Mapping[Path, Mapping[str, Spec]], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors, in whatever order they come, into files that appear when all of them are on the disk."""
+    places: dict[str, tuple[int, int, Spec]] = {}
+    with contextlib.ExitStack() as cleanup:
+        descriptors: dict[Path, int] = {}
+        for path, specs in files.items():
+            partial = path.with_name(f".{path.name}.partial")
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            cleanup.callback(partial.unlink, missing_ok=True)
+            cleanup.callback(os.close, descriptor)
+            descriptors[path] = descriptor
+            header, starts = _header(specs)
+            _put(descriptor, memoryview(header), 0)
+            places |= {name: (descriptor, starts[name], spec) for name, spec in specs.items()}
+        for name, tensor in tensors:
+            descriptor, start, spec = places.pop(name)
+            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), (
+                f"{name}: another tensor than {spec}"
+            )
+            if spec.num_bytes:
+                flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+                _put(descriptor, flat.numpy().data, start)
+        assert not places, f"tensors that did not come: {sorted(places)[:5]}"
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+        for path in descriptors:
+            path.with_name(f".{path.name}.partial").replace(path)
+
+
+def _header(specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, int]]:
+    """Return the first bytes of a file, and where each tensor begins: wider types first, so that all are aligned."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+        starts[name], end = end, end + spec.num_bytes
+        described[name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def _put(descriptor: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + _MAX_WRITE_BYTES], start + done)
+
+
+def _exhaust(items: Iterable[object]) -> None:
+    for _ in items:
+        pass
+
+
+@contextlib.contextmanager
+def _explained(path: Path, tensors: Iterable[object]) -> Iterator[None]:
+    """Turn a failing disk into a `CheckpointError`, when the other ranks have got rid of their parts."""
+    try:
+        yield
+    except OSError as error:
+        _exhaust(tensors)
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}; nothing partial is left of it") from error
