@@ -76,7 +76,7 @@ def test_a_destination_may_be_a_part_of_a_larger_tensor(tmp_path):
     with TensorFiles([in_file(tmp_path / "file", it=tensor)]) as files:
         files.read([Read("it", Part.whole([6, 10]), into[:, 5:15])])
     assert torch.equal(into[:, 5:15], tensor)
-    assert into.abs().sum() == into[:, 5:15].abs().sum()
+    assert into.count_nonzero() == tensor.numel()
 
 
 def test_a_tensor_may_be_read_as_one_of_more_dimensions(tmp_path):
