@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.models import lm_head, value_head
+from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import head_outputs
 from rallypoint.models.ulysses import TokenSlice, rows_of
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
@@ -78,7 +79,7 @@ def policy_outputs(
     Raises:
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
-    head = lm_head(model)
+    head, softcap = lm_head(model), logit_softcap(model.config)
     # A subclass may do more than multiply by its weight.
     if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
         raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
@@ -86,9 +87,9 @@ def policy_outputs(
     states = hidden_states(model, batch, positions, sp)
     targets = batch.tokens[positions[part.positions]].to(states.device)
     if isinstance(head, VocabParallelLinear):
-        logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature)
+        logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature, softcap=softcap)
     else:
-        logprobs, entropy = head_outputs(states, head.weight, head.bias, targets, temperature)
+        logprobs, entropy = head_outputs(states, head.weight, head.bias, targets, temperature, softcap=softcap)
     return TokenOutputs(part.join(logprobs), part.join(entropy))
 
 

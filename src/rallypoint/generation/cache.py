@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rallypoint.models import PackedRows
+from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.head import soft_capped
 
 
 class PrefillRows(PackedRows):
@@ -20,11 +22,13 @@ class PrefillRows(PackedRows):
         super().__init__(offsets, device)
         self.keys_and_values: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
         """See `Rows.attend`."""
         assert layer == len(self.keys_and_values), "layers must be called in order"
         self.keys_and_values.append((key, value))
-        return super().attend(layer, query, key, value, scaling)
+        return super().attend(layer, query, key, value, scaling, limits)
 
 
 class DecodeRows:
@@ -65,7 +69,9 @@ class DecodeRows:
         self._prompt_lengths = self._prompt_lengths[prompts]
         self._hidden = self._hidden[prompts]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
         """See `Rows.attend`; T is B here, one token a row."""
         num_rows, heads, dim = query.shape
         kv_heads = key.shape[1]
@@ -75,27 +81,36 @@ class DecodeRows:
         keys[:, :, self.num_decoded] = key
         values[:, :, self.num_decoded] = value
         length = self.num_decoded + 1
+        first = 0 if limits.window is None else max(0, length - limits.window)
 
         # [P, K, G*share, D]: all queries that look at one prompt through one key/value head.
         by_prompt = query.view(num_prompts, self.group_size, kv_heads, share, dim).transpose(1, 2)
         by_prompt = by_prompt.reshape(num_prompts, kv_heads, self.group_size * share, dim)
         by_row = query.view(num_rows, kv_heads, share, dim)
-        to_prompt = (by_prompt @ prompt_keys.transpose(-1, -2)) * scaling
-        if self._some_hidden:
-            to_prompt = to_prompt.masked_fill(self._hidden[:, None, None, :], float("-inf"))
-        to_response = (by_row @ keys[:, :, :length].transpose(-1, -2)) * scaling
+        to_prompt = soft_capped((by_prompt @ prompt_keys.transpose(-1, -2)) * scaling, limits.softcap)
+        hidden = self._hidden_prompt(limits.window)
+        if hidden is not None:
+            to_prompt = to_prompt.masked_fill(hidden[:, None, None, :], float("-inf"))
+        to_response = soft_capped((by_row @ keys[:, :, first:length].transpose(-1, -2)) * scaling, limits.softcap)
 
         # Bring both to [B, K, share, *] for one softmax over the whole past.
         to_prompt = to_prompt.view(num_prompts, kv_heads, self.group_size, share, -1).transpose(1, 2)
         to_prompt = to_prompt.reshape(num_rows, kv_heads, share, -1)
         weights = torch.cat([to_prompt, to_response], dim=-1).softmax(-1)
-        for_prompt, for_response = weights.split([to_prompt.shape[-1], length], dim=-1)
+        for_prompt, for_response = weights.split([to_prompt.shape[-1], length - first], dim=-1)
 
         for_prompt = for_prompt.reshape(num_prompts, self.group_size, kv_heads, share, -1).transpose(1, 2)
         from_prompt = for_prompt.reshape(num_prompts, kv_heads, self.group_size * share, -1) @ prompt_values
         from_prompt = from_prompt.view(num_prompts, kv_heads, self.group_size, share, dim).transpose(1, 2)
-        from_response = for_response @ values[:, :, :length]
+        from_response = for_response @ values[:, :, first:length]
         return (from_prompt.reshape(num_rows, kv_heads, share, dim) + from_response).reshape(num_rows, heads, dim)
+
+    def _hidden_prompt(self, window: int | None) -> Tensor | None:
+        """Return which tokens of the prompts are not seen, [P, L]; None if all are."""
+        if window is None:
+            return self._hidden if self._some_hidden else None
+        last_hidden = (self._prompt_lengths + self.num_decoded - window).unsqueeze(1)
+        return self._hidden | (torch.arange(self._hidden.shape[1], device=last_hidden.device) <= last_hidden)
 
 
 def _rectangle(states: Tensor, slots: Tensor, num_rows: int, longest: int) -> Tensor:

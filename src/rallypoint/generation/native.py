@@ -19,6 +19,8 @@ from rallypoint.generation.protocol import SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampling import Rules, sample
 from rallypoint.models import lm_head
+from rallypoint.models.families import logit_softcap
+from rallypoint.models.head import soft_capped
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
@@ -134,7 +136,7 @@ class NativeGenerator:
         return output.last_hidden_state.squeeze(0)
 
     def _logits(self, states: Tensor) -> Tensor:
-        return lm_head(self.model)(states)
+        return soft_capped(lm_head(self.model)(states), logit_softcap(self.model.config))
 
 
 def _nothing() -> tuple[Tensor, Tensor, Tensor, Tensor]:

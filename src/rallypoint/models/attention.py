@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 ATTENTION = "rallypoint_rows"
 
 # What layers of some families pass along, by the names that transformers has for it.
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("s_aux", "position_bias")
 
 # Measured on CPUs: up to this length batched matrix products beat the fused kernel, forward and backward.
 _LONGEST_FOR_PRODUCTS = 512
@@ -34,12 +34,28 @@ class _Context(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     scaling: float
+    limits: Limits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What layers of some families do to the scores besides scaling them."""
+
+    window: int | None = None
+    """A token sees the last `window` ones, itself among them; None: all before it."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118)."""
+
+
+NO_LIMITS = Limits()
 
 
 class Rows(Protocol):
     """What a forward pass knows about the rows in its stream."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
         """Return the attention output of one layer.
 
         Args:
@@ -48,6 +64,7 @@ class Rows(Protocol):
             key: [T, K, D] with K key/value heads, H a multiple of K.
             value: [T, K, D].
             scaling: factor of the scores.
+            limits: what else is done to them.
 
         Returns:
             [T, H, D].
@@ -65,6 +82,8 @@ def attend_rows(
     dropout: float = 0.0,
     *,
     rows: Rows,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `Rows`.
@@ -78,7 +97,8 @@ def attend_rows(
     if asked:
         raise ValueError(f"packed attention does not support {', '.join(asked)} yet")
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
-    out = rows.attend(int(module.layer_idx), query, key, value, scaling)  # pyright: ignore[reportArgumentType]
+    limits = Limits(sliding_window, softcap)
+    out = rows.attend(int(module.layer_idx), query, key, value, scaling, limits)  # pyright: ignore[reportArgumentType]
     return out.unsqueeze(0), None
 
 
@@ -116,12 +136,14 @@ class PackedRows:
         self._token_of_slot, self._slot_of_token = token_of_slot.to(device), slot_of_token.to(device)
         self._in_place = torch.equal(token_of_slot, torch.arange(len(token_of_slot)))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
         """See `Rows.attend`."""
         del layer
         sizes = [shape.num_rows * shape.longest for shape in self._rectangles]
         parts = [self._pad(states).split(sizes) for states in (query, key, value)]
-        outs = [shape.attend(*part, scaling) for shape, *part in zip(self._rectangles, *parts, strict=True)]
+        outs = [shape.attend(*part, scaling, limits) for shape, *part in zip(self._rectangles, *parts, strict=True)]
         return self._unpad(torch.cat(outs) if len(outs) > 1 else outs[0])
 
     def _pad(self, states: Tensor) -> Tensor:
@@ -165,82 +187,133 @@ class _Rectangle:
     num_rows: int
     longest: int
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits) -> Tensor:
         """[R * L, H, D] with [R * L, K, D] twice -> [R * L, H, D]."""
         heads, kv_heads = query.shape[1], key.shape[1]
-        if query.is_cuda or self.longest > _LONGEST_FOR_PRODUCTS:
+        if limits.window is not None and limits.window >= self.longest:
+            limits = dataclasses.replace(limits, window=None)
+        reach = limits.window or self.longest
+        if limits.softcap is None and (query.is_cuda or reach > _LONGEST_FOR_PRODUCTS):
             q, k, v = (x.view(self.num_rows, self.longest, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            seen = None if limits.window is None else _seen_in_window(self.longest, limits.window, query.device)
             out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=heads != kv_heads
             )
             return out.transpose(1, 2).reshape(query.shape)
         # The queries of one key/value head are rows of one product, token by token, so that keys need no repeating.
         folded = (self.num_rows, self.longest, kv_heads, -1, query.shape[-1])
         q, k, v = (x.view(folded).transpose(1, 2).flatten(2, 3).flatten(0, 1) for x in (query, key, value))
-        out = _CausalProducts.apply(q, k, v, scaling)
+        out = _CausalProducts.apply(q, k, v, scaling, limits)
         return out.view(self.num_rows, kv_heads, self.longest, -1, query.shape[-1]).transpose(1, 2).reshape(query.shape)
 
 
 class _CausalProducts(torch.autograd.Function):
     """Causal attention as batched products of blocks of queries with the keys that they may see.
 
-    Queries are [N, L * share, D], keys and values [N, L, D]. Keys right of a block are never multiplied.
+    Queries are [N, L * share, D], keys and values [N, L, D]. Keys that no query of a block sees are never multiplied.
     """
 
     @staticmethod
-    def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        share = query.shape[1] // key.shape[1]
+    def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits) -> Tensor:
         outs: list[Tensor] = []
         shares: list[Tensor] = []
-        for rows, length in _query_blocks(query, key):
-            mask = _causal_mask((rows.stop - rows.start) // share, length, share, query)
-            scores = torch.baddbmm(mask, query[:, rows], key[:, :length].transpose(1, 2), alpha=scaling)
+        for block in _query_blocks(query, key, limits.window):
+            keys = key[:, block.keys].transpose(1, 2)
+            if limits.softcap is None:
+                scores = torch.baddbmm(block.mask(query), query[:, block.rows], keys, alpha=scaling)
+            else:
+                capped = (query[:, block.rows] @ keys).mul_(scaling / limits.softcap).tanh_()
+                scores = torch.add(block.mask(query), capped, alpha=limits.softcap)
             shares.append(scores.softmax(-1))
-            outs.append(shares[-1] @ value[:, :length])
+            outs.append(shares[-1] @ value[:, block.keys])
         ctx.save_for_backward(query, key, value, *shares)
-        ctx.scaling = scaling
+        ctx.scaling, ctx.limits = scaling, limits
         return _join(outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         query, key, value, *shares = ctx.saved_tensors
         # Of keys and values every block has a part, which is not rounded to half precision before it is added.
         dtype = torch.promote_types(key.dtype, torch.float32) if len(shares) > 1 else key.dtype
         grad_queries: list[Tensor] = []
         grad_key = grad_value = None
-        for (rows, length), share in zip(_query_blocks(query, key)[::-1], shares[::-1], strict=True):
-            grad_share = grad[:, rows] @ value[:, :length].transpose(1, 2)
+        softcap = ctx.limits.softcap
+        for block, share in zip(_query_blocks(query, key, ctx.limits.window)[::-1], shares[::-1], strict=True):
+            rows, keys = block.rows, block.keys
+            grad_share = grad[:, rows] @ value[:, keys].transpose(1, 2)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_share, share, -1, share.dtype)
-            grad_queries.append(grad_scores @ key[:, :length])
+            if softcap is not None:  # d tanh(x) / d x = 1 - tanh(x)^2; computed again rather than kept
+                capped = (query[:, rows] @ key[:, keys].transpose(1, 2)).mul_(ctx.scaling / softcap).tanh_()
+                grad_scores = torch.addcmul(grad_scores, grad_scores, capped.square_(), value=-1)
+            grad_queries.append(grad_scores @ key[:, keys])
             key_part, value_part = grad_scores.transpose(1, 2) @ query[:, rows], share.transpose(1, 2) @ grad[:, rows]
-            if grad_key is None or grad_value is None:  # the last block sees every key
-                grad_key, grad_value = key_part.to(dtype), value_part.to(dtype)
-            else:
-                grad_key[:, :length] += key_part
-                grad_value[:, :length] += value_part
+            if grad_key is None or grad_value is None:
+                if keys.start == 0:  # the last block comes first, and without a window it sees all
+                    grad_key, grad_value = key_part.to(dtype), value_part.to(dtype)
+                    continue
+                grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+            grad_key[:, keys] += key_part
+            grad_value[:, keys] += value_part
         assert grad_key is not None, "a rectangle has rows"
         assert grad_value is not None, "a rectangle has rows"
         grad_query = _join(grad_queries[::-1]).mul_(ctx.scaling)
-        return grad_query, grad_key.mul_(ctx.scaling).to(key.dtype), grad_value.to(key.dtype), None
+        return grad_query, grad_key.mul_(ctx.scaling).to(key.dtype), grad_value.to(key.dtype), None, None
 
 
-def _query_blocks(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:
-    """Return the rows of the queries of every block, and how many keys they see.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    """Tokens whose queries are multiplied together, and the keys that at least one of them sees."""
 
-    >>> _query_blocks(torch.zeros(1, 2 * 100, 8), torch.zeros(1, 100, 8))
-    [(slice(0, 128, None), 64), (slice(128, 200, None), 100)]
+    tokens: range
+    keys: slice
+    share: int
+    """Queries of a token."""
+    window: int | None
+
+    @property
+    def rows(self) -> slice:
+        """Where its queries are."""
+        return slice(self.tokens.start * self.share, self.tokens.stop * self.share)
+
+    def mask(self, like: Tensor) -> Tensor:
+        """Return what is added to the scores, [queries, keys]: -inf where they may not look, else 0."""
+        hidden = like.new_full((len(self.tokens), self.keys.stop - self.keys.start), float("-inf"))
+        diagonal = self.tokens.start - self.keys.start
+        mask = hidden.triu(diagonal + 1)
+        if self.window is not None:
+            mask += hidden.tril(diagonal - self.window)
+        return mask if self.share == 1 else mask.repeat_interleave(self.share, 0)
+
+
+def _query_blocks(query: Tensor, key: Tensor, window: int | None) -> list[_Block]:
+    """Return the blocks of all queries.
+
+    >>> [(block.rows, block.keys) for block in _query_blocks(torch.zeros(1, 2 * 100, 8), torch.zeros(1, 100, 8), None)]
+    [(slice(0, 128, None), slice(0, 64, None)), (slice(128, 200, None), slice(0, 100, None))]
+    >>> [block.keys for block in _query_blocks(torch.zeros(1, 100, 8), torch.zeros(1, 100, 8), 10)]
+    [slice(0, 64, None), slice(55, 100, None)]
     """
     longest = key.shape[1]
-    share = query.shape[1] // longest
-    stops = [*range(_QUERIES_PER_BLOCK, longest, _QUERIES_PER_BLOCK), longest]
-    return [(slice(start * share, stop * share), stop) for start, stop in zip([0, *stops], stops, strict=False)]
+    starts = range(0, longest, _QUERIES_PER_BLOCK)
+    return [
+        _Block(
+            range(start, min(start + _QUERIES_PER_BLOCK, longest)),
+            slice(0 if window is None else max(0, start - window + 1), min(start + _QUERIES_PER_BLOCK, longest)),
+            query.shape[1] // longest,
+            window,
+        )
+        for start in starts
+    ]
 
 
-def _causal_mask(queries: int, length: int, share: int, like: Tensor) -> Tensor:
-    """Return [queries * share, length] for the last queries of some tokens: -inf where they may not look, else 0."""
-    mask = like.new_full((queries, length), float("-inf")).triu(length - queries + 1)
-    return mask if share == 1 else mask.repeat_interleave(share, 0)
+def _seen_in_window(length: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys each query sees: [length, length].
+
+    >>> _seen_in_window(4, 2, torch.device("cpu")).int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _join(blocks: list[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional
 CHUNK_BYTES = 32 * 2**20
 """Of the logits of one chunk in the precision of the softmax; two or three times as much is alive at once."""
 
-_Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]
+_Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]
 
 
 class _Context(FunctionCtx):
@@ -31,6 +31,7 @@ class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
     needs_input_grad: tuple[bool, ...]
     temperature: float
+    softcap: float | None
     rows_per_chunk: int
 
 
@@ -41,11 +42,12 @@ def head_outputs(
     targets: Tensor,
     temperature: float,
     *,
+    softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprobs of some tokens and the entropies (nats) of what they were drawn from: [N] each.
 
-        z = (states @ weight.T + bias) / temperature
+        z = soft_capped(states @ weight.T + bias) / temperature
         logprobs = z[targets] - logsumexp(z)        entropy = -sum(softmax(z) * log_softmax(z))
 
     Products are in the precision of the states; everything after them is float32, or float64 for float64 states.
@@ -62,10 +64,22 @@ def head_outputs(
         bias: [V], if the head has one.
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
+        softcap: see `soft_capped`.
         chunk_bytes: of the logits that may exist at once; at least one token is taken at a time.
     """
-    logprobs, entropy, _ = head_statistics(states, weight, bias, targets, temperature, chunk_bytes=chunk_bytes)
+    logprobs, entropy, _ = head_statistics(
+        states, weight, bias, targets, temperature, softcap=softcap, chunk_bytes=chunk_bytes
+    )
     return logprobs, entropy
+
+
+def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
+    """Return values bent to stay below a bound, as Gemma 2 does (arXiv 2408.00118); without one, as they are.
+
+    >>> soft_capped(torch.tensor([0.1, 100.0]), 2.0)
+    tensor([0.0999, 2.0000])
+    """
+    return values if softcap is None else softcap * (values / softcap).tanh()
 
 
 def head_statistics(
@@ -75,6 +89,7 @@ def head_statistics(
     targets: Tensor,
     temperature: float,
     *,
+    softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `head_outputs` returns, and logsumexp(z): [N], with gradients as well.
@@ -82,7 +97,9 @@ def head_statistics(
     With it, the results of a vocabulary in parts can be made from those of the parts.
     """
     rows_per_chunk = max(1, chunk_bytes // (weight.shape[0] * _softmax_dtype(states).itemsize))
-    logprobs, entropy, normaliser = _HeadStatistics.apply(states, weight, bias, targets, temperature, rows_per_chunk)  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
+    logprobs, entropy, normaliser = _HeadStatistics.apply(  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
+        states, weight, bias, targets, temperature, softcap, rows_per_chunk
+    )
     return logprobs, entropy, normaliser
 
 
@@ -97,12 +114,13 @@ class _HeadStatistics(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        softcap: float | None,
         rows_per_chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _softmax_dtype(states)
         logprobs, entropy, normaliser = (states.new_empty(len(states), dtype=dtype) for _ in range(3))
         for rows in _chunks(len(states), rows_per_chunk):
-            logits = functional.linear(states[rows], weight, bias).to(dtype)
+            logits = _logits(states[rows], weight, bias, softcap)
             # Against the largest, every term of the entropy is positive: nothing cancels where a token is sure.
             largest = logits.amax(-1) / temperature
             logits = torch.add(-largest.unsqueeze(1), logits, alpha=1.0 / temperature, out=logits)
@@ -114,7 +132,7 @@ class _HeadStatistics(torch.autograd.Function):
             entropy[rows] = log_total - torch.linalg.vecdot(shares, logits) / total
             normaliser[rows] = largest + log_total
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)  # pyright: ignore[reportArgumentType] - None may be saved
-        ctx.temperature, ctx.rows_per_chunk = temperature, rows_per_chunk
+        ctx.temperature, ctx.softcap, ctx.rows_per_chunk = temperature, softcap, rows_per_chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropy, normaliser
 
@@ -134,7 +152,9 @@ class _HeadStatistics(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias and bias is not None else None
         for rows in _chunks(len(states), ctx.rows_per_chunk):
-            logits = functional.linear(states[rows], weight, bias).to(dtype)
+            logits = _logits(states[rows], weight, bias, ctx.softcap)
+            # d (cap * tanh(x / cap)) / d x = 1 - tanh(x / cap)^2
+            slope = None if ctx.softcap is None else (logits / ctx.softcap).square_().neg_().add_(1.0)
             grad = _grad_logits(
                 torch.add(-normaliser[rows].unsqueeze(1), logits, alpha=1.0 / ctx.temperature, out=logits),
                 targets[rows],
@@ -143,6 +163,7 @@ class _HeadStatistics(torch.autograd.Function):
                 grad_logprobs[rows] / ctx.temperature,
                 None if grad_entropy is None else grad_entropy[rows] / ctx.temperature,
             )
+            grad = grad if slope is None else grad.mul_(slope)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(states.dtype)
@@ -152,7 +173,13 @@ class _HeadStatistics(torch.autograd.Function):
                 _add_product(grad_weight, grad.t(), states[rows])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_states, grad_weight, grad_bias, None, None, None
+        return grad_states, grad_weight, grad_bias, None, None, None, None
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    """Return the logits of a chunk in the precision of the softmax."""
+    logits = functional.linear(states, weight, bias).to(_softmax_dtype(states))
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _grad_logits(

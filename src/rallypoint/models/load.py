@@ -224,10 +224,8 @@ def _read_generation_config(path: str, model: PreTrainedModel) -> None:
 def _check_attention(path: str, model: PreTrainedModel) -> None:
     """Refuse what packed attention cannot do yet, rather than compute something else."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ModelError(
-            f"{path}: layers of type {', '.join(sorted(kinds - {'full_attention'}))} are not supported yet"
-        )
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{path}: layers of type {', '.join(sorted(unknown))} are not supported yet")
     rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
     kinds = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if kinds & {"dynamic", "longrope"}:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rallypoint.models.attention import PackedRows
+from rallypoint.models.attention import NO_LIMITS, Limits, PackedRows
 from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_rows, gather_rows
 
 
@@ -87,7 +87,9 @@ class SequenceParallelRows:
         self._rows, self._part = PackedRows(offsets, device), part
         self.position_ids = self._rows.position_ids[:, part.tokens]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
         """See `Rows.attend`.
 
         Raises:
@@ -103,7 +105,7 @@ class SequenceParallelRows:
         shares = [states.unflatten(1, (sp.size, -1)) for states in (query, key, value)]
         num_heads = [share.shape[2] for share in shares]
         query, key, value = exchange_for_columns(torch.cat(shares, 2), sp, sizes).split(num_heads, 1)
-        out = self._rows.attend(layer, query, key, value, scaling)
+        out = self._rows.attend(layer, query, key, value, scaling, limits)
         return exchange_for_rows(out, sp, sizes).flatten(1, 2)
 
 

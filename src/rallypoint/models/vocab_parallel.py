@@ -39,7 +39,13 @@ class VocabParallelLinear(nn.Linear):
 
 
 def vocab_parallel_outputs(
-    states: Tensor, head: VocabParallelLinear, targets: Tensor, temperature: float, *, chunk_bytes: int = CHUNK_BYTES
+    states: Tensor,
+    head: VocabParallelLinear,
+    targets: Tensor,
+    temperature: float,
+    *,
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Return on every rank what `head_outputs` returns for the whole vocabulary: logprobs and entropies, [N] each.
 
@@ -54,6 +60,7 @@ def vocab_parallel_outputs(
         head: this rank's part.
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
+        softcap: see `head_outputs`.
         chunk_bytes: of this rank's logits that may exist at once.
     """
     tokens, tp = head.tokens, head.tp
@@ -64,6 +71,7 @@ def vocab_parallel_outputs(
         head.bias,
         (targets - tokens.start).clamp(0, len(tokens) - 1),
         temperature,
+        softcap=softcap,
         chunk_bytes=chunk_bytes,
     )
     largest = normaliser.detach().clone()

@@ -18,8 +18,10 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 LEAVES = ("states", "weight", "bias")
 
 
-def plainly(states, weight, bias, targets, temperature):
-    everything = (functional.linear(states, weight, bias) / temperature).log_softmax(-1)
+def plainly(states, weight, bias, targets, temperature, softcap=None):
+    logits = functional.linear(states, weight, bias)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    everything = (logits / temperature).log_softmax(-1)
     return everything.gather(1, targets.unsqueeze(1)).squeeze(1), -(everything.exp() * everything).sum(-1)
 
 
@@ -89,14 +91,17 @@ def assert_same(actual, expected, tolerance):
     dtype=st.sampled_from(list(TOLERANCES)),
     bias=st.booleans(),
     temperature=st.sampled_from([1.0, 0.5, 0.7, 3.0]),
+    softcap=st.sampled_from([None, 2.0]),
     used=st.sets(st.sampled_from(["logprobs", "entropy"])),
     wanted=st.sets(st.sampled_from(LEAVES)),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_equal_the_plain_way_for_every_chunk_size(rows_per_chunk, dtype, vocabulary, **shape):
+def test_values_and_gradients_equal_the_plain_way_for_every_chunk_size(
+    rows_per_chunk, dtype, vocabulary, softcap, **shape
+):
     case = make_case(vocabulary=vocabulary, dtype=dtype, **shape)
-    chunked = case.results(head_outputs, chunk_bytes=rows_per_chunk * vocabulary * dtype.itemsize)
-    assert_same(chunked, case.results(plainly), TOLERANCES[dtype])
+    chunked = case.results(head_outputs, softcap=softcap, chunk_bytes=rows_per_chunk * vocabulary * dtype.itemsize)
+    assert_same(chunked, case.results(plainly, softcap=softcap), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 100])

@@ -3,10 +3,12 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
 from rallypoint.generation import NativeGenerator
+from rallypoint.models import load_policy
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import RolloutBatch
 
@@ -272,3 +274,38 @@ def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make
     engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
+
+
+def limited_policy(folder, config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return load_policy(str(folder), dtype="float32").model
+
+
+LIMITED = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "sliding_window": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**LIMITED),
+        Gemma2Config(**LIMITED, head_dim=8, attn_logit_softcapping=1.0, final_logit_softcapping=2.0),
+    ],
+    ids=["windows", "windows, and capped scores and logits"],
+)
+def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prompts, params, tmp_path, config):
+    model = limited_policy(tmp_path, config)
+    long = dataclasses.replace(params, max_new_tokens=30, stop_tokens=(0,))
+    batch = NativeGenerator(model, max_batch_rows=1000).generate(make_prompts(LENGTHS), long, version=0)
+    engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
+    expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
+    assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4

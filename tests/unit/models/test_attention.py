@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from rallypoint.models import PackedRows, lm_head, load_policy
-from rallypoint.models.attention import attend_rows
+from rallypoint.models.attention import Limits, attend_rows
 from rallypoint.types import offsets_from_lengths
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_positions_start_again_with_each_row():
     assert PackedRows(torch.tensor([0, 3, 3, 5]), CPU).position_ids.tolist() == [[0, 1, 2, 0, 1]]
 
 
-@pytest.mark.parametrize("option", ["sliding_window", "softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("option", ["s_aux", "position_bias"])
 def test_what_packed_attention_would_leave_out_is_refused(option):
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match=f"does not support {option} yet"):
@@ -178,3 +178,35 @@ def test_the_same_rows_give_the_same_bits_of_gradients(dtype):
         out = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 0.3)
         gradients.append(torch.autograd.grad(out.square().sum(), states))
     assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
+
+
+def plain_attention(query, key, value, scaling, limits):
+    """Return the attention of one row, [T, H, D], from all of its scores at once."""
+    share = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(share, 1) for states in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
+    if limits.softcap is not None:
+        scores = limits.softcap * (scores / limits.softcap).tanh()
+    distance = torch.arange(len(query)).unsqueeze(1) - torch.arange(len(query))
+    seen = (distance >= 0) & (distance < (limits.window or len(query)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 7, 65, 530])
+@pytest.mark.parametrize("lengths", [[150] * 2, [64, 65, 129, 1], [560, 70, 7]], ids=["even", "borders", "long"])
+def test_windows_and_capped_scores_give_what_all_scores_at_once_give(lengths, window, softcap):
+    generator = torch.Generator().manual_seed(0)
+    limits = Limits(window, softcap)
+    states = [
+        torch.randn(sum(lengths), heads, 4, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    weigh = torch.randn(sum(lengths), 4, 4, generator=generator, dtype=torch.float64)
+    ours = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 0.9, limits)
+    rows = zip(*(tensor.split(lengths) for tensor in states), strict=True)
+    plain = torch.cat([plain_attention(*row, 0.9, limits) for row in rows])
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad((out * weigh).sum(), states) for out in (ours, plain)]
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)

@@ -12,13 +12,9 @@ from transformers import (
     BertLMHeadModel,
     CohereConfig,
     CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForTokenClassification,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -217,20 +213,10 @@ def test_a_classifier_with_several_labels_is_refused_as_a_critic(tmp_path):
 
 
 UNSUPPORTED = {
-    "some layers slide": (
+    "some layers are of another kind": (
         Qwen2ForCausalLM,
-        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-        "sliding_attention",
-    ),
-    "all layers slide, and the config has no word for it": (
-        MistralForCausalLM,
-        MistralConfig(**SMALL, sliding_window=4096),
-        "sliding_window",
-    ),
-    "scores are capped": (
-        Gemma2ForCausalLM,
-        Gemma2Config(**SMALL, head_dim=8, layer_types=["full_attention"] * 2),
-        "softcap",
+        Qwen2Config(**SMALL, layer_types=["full_attention", "chunked_attention"]),
+        "chunked_attention",
     ),
     "logits are scaled": (CohereForCausalLM, CohereConfig(**SMALL), "differs from its own code"),
     "attention in both directions": (

@@ -10,8 +10,10 @@ from torch.nn import functional
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs, vocabulary_of
 
 
-def plainly(states, weight, bias, targets, temperature):
-    everything = (functional.linear(states, weight, bias) / temperature).log_softmax(-1)
+def plainly(states, weight, bias, targets, temperature, softcap=None):
+    logits = functional.linear(states, weight, bias)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    everything = (logits / temperature).log_softmax(-1)
     return everything.gather(1, targets.unsqueeze(1)).squeeze(1), -(everything.exp() * everything).sum(-1)
 
 
@@ -53,24 +55,30 @@ def weighted_sum(outputs, used):
     dtype=st.sampled_from([torch.float64, torch.float32]),
     bias=st.booleans(),
     temperature=st.sampled_from([1.0, 0.5, 3.0]),
+    softcap=st.sampled_from([None, 2.0]),
     used=st.sets(st.sampled_from(["logprobs", "entropy"]), min_size=1),
     seed=st.integers(0, 1000),
 )
 def test_every_rank_has_the_values_of_the_whole_vocabulary_and_the_gradients_of_its_part(
-    on_mesh, num_ranks, num_tokens, vocabulary, rows_per_chunk, dtype, bias, temperature, used, seed
+    on_mesh, num_ranks, num_tokens, vocabulary, rows_per_chunk, dtype, bias, temperature, softcap, used, seed
 ):
     states, weight, offset, targets = draw(num_tokens, vocabulary, dtype, bias=bias, seed=seed)
 
     def on_rank(mesh):
         own, head = states.clone().requires_grad_(), head_of(mesh, weight, offset)
         outputs = vocab_parallel_outputs(
-            own, head, targets, temperature, chunk_bytes=rows_per_chunk * len(head.weight) * dtype.itemsize
+            own,
+            head,
+            targets,
+            temperature,
+            softcap=softcap,
+            chunk_bytes=rows_per_chunk * len(head.weight) * dtype.itemsize,
         )
         weighted_sum(outputs, used).backward()
         return [*outputs, own.grad], [head.weight.grad, *([head.bias.grad] if bias else [])]
 
     leaves = [tensor.clone().requires_grad_() for tensor in (states, weight, *([offset] if bias else []))]
-    outputs = plainly(leaves[0], leaves[1], leaves[2] if bias else None, targets, temperature)
+    outputs = plainly(leaves[0], leaves[1], leaves[2] if bias else None, targets, temperature, softcap)
     weighted_sum(outputs, used).backward()
     found = on_mesh(on_rank, tp=num_ranks)
     tolerance = {"rtol": 1e-10, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}

@@ -1,5 +1,7 @@
 """The families that can be cut over ranks: a file each, which the table names."""
 
+from transformers import PreTrainedConfig
+
 from rallypoint.errors import ModelError
 from rallypoint.models.families.family import Cut, Family
 from rallypoint.models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -9,7 +11,7 @@ from rallypoint.models.families.qwen2 import QWEN2
 from rallypoint.models.families.qwen3 import QWEN3
 from rallypoint.models.families.qwen3_moe import QWEN3_MOE
 
-__all__ = ["FAMILIES", "Cut", "Family", "family_of"]
+__all__ = ["FAMILIES", "Cut", "Family", "family_of", "is_mixture", "logit_softcap"]
 
 FAMILIES = {family.model_type: family for family in (GEMMA, GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 """By the `model_type` of config.json."""
@@ -26,3 +28,15 @@ def family_of(model_type: str) -> Family:
             f"models of type {model_type} cannot be cut over ranks (tp > 1); supported are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """Return the bound that a model bends its logits below, see `head_outputs`; None if it does not."""
+    family = FAMILIES.get(str(config.model_type))
+    return config.final_logit_softcapping if family is not None and family.caps_logits else None  # pyright: ignore[reportReturnType]
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """Return whether a model has experts."""
+    family = FAMILIES.get(str(config.model_type))
+    return family is not None and family.experts is not None

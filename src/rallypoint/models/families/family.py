@@ -31,6 +31,8 @@ class Family:
     """Block of a decoder layer -> its modules -> what a rank has of them."""
     experts: str | None = None
     """Where a layer has experts, if it has any; they take the place of the block that they are in."""
+    caps_logits: bool = False
+    """Whether its config has a `final_logit_softcapping`."""
 
 
 ATTENTION = {"q_proj": Cut.OUTPUTS, "k_proj": Cut.OUTPUTS, "v_proj": Cut.OUTPUTS, "o_proj": Cut.INPUTS}

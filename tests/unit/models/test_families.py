@@ -1,0 +1,106 @@
+"""Every family through the door of the loader, against transformers' own code on each row alone.
+
+Its eager attention rounds every softmax to float32, so that it is compared more loosely than its sdpa, which knows no
+capped scores; some of its norms add up their gradients in float32. Rows are longer than the windows.
+"""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from rallypoint.engine import policy_outputs
+from rallypoint.engine.forward import trained_positions
+from rallypoint.models import load_policy
+from rallypoint.models.families import FAMILIES
+from rallypoint.types import Sequences
+
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MIXTURE = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SLIDING = {"sliding_window": 5, "use_sliding_window": True}
+CONFIGS = {
+    "gemma": (GemmaConfig(**SIZES, head_dim=8), "sdpa"),
+    "gemma2": (
+        Gemma2Config(**SIZES, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "eager",
+    ),
+    "gemma3_text": (Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, sliding_window_pattern=2), "sdpa"),
+    "mistral": (MistralConfig(**SIZES, sliding_window=5), "sdpa"),
+    "mistral without a window": (MistralConfig(**SIZES, sliding_window=None), "sdpa"),
+    "qwen2": (Qwen2Config(**SIZES), "sdpa"),
+    "qwen2, some layers slide": (Qwen2Config(**SIZES, **SLIDING, max_window_layers=1), "sdpa"),
+    "qwen3, some layers slide": (Qwen3Config(**SIZES, head_dim=8, **SLIDING, max_window_layers=2), "sdpa"),
+    "qwen3_moe": (Qwen3MoeConfig(**SIZES, **MIXTURE), "sdpa"),
+    "qwen3_moe, some layers dense": (Qwen3MoeConfig(**SIZES, **MIXTURE, decoder_sparse_step=2), "sdpa"),
+    "qwen3_moe that slides": (Qwen3MoeConfig(**SIZES, **MIXTURE, **SLIDING), "sdpa"),
+}
+TOLERANCES = {"eager": 1e-5, "sdpa": 1e-9}
+LENGTHS = (23, 1, 6, 70)
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def both(request, tmp_path):
+    """A model as we load it and as transformers loads it, and how near they have to be."""
+    config, attention = request.param
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ours = load_policy(str(tmp_path), dtype="float64").model
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=attention, experts_implementation="eager", dtype=torch.float64
+    )
+    return ours, theirs.eval(), TOLERANCES[attention]
+
+
+def test_the_logprobs_and_gradients_of_packed_rows_are_those_of_each_row_alone(both):
+    ours, theirs, tolerance = both
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    loss_mask = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    loss_mask[offsets[:-1]] = False
+    batch = Sequences(
+        offsets=offsets,
+        tokens=torch.cat(rows),
+        loss_mask=loss_mask,
+        prompt_index=torch.arange(len(rows)),
+        sample_index=torch.zeros(len(rows), dtype=torch.int64),
+    )
+    logprobs = policy_outputs(ours, batch, trained_positions(batch), 1.0).logprobs
+    wanted = torch.cat(
+        [
+            theirs(row.unsqueeze(0), use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None]).squeeze(1)
+            for row in rows
+        ]
+    )
+    assert (logprobs - wanted).abs().max() <= tolerance * wanted.abs().max()
+    weigh = torch.linspace(-1, 1, len(wanted), dtype=torch.float64)
+    for values in (logprobs, wanted):
+        (values @ weigh).backward()
+    expected = {name: weight.grad for name, weight in theirs.named_parameters()}
+    for name, weight in ours.named_parameters():
+        scale = max(1.0, float(expected[name].abs().max()))
+        assert (weight.grad - expected[name]).abs().max() <= 1e-5 * scale, name
+
+
+def test_every_family_is_tested():
+    assert {config.model_type for config, _ in CONFIGS.values()} | {"llama"} == set(FAMILIES)
