@@ -8,8 +8,9 @@ counted over all ranks, so no cut of the batch changes the result.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 import torch
@@ -19,10 +20,11 @@ from transformers import PreTrainedModel
 from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_rows, pad_rows
 from rallypoint.engine.activations import Checkpoints
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import shard_model
+from rallypoint.parallel import DeviceMesh, Sharding
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -42,6 +44,7 @@ class Engine(Generic[BatchT]):
         optimizer: OptimizerConfig | None,
         mesh: DeviceMesh,
         max_tokens_per_micro_batch: int,
+        sharding: Sharding | None = None,
         padded: bool = False,
         activations: Activations = "keep",
         tick: Callable[[], None] = lambda: None,
@@ -53,17 +56,25 @@ class Engine(Generic[BatchT]):
             optimizer: None for a model that is evaluated only.
             mesh: the ranks that train it together; `model` is this one's part of it.
             max_tokens_per_micro_batch: the hard cap.
+            sharding: of the model over the mesh; None for a model that is whole but for tensor parallelism, and will be
+                sharded here if the mesh has `dp_shard`.
             padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
             activations: what a layer leaves for the backward pass.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.
         """
+        model.requires_grad_(optimizer is not None)
         self.model = model
         self._checkpoints = Checkpoints(model, "keep" if optimizer is None else activations)
-        self.optimizer = None if optimizer is None else make_optimizer(model, optimizer)
+        self._sharding = sharding or shard_model(model, mesh)
+        self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer)
         self._optimizer_config = optimizer
         self._mesh = mesh
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick
-        model.requires_grad_(optimizer is not None)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What this rank holds of each weight, as ordinary tensors."""
+        return self._sharding.weights
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, outputs: Callable[[Sequences, Tensor], Tensor]) -> PerToken:
@@ -77,12 +88,12 @@ class Engine(Generic[BatchT]):
             The numbers in the batch's own order, zero for tokens that are not trained.
         """
         values = torch.zeros(batch.num_tokens)
-        for rows, part in self._micro_batches(batch):
-            positions = trained_positions(part)
-            if len(positions):
+        for rows, part, positions in self._micro_batches(batch, self._plan(batch)):
+            found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
+            if rows:
                 # In their order trained tokens are the same with padding and without.
                 at = token_index(batch.offsets, torch.tensor(rows))
-                values[at[batch.loss_mask[at]]] = outputs(part, positions).to(values)
+                values[at[batch.loss_mask[at]]] = found.to(values)
         return PerToken(offsets=batch.offsets, values=values)
 
     def train(self, batch: BatchT, loss: Loss[BatchT], *, denominator: float, step: int, num_steps: int) -> Metrics:
@@ -123,20 +134,29 @@ class Engine(Generic[BatchT]):
 
     def _accumulate(
         self, batch: BatchT, loss: Loss[BatchT], denominator: float
-    ) -> tuple[list[Metrics], NotFiniteError | None]:
+    ) -> tuple[list[Metrics], Exception | None]:
         """Add up the gradients of this rank's micro-batches, to the end even when a loss is not finite."""
+        try:
+            plan = self._plan(batch)
+        except (ValueError, PeerFailedError) as error:  # so do those who share passes, and none has begun one
+            return [], error
         measured: list[Metrics] = []
         failure: NotFiniteError | None = None
-        for rows, part in self._micro_batches(batch):
-            positions = trained_positions(part)
-            if not len(positions):
+        for rows, part, positions in self._micro_batches(batch, plan):
+            if not rows:
+                self._sharding.backward(self._sharding.run(functools.partial(self._nothing, part, positions)))
                 continue
-            total, metrics = loss(part, positions)
+            total, metrics = self._sharding.run(functools.partial(loss, part, positions))
             if failure is None and not math.isfinite(total.item()):
                 failure = NotFiniteError(f"the loss is {total.item()} for {self._blame(batch, rows, loss)}")
-            (total / denominator).backward()
+            self._sharding.backward(total / denominator)
             measured.append(metrics)
         return measured, failure
+
+    def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
+        """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
+        states = hidden_states(self.model, part, positions, self._mesh.sp)
+        return states.sum() + self._sharding.touch()
 
     @torch.no_grad()
     def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:
@@ -156,11 +176,6 @@ class Engine(Generic[BatchT]):
 
         A rank that failed takes part, and says so: the others would wait for it.
         """
-        assert self.optimizer is not None, "as in `train`"
-        weights = self.optimizer.masters
-        for weight in weights:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
         # First the news: sums over some of the ranks would wait for one that is not coming.
         num_failed = torch.tensor([0.0 if failure is None else 1.0])
         self._mesh.everyone.all_reduce_sum([num_failed])
@@ -168,18 +183,37 @@ class Engine(Generic[BatchT]):
             raise failure
         if num_failed.item():
             raise PeerFailedError("another rank stopped this update; see its error")
-        self._mesh.replicas.all_reduce_sum([weight.grad for weight in weights if weight.grad is not None])
-        norm = torch.nn.utils.clip_grad_norm_(weights, max_norm).item()
+        assert self.optimizer is not None, "as in `train`"
+        masters = {name: self.optimizer.master(weight) for name, weight in self.weights.items() if weight.requires_grad}
+        norm = self._sharding.reduce_and_clip(masters, max_norm)
         if not math.isfinite(norm):
             raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
         return norm
 
-    def _micro_batches(self, batch: RowsT) -> Iterator[tuple[list[int], RowsT]]:
-        """Yield the rows of each micro-batch, as numbers and as what goes through the model."""
-        lengths = batch.lengths.tolist()
-        for rows in (pad_rows if self._padded else pack_rows)(lengths, self._max_tokens):
+    def _plan(self, batch: Sequences) -> list[list[int]]:
+        """Return the rows of each micro-batch that has something to train; ranks that share passes get as many.
+
+        Raises what `pack_rows` and `trained_positions` raise, and:
+
+        Raises:
+            PeerFailedError: one of the ranks that share passes raised that.
+        """
+        try:
+            positions = trained_positions(batch)
+            plan = (pad_rows if self._padded else pack_rows)(batch.lengths.tolist(), self._max_tokens)
+        except ValueError:
+            self._sharding.agree(None)
+            raise
+        trained = set(batch.row_of_token[positions].tolist())
+        plan = [rows for rows in plan if trained.intersection(rows)]
+        return plan + [[]] * (self._sharding.agree(len(plan)) - len(plan))
+
+    def _micro_batches(self, batch: RowsT, plan: list[list[int]]) -> Iterator[tuple[list[int], RowsT, Tensor]]:
+        """Yield the rows of each micro-batch, as numbers and as what goes through the model, with trained positions."""
+        for rows in plan:
             part = batch.rows(rows)
-            yield rows, part.padded(max(lengths[row] for row in rows)) if self._padded else part
+            part = part.padded(int(part.lengths.max())) if self._padded and rows else part
+            yield rows, part, trained_positions(part)
             self._tick()
 
 

@@ -7,7 +7,7 @@ Invariant: a weight of half precision always is its float32 master, rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -110,12 +110,12 @@ def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     return move
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Return AdamW over a model's trained weights; decay is for matrices only, as is usual."""
-    weights = [p for p in model.parameters() if p.requires_grad]
+def make_optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> AdamW:
+    """Return AdamW over those weights that are trained; decay is for matrices only, as is usual."""
+    trained = [weight for weight in weights.values() if weight.requires_grad]
     groups = [
-        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [weight for weight in trained if weight.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [weight for weight in trained if weight.dim() < 2], "weight_decay": 0.0},
     ]
     return AdamW(
         [group for group in groups if group["params"]],
@@ -126,13 +126,13 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     )
 
 
-def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+def optimizer_tensors(weights: Mapping[str, Tensor], optimizer: AdamW) -> dict[str, Tensor]:
     """Return the state of every weight under `weight/what`, such as `lm_head.weight/exp_avg`.
 
     What is `step`, `exp_avg`, `exp_avg_sq`, and `master` for a weight of half precision; nothing before the first step.
     """
     tensors: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
+    for name, weight in weights.items():
         master = optimizer.master(weight)
         state = optimizer.state.get(master, {})
         tensors |= {f"{name}/{what}": value for what, value in state.items()}
@@ -141,13 +141,13 @@ def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     return tensors
 
 
-def restore_optimizer(model: nn.Module, optimizer: AdamW, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned, after the model's weights; nothing stays of the state before.
+def restore_optimizer(weights: Mapping[str, Tensor], optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` returned, after the weights; nothing stays of the state before.
 
     Raises:
         ValueError: the state is of another model; what differs is listed.
     """
-    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
     expected: dict[str, torch.Size] = {}
     for name, weight in weights.items():
         whole = ("exp_avg", "exp_avg_sq", *((_MASTER,) if optimizer.master(weight) is not weight else ()))

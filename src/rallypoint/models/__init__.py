@@ -5,7 +5,8 @@ from rallypoint.models.create import create_model
 from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, reload, value_head
 from rallypoint.models.part import Part
 from rallypoint.models.reader import Read, TensorFiles
-from rallypoint.models.shard import ModelShard, held_part
+from rallypoint.models.shard import ModelShard
+from rallypoint.models.sharding import shard_model, shard_parts
 from rallypoint.models.writer import save_model, save_tensors
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "Rows",
     "TensorFiles",
     "create_model",
-    "held_part",
     "lm_head",
     "load_critic",
     "load_policy",
@@ -25,5 +25,7 @@ __all__ = [
     "reload",
     "save_model",
     "save_tensors",
+    "shard_model",
+    "shard_parts",
     "value_head",
 ]

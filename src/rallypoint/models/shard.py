@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
@@ -20,9 +19,10 @@ from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.families import family_of
 from rallypoint.models.part import Part
+from rallypoint.models.sharding import shard_model, shard_parts
 from rallypoint.models.sources import Sources, sources_of
 from rallypoint.models.tensor_parallel import cut_model
-from rallypoint.parallel import DeviceMesh
+from rallypoint.parallel import DeviceMesh, Sharding, held
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,8 @@ class ModelShard:
     """Parameters that all ranks along tp have whole, and whose gradient is the sum of theirs."""
     mesh: DeviceMesh
     """The ranks that hold it together."""
+    sharding: Sharding
+    """How they make its passes, and add up its gradients."""
 
     @property
     def sources(self) -> Sources:
@@ -50,7 +52,7 @@ class ModelShard:
     def tensors(self) -> dict[str, Tensor]:
         """Return what this rank holds of every name in `parts`, as plain tensors that share its memory."""
         found = dict(saved_tensors(self.model))
-        return {name: held_part(found[name]) for name in self.parts}
+        return {name: held(found[name]) for name in self.parts}
 
 
 def build(
@@ -81,11 +83,19 @@ def build(
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
     parts = {name: Part.whole(tensor.shape) for name, tensor in saved_tensors(model)}
-    summed: frozenset[str] = frozenset()
+    tensor = None
     if mesh.tp.size > 1:
-        cut = cut_model(model, family_of(model.config.model_type), mesh.tp)
-        parts, summed = parts | dict(cut.parts), cut.summed
-    return ModelShard(model.eval(), parts, summed, mesh)
+        tensor = cut_model(model, family_of(model.config.model_type), mesh.tp)
+        parts |= tensor.parts
+    weights = {name: parts[name] for name, _ in model.named_parameters()}
+    sharding = shard_model(model.eval(), mesh, tensor)
+    return ModelShard(
+        model,
+        parts | shard_parts(weights, mesh.shard),
+        frozenset() if tensor is None else tensor.summed,
+        mesh,
+        sharding,
+    )
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -139,8 +149,3 @@ def _compute_buffers(model: PreTrainedModel) -> None:
                 f"{type(model).__name__}: transformers does not compute {', '.join(left)} of {type(module).__name__} "
                 "anew; the family is not supported"
             )
-
-
-def held_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor that FSDP2 may have sharded, sharing its memory, without gradient."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -2,8 +2,10 @@
 
 from rallypoint.parallel.autograd import exchange_for_columns, exchange_for_rows, gather_rows, reduce, replicate
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
+from rallypoint.parallel.fsdp import held, shard_rows
 from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
+from rallypoint.parallel.sharding import Sharding, TensorCuts
 
 __all__ = [
     "Collective",
@@ -11,12 +13,16 @@ __all__ = [
     "DeviceMesh",
     "Group",
     "Grouped",
+    "Sharding",
     "Solo",
+    "TensorCuts",
     "connect",
     "exchange_for_columns",
     "exchange_for_rows",
     "gather_rows",
+    "held",
     "meet",
     "reduce",
     "replicate",
+    "shard_rows",
 ]

@@ -17,7 +17,7 @@ from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import CheckpointError
-from rallypoint.models import ModelShard, Part, Read, TensorFiles, held_part, reload, save_model, save_tensors
+from rallypoint.models import ModelShard, Part, Read, TensorFiles, reload, save_model, save_tensors
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
@@ -36,6 +36,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
             model.model,
             optimizer=optimizer,
             mesh=model.mesh,
+            sharding=model.sharding,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             padded=spec.config.engine.rows == "padded",
             activations=spec.config.engine.activations,
@@ -80,8 +81,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
             CheckpointError: the disk is full or not writable.
         """
         assert self.engine.optimizer is not None, "a learner always has one"
-        tensors = optimizer_tensors(self.engine.model, self.engine.optimizer)
-        state = {name: held_part(tensor) for name, tensor in tensors.items()}
+        state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
         save_model(self._shard, model_folder)
         save_tensors(state_file, state, parts, self._shard.mesh)
@@ -101,7 +101,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
                 parts = {name: self._part(name, lambda part: part.shape, entries[name].shape) for name in entries}
                 state = {name: torch.empty(parts[name].sizes, dtype=entries[name].dtype) for name in entries}
                 files.read(Read(name, part, state[name]) for name, part in parts.items())
-            restore_optimizer(self.engine.model, self.engine.optimizer, state)
+            restore_optimizer(self.engine.weights, self.engine.optimizer, state)
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
 

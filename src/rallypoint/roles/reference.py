@@ -32,6 +32,7 @@ class ReferenceWorker:
             model.model,
             optimizer=None,
             mesh=model.mesh,
+            sharding=model.sharding,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
             padded=config.engine.rows == "padded",
             tick=context.tick,

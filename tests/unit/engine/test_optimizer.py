@@ -39,10 +39,14 @@ def test_the_warmup_shrinks_with_the_run_so_that_a_short_one_gets_to_its_peak_to
     assert learning_rate(config, 1, 2) == 1.0
 
 
+def weights_of(model):
+    return dict(model.named_parameters())
+
+
 def make(dtype=torch.float32, lr=0.1, **config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(dtype)
-    return model, make_optimizer(model, OptimizerConfig(lr=lr, **config))
+    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config))
 
 
 def backward(model, seed):
@@ -70,7 +74,7 @@ def test_wide_weights_are_their_own_masters(dtype):
     assert all(optimizer.master(weight) is weight for weight in model.parameters())
     step(model, optimizer, 0)
     assert all(weight.grad is not None for weight in model.parameters())
-    assert not any(name.endswith("/master") for name in optimizer_tensors(model, optimizer))
+    assert not any(name.endswith("/master") for name in optimizer_tensors(weights_of(model), optimizer))
 
 
 def test_steps_too_small_for_bfloat16_add_up_as_in_float32():
@@ -113,7 +117,7 @@ def gradient_of(seed):
 def test_a_restored_state_continues_bit_for_bit(dtype):
     model, optimizer = make(dtype)
     step(model, optimizer, 0)
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(weights_of(model), optimizer).items()}
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     step(model, optimizer, 1)
     other, other_optimizer = make(dtype)
@@ -121,7 +125,7 @@ def test_a_restored_state_continues_bit_for_bit(dtype):
     with torch.no_grad():
         for name, weight in other.named_parameters():
             weight.copy_(weights[name])
-    restore_optimizer(other, other_optimizer, saved)
+    restore_optimizer(weights_of(other), other_optimizer, saved)
     step(other, other_optimizer, 1)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -133,20 +137,24 @@ def test_a_restored_state_continues_bit_for_bit(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_state_before_the_first_step_can_be_restored(dtype):
     model, optimizer = make(dtype)
-    empty = optimizer_tensors(model, optimizer)
+    empty = optimizer_tensors(weights_of(model), optimizer)
     assert empty == {}
     step(model, optimizer, 0)
-    restore_optimizer(model, optimizer, empty)
-    assert optimizer_tensors(model, optimizer) == {}
+    restore_optimizer(weights_of(model), optimizer, empty)
+    assert optimizer_tensors(weights_of(model), optimizer) == {}
     assert all(torch.equal(optimizer.master(weight), weight.float()) for weight in model.parameters())
 
 
 def test_a_missing_master_is_named():
     model, optimizer = make(torch.bfloat16)
     step(model, optimizer, 0)
-    state = {name: tensor for name, tensor in optimizer_tensors(model, optimizer).items() if name != "1.bias/master"}
+    state = {
+        name: tensor
+        for name, tensor in optimizer_tensors(weights_of(model), optimizer).items()
+        if name != "1.bias/master"
+    }
     with pytest.raises(ValueError, match=r"lacking 1\.bias/master"):
-        restore_optimizer(model, optimizer, state)
+        restore_optimizer(weights_of(model), optimizer, state)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +174,10 @@ def test_a_missing_master_is_named():
 def test_the_state_of_another_model_is_refused_and_changes_nothing(damage, message):
     model, optimizer = make()
     step(model, optimizer, 0)
-    before = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    before = {name: tensor.clone() for name, tensor in optimizer_tensors(weights_of(model), optimizer).items()}
     other = dict(before)
     damage(other)
     with pytest.raises(ValueError, match=message):
-        restore_optimizer(model, optimizer, other)
-    after = optimizer_tensors(model, optimizer)
+        restore_optimizer(weights_of(model), optimizer, other)
+    after = optimizer_tensors(weights_of(model), optimizer)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,143 @@
+"""What a rank's weights have to do with those of other ranks: passes made together, gradients, and their norm.
+
+Owns: who adds up what, and in which order. Must not know: losses, optimizers, models. Every method is called by all
+ranks of the mesh in the same order; on a mesh of one rank each of them is nothing.
+
+    weights of               are cut over    gradients add up over
+    any model                dp_shard        dp_shard (within backward), dp_replicate and sp
+    a block of a layer       tp              nothing more
+    `summed`                 nothing         tp, whose ranks computed them in parts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rallypoint.errors import PeerFailedError
+from rallypoint.parallel.collective import Grouped
+from rallypoint.parallel.fsdp import ShardedRoot, held
+from rallypoint.parallel.mesh import DeviceMesh
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorCuts:
+    """What tensor parallelism did to the weights, by name."""
+
+    cut: Collection[str] = ()
+    """Those of which every rank has a part."""
+    summed: Collection[str] = ()
+    """Those that every rank has whole, with a gradient in parts."""
+
+
+class Sharding:
+    """One rank's weights among those of a mesh."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, cuts: TensorCuts | None = None
+    ) -> None:
+        """Shard a model over `dp_shard`, in place; where that has one rank, leave it as it is.
+
+        Args:
+            model: on its device or on the meta device; what is trained has to be known by now (`requires_grad`).
+            units: modules that are gathered one at a time, in the order in which they run.
+            mesh: the ranks.
+            cuts: what tensor parallelism has done to it before.
+        """
+        self._model, self._mesh, self._cuts = model, mesh, cuts or TensorCuts()
+        self._root: ShardedRoot | None = None
+        if isinstance(mesh.shard, Grouped):
+            self._root = ShardedRoot(model, units, mesh.shard.group)
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What this rank holds of each weight, as ordinary tensors; to be asked for when the weights have memory.
+
+        Of a sharded model they are leaves of their own, which share the memory and have their own `grad`.
+        """
+        if self._root is None:
+            return dict(self._model.named_parameters())
+        self._root.settle()
+        return {
+            name: nn.Parameter(held(weight), weight.requires_grad) for name, weight in self._model.named_parameters()
+        }
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether a pass needs other ranks, so that each has to make as many."""
+        return self._root is not None
+
+    def agree(self, num_passes: int | None) -> int:
+        """Return the most passes that any of the ranks that share them has to make; None says that this one failed.
+
+        Raises:
+            PeerFailedError: another one did.
+        """
+        if self._root is None:
+            return num_passes or 0
+        most = torch.tensor([num_passes or 0, int(num_passes is None)])
+        self._mesh.shard.all_reduce_max(most)
+        if most[1] and num_passes is not None:
+            raise PeerFailedError("another rank cannot make its passes; see its error")
+        return int(most[0])
+
+    def run(self, call: Callable[[], ResultT]) -> ResultT:
+        """Make a forward pass, in which all weights are there."""
+        return call() if self._root is None else self._root.run(call)
+
+    def backward(self, total: Tensor) -> None:
+        """Add the gradients of a pass to those of the passes before."""
+        if self._root is None:
+            total.backward()
+        else:
+            self._root.backward(total)
+
+    def touch(self) -> Tensor:
+        """Return a zero for a pass without rows, by which it has the gradients that a pass with rows has."""
+        return torch.zeros(()) if self._root is None else self._root.touch()
+
+    def reduce_and_clip(self, weights: Mapping[str, Tensor], max_norm: float) -> float:
+        """Sum gradients over the ranks, scale them down to a global norm, and return the norm before.
+
+        Args:
+            weights: what is stepped, with gradients; the names are those of `self.weights`.
+            max_norm: of the gradients of all weights of all ranks.
+
+        Returns:
+            The norm, on all ranks the same bits; it may be NaN or infinite.
+        """
+        if self._root is not None:
+            for name, weight in self._model.named_parameters():
+                if weight.grad is not None:
+                    self.weights[name].grad = held(weight.grad)
+        gradients: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradients[name] = weight.grad
+        self._mesh.replicas.all_reduce_sum(list(gradients.values()))
+        if self._cuts.summed:
+            self._mesh.tp.all_reduce_sum([gradients[name] for name in sorted(self._cuts.summed) if name in gradients])
+        norm = self._norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(list(weights.values()), max_norm, norm)
+        return norm.item()
+
+    def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm of all gradients, each counted once."""
+        if self._mesh.shard.size == self._mesh.tp.size == 1:
+            return torch.nn.utils.get_total_norm(list(gradients.values()))
+        cut = [gradient for name, gradient in gradients.items() if name in self._cuts.cut]
+        whole = [gradient for name, gradient in gradients.items() if name not in self._cuts.cut]
+        squares = [torch.nn.utils.get_total_norm(part).double().square() for part in (cut, whole)]
+        of_cut, of_whole = (square.to(next(iter(gradients.values())).device) for square in squares)
+        self._mesh.tp.all_reduce_sum([of_cut])
+        total = of_cut + of_whole
+        self._mesh.shard.all_reduce_sum([total])
+        return total.sqrt().to(next(iter(gradients.values())).dtype)

@@ -1,0 +1,217 @@
+"""One rank of `test_sharding.py`: takes three steps of every case that has a place for it and writes what it got.
+
+Its arguments are the model's folder, the folder to write to, which also holds the rendezvous, and the rank.
+"""
+
+import json
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+
+from rallypoint.cluster import Mesh
+from rallypoint.config import OptimizerConfig
+from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
+from rallypoint.models import ATTENTION, load_policy, save_model, shard_model, shard_parts
+from rallypoint.models.families import FAMILIES
+from rallypoint.models.tensor_parallel import cut_model
+from rallypoint.parallel import DeviceMesh
+from rallypoint.types import ActorBatch, Last, Mean, Metrics, offsets_from_lengths
+
+LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
+TWO, THREE = [[0, 1, 2, 3, 4], [5, 6, 7]], [[3], [0, 1, 2, 4], [5, 6, 7]]
+CASES = {
+    "shard2": ({"dp_shard": 2}, TWO),
+    "shard3": ({"dp_shard": 3}, THREE),
+    "shard3, one without rows": ({"dp_shard": 3}, [[0, 1, 2, 3], [], [4, 5, 6, 7]]),
+    "shard3, one with nothing to train": ({"dp_shard": 3}, [[1], [0, 2, 3, 4], [5, 6, 7]]),
+    "shard2 x replicate2": ({"dp_replicate": 2, "dp_shard": 2}, [[0, 1], [2], [], [3, 4, 5, 6, 7]]),
+    "shard2 x sp2": ({"dp_shard": 2, "sp": 2}, TWO),
+    "shard2 x tp2": ({"dp_shard": 2, "tp": 2}, TWO),
+}
+TRIED = {
+    ("policy", "float64"): tuple(CASES),
+    ("policy", "float32"): ("shard3", "shard2 x replicate2", "shard2 x tp2"),
+    ("policy", "bfloat16"): ("shard3", "shard2 x tp2"),
+    ("tied policy", "float64"): ("shard3", "shard2 x tp2"),
+    ("critic", "float64"): ("shard3, one without rows", "shard2 x sp2"),
+}
+KINDS = {
+    "policy": (LlamaForCausalLM, False),
+    "tied policy": (LlamaForCausalLM, True),
+    "critic": (LlamaForTokenClassification, False),
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+CONFIG = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5)
+
+
+def make_model(kind, dtype):
+    model_type, tied = KINDS[kind]
+    config = LlamaConfig(
+        vocab_size=21,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=20,
+        initializer_range=0.3,
+        num_labels=1,
+        tie_word_embeddings=tied,
+        attn_implementation=ATTENTION,
+    )
+    torch.manual_seed(0)
+    return model_type(config).eval().to(dtype)
+
+
+def make_batch():
+    """Rows of different lengths; nothing is trained in row 1."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = offsets_from_lengths(torch.tensor(LENGTHS))
+    num_tokens = int(offsets[-1])
+    loss_mask = torch.rand(num_tokens, generator=generator) < 0.7
+    loss_mask[offsets[:-1]] = False
+    loss_mask[offsets[1] : offsets[2]] = False
+    return ActorBatch(
+        offsets=offsets,
+        tokens=torch.randint(20, (num_tokens,), generator=generator),
+        loss_mask=loss_mask,
+        prompt_index=torch.arange(len(LENGTHS)),
+        sample_index=torch.zeros(len(LENGTHS), dtype=torch.int64),
+        old_logprobs=torch.randn(num_tokens, generator=generator) - 3,
+        reference_logprobs=None,
+        advantages=torch.randn(num_tokens, generator=generator),
+    )
+
+
+def outputs_of(model, mesh):
+    if isinstance(model, LlamaForTokenClassification):
+        return lambda part, at: critic_values(model, part, at, mesh.sp)
+    return lambda part, at: policy_outputs(model, part, at, 0.7, mesh.sp).logprobs
+
+
+def loss_of(model, mesh):
+    def loss(part, at):
+        outputs = outputs_of(model, mesh)(part, at)
+        ratio = (outputs - part.old_logprobs[at]).exp().clamp(0.8, 1.2)
+        total = -(ratio * part.advantages[at] + 0.3 * outputs).sum()
+        return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
+
+    return loss
+
+
+def make_engine(kind, dtype, mesh, cap):
+    """An engine, and which rectangle of every weight it has."""
+    model = make_model(kind, dtype)
+    tensor = cut_model(model, FAMILIES["llama"], mesh.tp)
+    sharding = shard_model(model, mesh, tensor)
+    engine = Engine(model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=cap, sharding=sharding)
+    return engine, shard_parts(tensor.parts, mesh.shard)
+
+
+def outcome(kind, dtype, mesh, batch, rows, cap):
+    """Three steps, then an evaluation: this rank's numbers and weights."""
+    engine, parts = make_engine(kind, dtype, mesh, cap)
+    part = batch.rows(rows)
+    losses, norms = [], []
+    for step in (1, 2, 3):
+        metrics = engine.train(
+            part, loss_of(engine.model, mesh), denominator=batch.num_loss_tokens, step=step, num_steps=3
+        )
+        loss, norm = metrics.get("loss", Mean(0.0, 0.0)), metrics["grad_norm"]
+        assert isinstance(loss, Mean)
+        assert isinstance(norm, Last)
+        # The ranks along sp and tp have each counted the loss of all of them.
+        losses.append(loss.total / mesh.sp.size / mesh.tp.size)
+        norms.append(norm.scalar)
+    tensors = {name: weight.detach() for name, weight in engine.weights.items()}
+    tensors |= {f"start of {name}": torch.tensor(where.starts) for name, where in parts.items()}
+    values = engine.evaluate(part, outputs_of(engine.model, mesh)).values[part.loss_mask]
+    numbers = {"losses": losses, "norms": norms}
+    return tensors | {name: torch.tensor(n, dtype=torch.float64) for name, n in numbers.items()} | {"outputs": values}
+
+
+def load_and_save(mesh, model_folder, batch, rows, into):
+    """Two steps of a model whose parts are read from a file; the whole of it is written again."""
+    shard = load_policy(model_folder, dtype="float64", mesh=mesh)
+    engine = Engine(shard.model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=40, sharding=shard.sharding)
+    part = batch.rows(rows)
+    for step in (1, 2):
+        loss = loss_of(engine.model, mesh)
+        engine.train(part, loss, denominator=batch.num_loss_tokens, step=step, num_steps=2)
+    save_model(shard, into)
+
+
+def fail_in_turn(mesh, batch, rows):
+    """What each rank says of a row that is too long for one of them, and of a loss that is NaN on one of them."""
+    said = []
+    engine, _ = make_engine("policy", torch.float32, mesh, 39)
+    try:
+        engine.train(batch.rows(rows), loss_of(engine.model, mesh), denominator=1, step=1, num_steps=1)
+    except (RowTooLongError, PeerFailedError) as error:
+        said.append(type(error).__name__)
+    engine, _ = make_engine("policy", torch.float32, mesh, 40)
+
+    def loss(part, at):
+        total, metrics = loss_of(engine.model, mesh)(part, at)
+        return total * (float("nan") if mesh.rank == 1 else 1.0), metrics
+
+    try:
+        engine.train(batch.rows(rows), loss, denominator=1, step=1, num_steps=1)
+    except (NotFiniteError, PeerFailedError) as error:
+        said.append(type(error).__name__)
+    return said
+
+
+def lose_a_rank(mesh, batch, rows):
+    """What the others notice when the last rank is killed between forward and backward."""
+    engine, _ = make_engine("policy", torch.float32, mesh, 45)
+    before = {name: weight.detach().clone() for name, weight in engine.weights.items()}
+
+    def loss(part, at):
+        if mesh.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_of(engine.model, mesh)(part, at)
+
+    noticed = "nothing"
+    try:
+        engine.train(batch.rows(rows), loss, denominator=1, step=1, num_steps=1)
+    except RuntimeError as error:
+        noticed = f"{type(error).__name__}: {error}"
+    same = all(torch.equal(weight, before[name]) for name, weight in engine.weights.items())
+    return {"noticed": noticed, "weights are untouched": same}
+
+
+def main(model_folder: str, folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    batch = make_batch()
+    rendezvous = pickle.loads((folder / "rendezvous").read_bytes())
+    for (kind, dtype), names in TRIED.items():
+        for name in ("alone", *names):
+            sizes, shards = CASES.get(name, ({}, [list(range(len(batch)))]))
+            grid = Mesh({"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1, **sizes})
+            if rank >= grid.size:
+                continue
+            case = f"{kind}, {name}, {dtype}"
+            mesh = DeviceMesh.connect(rendezvous, case, rank, sizes, timeout_s=120)
+            rows, cap = shards[grid.part(rank)], 1000 if name == "alone" else 45
+            tensors = outcome(kind, DTYPES[dtype], mesh, batch, rows, cap)
+            safetensors.torch.save_file(tensors, folder / f"{case}, {rank}.safetensors")
+    if rank < 3:
+        mesh = DeviceMesh.connect(rendezvous, "files", rank, {"dp_shard": 3}, timeout_s=120)
+        load_and_save(mesh, model_folder, batch, THREE[rank], folder / "of three")
+        if rank == 0:
+            load_and_save(DeviceMesh.solo(), model_folder, batch, list(range(len(batch))), folder / "of one")
+        mesh = DeviceMesh.connect(rendezvous, "failures", rank, {"dp_shard": 3}, timeout_s=60)
+        (folder / f"failures seen by {rank}.json").write_text(json.dumps(fail_in_turn(mesh, batch, THREE[rank])))
+        mesh = DeviceMesh.connect(rendezvous, "death", rank, {"dp_shard": 3}, timeout_s=60)
+        (folder / f"death seen by {rank}.json").write_text(json.dumps(lose_a_rank(mesh, batch, THREE[rank])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

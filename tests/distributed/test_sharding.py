@@ -1,0 +1,165 @@
+"""A model cut over ranks that are processes (FSDP2) takes the steps of a whole one, and waits for no rank for ever.
+
+Four processes are started once, because importing torch takes most of their time; `sharded_rank.py` is what they run.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from rallypoint.cluster.rendezvous import open_rendezvous
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.models import create_model
+
+CASES = {
+    "shard2": 2,
+    "shard3": 3,
+    "shard3, one without rows": 3,
+    "shard3, one with nothing to train": 3,
+    "shard2 x replicate2": 4,
+    "shard2 x sp2": 4,
+    "shard2 x tp2": 4,
+}
+TRIED = [
+    *(("policy", name, "float64") for name in CASES),
+    *(("policy", name, "float32") for name in ["shard3", "shard2 x replicate2", "shard2 x tp2"]),
+    *(("tied policy", name, "float64") for name in ["shard3", "shard2 x tp2"]),
+    *(("critic", name, "float64") for name in ["shard3, one without rows", "shard2 x sp2"]),
+]
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> Path:
+    """The folder into which four ranks wrote what they got."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    model = tmp_path_factory.mktemp("model")
+    create_model(
+        model,
+        make_digits_tokenizer(),
+        architecture="qwen3",
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        tie_embeddings=True,
+        initializer_range=0.3,
+        max_positions=64,
+        seed=0,
+    )
+    rendezvous = open_rendezvous("tcp", "these tests")
+    (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
+    command = [sys.executable, str(Path(__file__).with_name("sharded_rank.py")), str(model), str(folder)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=400)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+        rendezvous.close()
+    assert [process.returncode for process in processes] == [0, 0, -9, 0], "\n".join(said)
+    return folder
+
+
+def load(outcomes, kind, name, dtype):
+    """What every rank got."""
+    ranks = range(CASES.get(name, 1))
+    return [safetensors.torch.load_file(outcomes / f"{kind}, {name}, {dtype}, {rank}.safetensors") for rank in ranks]
+
+
+def assert_near(actual, wanted, tolerance, what):
+    error = (actual.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+    assert error <= tolerance, f"{what} differs by {error:.2g}"
+
+
+def assembled(ranks, name, shape):
+    """A whole weight, of the parts of all ranks."""
+    whole = torch.full(shape, float("nan"), dtype=ranks[0][name].dtype)
+    for rank in ranks:
+        starts = rank[f"start of {name}"].tolist()
+        at = tuple(slice(start, start + size) for start, size in zip(starts, rank[name].shape, strict=True))
+        # Ranks that hold the same hold the same bits.
+        assert whole[at].isnan().all() or torch.equal(whole[at], rank[name]), name
+        whole[at] = rank[name]
+    return whole
+
+
+@pytest.mark.parametrize(("kind", "name", "dtype"), TRIED)
+def test_loss_gradient_norm_and_weights_are_those_of_a_whole_model(outcomes, kind, name, dtype):
+    (expected,) = load(outcomes, kind, "alone", dtype)
+    ranks = load(outcomes, kind, name, dtype)
+    assert_near(sum(rank["losses"] for rank in ranks), expected["losses"], TOLERANCES[dtype], "the loss")
+    assert all(torch.equal(rank["norms"], ranks[0]["norms"]) for rank in ranks)
+    assert_near(ranks[0]["norms"], expected["norms"], TOLERANCES[dtype], "the norm")
+    weights = [key.removeprefix("start of ") for key in expected if key.startswith("start of ")]
+    assert len(weights) > 20
+    for key in weights:
+        whole = assembled(ranks, key, expected[key].shape)
+        assert_near(whole, expected[key], TOLERANCES[dtype], key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "order"),
+    [
+        ("policy", "shard2", [0, 1]),
+        ("policy", "shard2 x tp2", [1, 3]),
+        ("critic", "shard3, one without rows", [0, 1, 2]),
+    ],
+)
+def test_an_evaluation_gives_the_numbers_of_a_whole_model(outcomes, kind, name, order):
+    (expected,) = load(outcomes, kind, "alone", "float64")
+    ranks = load(outcomes, kind, name, "float64")
+    found = torch.cat([ranks[rank]["outputs"] for rank in order])
+    assert_near(found, expected["outputs"], 1e-6, "an output")  # numbers of an evaluation are float32
+
+
+@pytest.mark.parametrize("name", ["shard3", "shard2 x tp2"])
+def test_shards_are_float32_masters_of_a_model_in_half_precision(outcomes, name):
+    (expected,) = load(outcomes, "policy", "alone", "float32")
+    ranks = load(outcomes, "policy", name, "bfloat16")
+    assert {rank["model.norm.weight"].dtype for rank in ranks} == {torch.float32}
+    assert_near(ranks[0]["norms"][0], expected["norms"][0], 0.03, "the norm")
+    assert_near(sum(rank["losses"][0] for rank in ranks), expected["losses"][0], 0.03, "the loss")
+
+
+def test_a_model_that_is_read_in_parts_is_written_whole(outcomes):
+    expected = safetensors.torch.load_file(outcomes / "of one" / "model.safetensors")
+    found = safetensors.torch.load_file(outcomes / "of three" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert_near(found[name], wanted, TOLERANCES["float64"], name)
+    assert AutoModelForCausalLM.from_pretrained(outcomes / "of three").dtype == torch.float64
+
+
+def test_a_failure_of_one_rank_is_raised_by_all_of_them(outcomes):
+    said = [json.loads((outcomes / f"failures seen by {rank}.json").read_text()) for rank in range(3)]
+    assert said == [
+        ["RowTooLongError", "PeerFailedError"],
+        ["PeerFailedError", "NotFiniteError"],
+        ["PeerFailedError", "PeerFailedError"],
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_a_pass_is_noticed_and_the_others_take_no_step(outcomes, rank):
+    seen = json.loads((outcomes / f"death seen by {rank}.json").read_text())
+    assert seen["noticed"] != "nothing"
+    assert seen["weights are untouched"]
