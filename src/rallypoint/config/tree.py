@@ -113,8 +113,17 @@ class RolloutConfig(Section):
     temperature: float = key(
         1.0, above=0, at_most=10, help="Sampling temperature; the policy that is trained is the one at it."
     )
+    engine: Literal["native", "hf"] = key(
+        "native", help="What samples: our own engine, or transformers' generate, which is slow and plainly right."
+    )
+    exact: bool = key(
+        False, help="Whether logits are the same bits in any company (docs/rollouts.md); several times slower."
+    )
     max_batch_rows: int = key(
         1024, at_least=1, unit="rows", help="Rows that one process decodes together; bounds the KV cache."
+    )
+    cache_tokens: int | None = key(
+        None, at_least=64, unit="tokens", help="Size of the KV cache of a process; null: all rows at their longest."
     )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 

@@ -2,7 +2,7 @@
 
 from rallypoint.generation.doors import EngineThread, generate, stream
 from rallypoint.generation.hf import HFEngine
-from rallypoint.generation.native import NativeGenerator
+from rallypoint.generation.native import NativeEngine
 from rallypoint.generation.protocol import FinishReason, GenerationEngine, Piece, Request, SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampling import Draws, Rules, penalise, sample
@@ -13,7 +13,7 @@ __all__ = [
     "FinishReason",
     "GenerationEngine",
     "HFEngine",
-    "NativeGenerator",
+    "NativeEngine",
     "Piece",
     "Request",
     "Rules",

@@ -7,7 +7,7 @@ processor draws it from our random numbers and leaves it as the only one that gr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.protocol import FinishReason, Piece, Request
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.requests import check_request, max_positions, not_finite, take_over
+from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over
 from rallypoint.generation.sampling import Rules, penalise, sample
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.models import ATTENTION
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class HFEngine:

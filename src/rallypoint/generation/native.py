@@ -1,134 +1,403 @@
-"""Our own generator, on the very modules that are trained.
+"""Our own engine, on the very modules that are trained: continuous batching over blocks of keys and values.
 
-Left out, compared with a serving engine: requests that join while others run, and memory in blocks.
-A batch starts together; groups that are done leave.
+Owns: who runs, in which memory, and when a response ends. Must not know: what the responses are for.
+
+A step computes the prompts of those that join, sends the newest token of everybody else through the model, and draws
+one token for each. Requests are admitted in the order in which they were submitted, as long as there is memory. When
+a running one needs a block and there is none, the one admitted last is set back: its memory is taken, and it is
+computed again when its turn comes. Its tokens stay the same, because they do not depend on when they are drawn.
+
+In the mode `fast` the last bits of logits depend on which rows are computed together, as matrix products round by
+their size; so two runs that batch otherwise may draw another token where the random number lies within 1e-6 (float32)
+or 1e-2 (bfloat16) of the border between two. In the mode `exact` every product has one shape: tokens go through the
+model 32 at a time, prompts too, and one query meets one block. Then logits are the same bits in every company.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rallypoint.errors import NotFiniteError, RequestError
-from rallypoint.generation.cache import DecodeRows, PrefillRows
-from rallypoint.generation.protocol import SamplingParams
-from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampling import Rules, sample
+from rallypoint.generation.blocks import Block, BlockPool
+from rallypoint.generation.drawing import Drawing
+from rallypoint.generation.layout import Query, QueryRows, tidy
+from rallypoint.generation.prefill import Stretch, StretchRows
+from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over
+from rallypoint.generation.stopping import StopStrings
 from rallypoint.models import lm_head
+from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
-from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
+
+BLOCK_TOKENS = 32
+_EXACT_TOKENS = 32
+"""That go through the model together in the mode `exact`."""
+_PREFILL_TOKENS = 8192
+"""Of prompts that are computed in one step; one prompt may have more."""
 
 
-class NativeGenerator:
-    """Samples groups of rollouts with a cache that the rollouts of a prompt share."""
+class _Row:
+    """A request on its way."""
 
-    def __init__(self, model: PreTrainedModel, *, max_batch_rows: int, tick: Callable[[], None] = lambda: None) -> None:
-        """Sample from a model; `tick` is called for every token, so that whoever waits knows that it gets on."""
-        self.model = model
-        self._max_batch_rows, self._tick = max_batch_rows, tick
+    def __init__(self, request_id: int, request: Request, max_new_tokens: int, decode: Decode | None) -> None:
+        self.id, self.request, self.max_new_tokens = request_id, request, max_new_tokens
+        self.tokens: list[int] = []
+        """Of the response; all but the newest have keys and values while the row runs."""
+        self.logprobs: list[float] = []
+        self.sampled_logprobs: list[float] = []
+        self.num_delivered = 0
+        """Tokens that have been handed out."""
+        self.prompt_blocks: list[Block] = []
+        self.own_blocks: list[Block] = []
+        self.stops = StopStrings(request.params, decode)
 
-    @torch.no_grad()
-    def generate(self, prompts: Prompts, params: SamplingParams, *, version: int) -> RolloutBatch:
-        """Sample G rollouts of each prompt; those of a prompt are neighbours in the result.
+    def query(self) -> Query:
+        """Return the newest token, to be sent through the model."""
+        num_stored = len(self.tokens) - 1
+        return Query(
+            token=self.tokens[-1],
+            position=len(self.request.tokens) + num_stored,
+            blocks=[*self.prompt_blocks, *self.own_blocks],
+            num_own=num_stored % BLOCK_TOKENS + 1,
+        )
+
+    def piece(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Piece:
+        """Hand out what is new."""
+        new = slice(self.num_delivered, None)
+        self.num_delivered = len(self.tokens)
+        return Piece(
+            request_id=self.id,
+            tokens=tuple(self.tokens[new]),
+            logprobs=tuple(self.logprobs[new]),
+            sampled_logprobs=tuple(self.sampled_logprobs[new]),
+            version=version,
+            finish_reason=reason,
+            error=error,
+        )
+
+
+class NativeEngine:
+    """See `GenerationEngine`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_rows: int = 256,
+        cache_tokens: int = 65_536,
+        mode: Literal["fast", "exact"] = "fast",
+        on_load: Literal["keep", "recompute"] = "keep",
+        decode: Decode | None = None,
+        version: int = 0,
+    ) -> None:
+        """Sample from a model that `load_policy` made.
 
         Args:
-            prompts: token ids; may be of different lengths, none empty.
-            params: see there.
-            version: of the weights, stamped on every rollout.
-
-        Raises:
-            RequestError: a prompt is empty.
-            NotFiniteError: a logit is NaN or infinite; the rollout is named.
+            model: its weights are used where they are, and never copied.
+            max_rows: that run together.
+            cache_tokens: whose keys and values there is memory for.
+            mode: see the module.
+            on_load: whether rows that run go on with their old keys and values under new weights.
+            decode: turns token ids into text, for stop strings.
+            version: of the model's weights.
         """
-        if len(prompts) and int(prompts.lengths.min()) == 0:
-            raise RequestError(f"prompt {int(prompts.prompt_index[prompts.lengths.argmin()])} has no tokens")
-        at_once = max(1, self._max_batch_rows // params.group_size)
-        batches = [
-            self._generate_together(prompts.rows(range(start, min(start + at_once, len(prompts)))), params, version)
-            for start in range(0, len(prompts), at_once)
-        ]
-        return RolloutBatch.join(batches) if batches else _assemble(prompts, params, version, *_nothing())
+        self.model, self.version, self.is_asleep = model, version, False
+        self._max_rows, self._is_exact, self._recomputes = max_rows, mode == "exact", on_load == "recompute"
+        self._decode = decode
+        self._num_blocks = -(-cache_tokens // BLOCK_TOKENS)
+        # A prompt and its response begin a block each.
+        self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
+        self.num_set_back = 0
+        """Times that a running request lost its memory to an older one."""
+        self._pool: BlockPool | None = None
+        self._heads = 0
+        self._next_id = 0
+        self._lock = threading.Lock()
+        self._arrived: deque[_Row] = deque()
+        self._cancelled: set[int] = set()
+        self._waiting: deque[_Row] = deque()
+        self._running: list[_Row] = []
+        self._late: list[Piece] = []
+        # Made for the rows that run, and forgotten when they change.
+        self._drawing: Drawing | None = None
+        self._layouts: list[QueryRows] = []
+        self._num_steps_left = 0
+        self._newest = torch.zeros(0, dtype=torch.int64)
 
-    def stream(self, prompts: Prompts, params: SamplingParams) -> Iterator[int]:
-        """Sample one rollout of one prompt and yield each token as it comes."""
-        with torch.no_grad():
-            for tokens, _ in self._steps(prompts, dataclasses.replace(params, group_size=1)):
-                yield int(tokens[0])
-                if int(tokens[0]) in params.stop_tokens:
-                    return
+    @property
+    def has_work(self) -> bool:
+        """See `GenerationEngine.has_work`."""
+        return bool(self._arrived or self._waiting or self._running or self._late)
 
-    def _generate_together(self, prompts: Prompts, params: SamplingParams, version: int) -> RolloutBatch:
-        num_rows = len(prompts) * params.group_size
-        tokens = torch.zeros(num_rows, params.max_new_tokens, dtype=torch.int64)
-        logprobs = torch.zeros(num_rows, params.max_new_tokens)
-        lengths = torch.zeros(num_rows, dtype=torch.int64)
-        stopped = torch.zeros(num_rows, dtype=torch.bool)
-        stops = torch.tensor(params.stop_tokens, dtype=torch.int64)
-        alive = torch.arange(len(prompts))
-        steps = self._steps(prompts, params)
-        outcome = next(steps)
-        for position in range(params.max_new_tokens):
-            rows = (alive.unsqueeze(1) * params.group_size + torch.arange(params.group_size)).flatten()
-            new_tokens, new_logprobs = (part.cpu() for part in outcome)
-            open_rows = ~stopped[rows]
-            tokens[rows, position] = torch.where(open_rows, new_tokens, 0)
-            logprobs[rows, position] = torch.where(open_rows, new_logprobs, 0.0)
-            lengths[rows] += open_rows.long()
-            stopped[rows] |= torch.isin(new_tokens, stops)
-            unfinished = ~stopped.view(len(prompts), params.group_size).all(1)[alive]
-            if position + 1 == params.max_new_tokens or not unfinished.any():
+    def submit(self, request: Request) -> int:
+        """See `GenerationEngine.submit`."""
+        check_request(request, self.model, self.max_request_tokens, self._decode is not None)
+        room = max_positions(self.model) - len(request.tokens)
+        max_new_tokens = min(request.params.max_new_tokens, room)
+        needed = sum(-(-count // BLOCK_TOKENS) for count in (len(request.tokens), max_new_tokens))
+        if needed > self._num_blocks:
+            raise RequestError(
+                f"prompt {request.prompt_index} has {len(request.tokens)} tokens and its response up to "
+                f"{max_new_tokens}, which takes {needed} blocks of {BLOCK_TOKENS} tokens, but the cache has "
+                f"{self._num_blocks}; give it more memory, or shorten one of them"
+            )
+        with self._lock:
+            self._next_id += 1
+            row = _Row(self._next_id, request, max_new_tokens, self._decode)
+            self._arrived.append(row)
+        return row.id
+
+    def cancel(self, request_id: int) -> None:
+        """See `GenerationEngine.cancel`."""
+        with self._lock:
+            self._cancelled.add(request_id)
+
+    @torch.no_grad()
+    def step(self) -> list[Piece]:
+        """See `GenerationEngine.step`."""
+        if self.is_asleep:
+            return []
+        pieces = self._take_in()
+        joined = self._admit()
+        if joined:
+            self._compute(joined)
+        states = self._advance()
+        if states is not None:
+            self._draw(states, pieces)
+        return pieces
+
+    def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
+        """See `GenerationEngine.load`."""
+        take_over(self.model, version, weights)
+        self._late += [row.piece(self.version) for row in self._running if row.num_delivered < len(row.tokens)]
+        self.version = version
+        if self._recomputes:
+            self._set_back(self._running)
+        if self._pool is not None:
+            self._pool.forget()
+
+    def sleep(self) -> None:
+        """See `GenerationEngine.sleep`."""
+        self._set_back(self._running)
+        self._pool = None
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """See `GenerationEngine.wake`."""
+        self.is_asleep = False
+
+    def _take_in(self) -> list[Piece]:
+        """Queue what was submitted, and end what was cancelled."""
+        pieces, self._late = self._late, []
+        with self._lock:
+            self._waiting += self._arrived
+            self._arrived.clear()
+            cancelled, self._cancelled = self._cancelled, set()
+        if cancelled:
+            gone = [row for row in (*self._waiting, *self._running) if row.id in cancelled]
+            self._remove([row for row in gone if row in self._running])
+            self._waiting = deque(row for row in self._waiting if row.id not in cancelled)
+            pieces += [row.piece(self.version, "cancelled") for row in gone]
+        return pieces
+
+    def _admit(self) -> list[tuple[_Row, int]]:
+        """Have waiting rows join while there is room, oldest first, each with memory for all that it has so far.
+
+        Returns:
+            Rows, and how many of their prompt's blocks were there already.
+        """
+        joined: list[tuple[_Row, int]] = []
+        num_tokens = 0
+        pool = self._pool = self._pool or self._make_pool()
+        while self._waiting and len(self._running) < self._max_rows and num_tokens < _PREFILL_TOKENS:
+            row = self._waiting[0]
+            row.prompt_blocks = pool.find(row.request.tokens)
+            pool.hold(row.prompt_blocks)
+            num_found = sum(len(block.tokens) for block in row.prompt_blocks)
+            missing = len(row.request.tokens) - num_found
+            needed = -(-missing // BLOCK_TOKENS) + len(row.tokens) // BLOCK_TOKENS + 1
+            # Some spare memory, or rows would soon be set back again.
+            if needed + len(self._running) // 4 > pool.num_available and self._running:
+                pool.leave(row.prompt_blocks)
+                row.prompt_blocks = []
                 break
-            # Dropping groups copies the cache, so it must be worth it.
-            drop = unfinished.float().mean() < 0.75
-            kept = torch.nonzero(unfinished).flatten() if drop else None
-            outcome = steps.send(kept)
-            alive = alive if kept is None else alive[kept]
-        steps.close()
-        return _assemble(prompts, params, version, tokens, logprobs, lengths, stopped)
+            self._waiting.popleft()
+            joined.append((row, len(row.prompt_blocks)))
+            parent = row.prompt_blocks[-1] if row.prompt_blocks else None
+            for start in range(num_found, len(row.request.tokens), BLOCK_TOKENS):
+                parent = pool.shared(parent, row.request.tokens[start : start + BLOCK_TOKENS])
+                assert parent is not None, "there was enough memory"
+                pool.hold([parent])
+                row.prompt_blocks.append(parent)
+            self._running.append(row)
+            num_tokens += missing + len(row.tokens)
+        if joined:
+            # Those whose first token comes from their prompt stand last.
+            self._running.sort(key=lambda row: not row.tokens)
+            self._drawing = None
+            self._forget_layout()
+        return joined
 
-    def _steps(self, prompts: Prompts, params: SamplingParams):
-        """Yield (tokens, logprobs) of all rows for one position after the other; send prompts to keep.
+    def _compute(self, joined: Sequence[tuple[_Row, int]]) -> None:
+        """Compute the keys and values that rows lack: of prompts, and of responses that were set back."""
+        assert self._pool is not None, "rows have joined"
+        stretches: list[Stretch] = []
+        coming: set[Block] = set()
+        for row, num_found in joined:
+            end = row.prompt_blocks[-1]
+            past, new = row.prompt_blocks[:num_found], row.prompt_blocks[num_found:]
+            if not new and end.last_state is None and end not in coming:
+                past, new = past[:-1], [end]  # found in a longer prompt: nobody has kept the state that comes after it
+            if new:
+                into = [(block, place) for block in new for place in range(len(block.tokens))]
+                stretches.append(Stretch(past, [token for block in new for token in block.tokens], into))
+                coming.add(end)
+            if len(row.tokens) > 1:
+                self._grow(row, len(row.tokens) - 1)
+                into = [(row.own_blocks[n // BLOCK_TOKENS], n % BLOCK_TOKENS) for n in range(len(row.tokens) - 1)]
+                stretches.append(Stretch(row.prompt_blocks, row.tokens[:-1], into))
+        if not stretches:
+            return
+        stretches.sort(key=lambda stretch: bool(stretch.past))
+        states = self._pass_in_tiles(stretches) if self._is_exact else self._pass_packed(stretches)
+        for stretch, state in zip(stretches, states, strict=True):
+            block = stretch.into[-1][0]
+            if block.tokens:
+                block.last_state = state
 
-        Raises:
-            NotFiniteError: a logit is NaN or infinite; the rollout is named.
-        """
-        device = self.model.device
-        prefill = PrefillRows(prompts.offsets, device)
-        states = self._backbone(prompts.tokens.to(device), prefill)
-        last = states.index_select(0, (prompts.offsets[1:] - 1).to(device))
-        logits = self._logits(last).repeat_interleave(params.group_size, dim=0)
-        cache = DecodeRows(prefill, prompts.offsets, params.group_size, params.max_new_tokens)
-        keys = rollout_keys(
-            params.seed,
-            prompts.prompt_index.repeat_interleave(params.group_size),
-            torch.arange(params.group_size).repeat(len(prompts)),
-        ).to(device)
-        rollouts = torch.arange(len(keys))
-        for position in range(params.max_new_tokens):
-            draws = sample(logits, Rules.of([params] * len(keys), device), uniform(keys, position))
-            tokens, logprobs = draws.tokens, draws.logprobs
-            if bool(logprobs.isnan().any()):
-                prompt, sample_index = divmod(int(rollouts[logprobs.cpu().isnan()][0]), params.group_size)
-                raise NotFiniteError(
-                    f"the logits are not finite for token {position} of the response of "
-                    f"prompt {int(prompts.prompt_index[prompt])} sample {sample_index}"
-                )
-            self._tick()
-            kept = yield tokens, logprobs
-            if kept is not None:
-                cache.keep(kept.to(device))
-                rows = (kept.unsqueeze(1) * params.group_size + torch.arange(params.group_size)).flatten()
-                rollouts = rollouts[rows]
-                tokens, keys = tokens[rows.to(device)], keys[rows.to(device)]
-            logits = self._logits(self._backbone(tokens, cache))
-            cache.num_decoded += 1
+    def _pass_packed(self, stretches: Sequence[Stretch]) -> Tensor:
+        """Return the state after each stretch: [R, E]."""
+        assert self._pool is not None, "rows have joined"
+        rows = StretchRows(self._pool, stretches)
+        return self._backbone(rows.tokens, rows).index_select(0, rows.ends.to(rows.tokens.device))
 
-    def _backbone(self, tokens: Tensor, rows: PrefillRows | DecodeRows) -> Tensor:
+    def _pass_in_tiles(self, stretches: Sequence[Stretch]) -> Tensor:
+        """Return the same, from products of one shape."""
+        queries: list[Query] = []
+        ends: list[int] = []
+        for stretch in stretches:
+            blocks = list(stretch.past)
+            for token, (block, place) in zip(stretch.tokens, stretch.into, strict=True):
+                if not blocks or blocks[-1] is not block:
+                    blocks = [*blocks, block]
+                position = stretch.num_past + len(queries) - (ends[-1] + 1 if ends else 0)
+                queries.append(Query(token, position, blocks, place + 1))
+            ends.append(len(queries) - 1)
+        states = [self._backbone(layout.tokens, layout) for layout in self._lay_out(queries)]
+        return torch.cat(states)[ends]
+
+    def _advance(self) -> Tensor | None:
+        """Send the newest token of every row through the model: [B, E] for the rows that run; None for none."""
+        pool = self._pool
+        decoding = [row for row in self._running if row.tokens]
+        if decoding and not self._num_steps_left:
+            for row in sorted(decoding, key=lambda row: row.id):
+                if row in self._running:  # it may have been set back by an older one
+                    self._grow(row, len(row.tokens))
+            decoding = [row for row in self._running if row.tokens]
+            queries = [row.query() for row in decoding]
+            if pool is not None and queries and not self._is_exact:
+                tidy(pool, queries)
+            self._layouts = self._lay_out(queries)
+            self._num_steps_left = min((BLOCK_TOKENS - query.num_own + 1 for query in queries), default=1)
+        elif decoding:
+            for layout, tokens in zip(self._layouts, self._newest.split(self._tile), strict=True):
+                layout.advance(tokens)
+        self._num_steps_left -= bool(decoding)
+        if not self._running:
+            return None
+        states = [self._backbone(layout.tokens, layout)[: layout.num_queries] for layout in self._layouts]
+        for row in self._running[len(decoding) :]:
+            state = row.prompt_blocks[-1].last_state
+            assert state is not None, "the prompts of those that join are computed first"
+            states.append(state.unsqueeze(0))
+        return torch.cat(states)
+
+    def _draw(self, states: Tensor, pieces: list[Piece]) -> None:
+        """Draw a token for every row that runs, and end those that are done."""
+        if self._drawing is None:
+            self._drawing = Drawing([(row.request, row.tokens) for row in self._running], states.device)
+        if not self._running[-1].tokens:
+            self._forget_layout()  # who joins now is decoded from the next step on
+        draws = self._drawing.draw(self._logits(states))
+        self._newest = draws.tokens
+        drawn = (part.tolist() for part in (draws.tokens, draws.logprobs, draws.sampled_logprobs))
+        ended: list[_Row] = []
+        for row, token, logprob, sampled_logprob in zip(self._running, *drawn, strict=True):
+            if math.isnan(logprob):
+                pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
+                for block in (*row.prompt_blocks, *row.own_blocks):
+                    block.is_finite = False
+                ended.append(row)
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.sampled_logprobs.append(sampled_logprob)
+            if row.stops.end_with(row.tokens):
+                pieces.append(row.piece(self.version, "stop"))
+                ended.append(row)
+            elif len(row.tokens) == row.max_new_tokens:
+                pieces.append(row.piece(self.version, "length"))
+                ended.append(row)
+            elif row.request.streamed:
+                pieces.append(row.piece(self.version))
+        if ended:
+            self._remove(ended)
+
+    def _grow(self, row: _Row, num_tokens: int) -> None:
+        """Have memory for some tokens of a response, if need be that of the row that was submitted last."""
+        assert self._pool is not None, "rows run"
+        while len(row.own_blocks) * BLOCK_TOKENS < num_tokens:
+            block = self._pool.private()
+            if block is not None:
+                row.own_blocks.append(block)
+                continue
+            newest = max(self._running, key=lambda row: row.id)
+            self._set_back([newest])
+            if newest is row:
+                return
+
+    def _set_back(self, rows: Sequence[_Row]) -> None:
+        """Take memory from rows and have them wait for their turn, with the tokens that they have."""
+        self.num_set_back += len(rows)
+        self._waiting = deque(sorted((*rows, *self._waiting), key=lambda row: row.id))
+        self._remove(rows)
+
+    def _remove(self, rows: Sequence[_Row]) -> None:
+        """Have rows run no more."""
+        for row in rows:
+            assert self._pool is not None, "rows run"
+            self._pool.leave((*row.prompt_blocks, *row.own_blocks))
+            row.prompt_blocks, row.own_blocks = [], []
+        gone = set(map(id, rows))
+        self._running = [row for row in self._running if id(row) not in gone]
+        self._drawing = None
+        self._forget_layout()
+
+    def _forget_layout(self) -> None:
+        self._layouts, self._num_steps_left = [], 0
+
+    @property
+    def _tile(self) -> int:
+        """How many tokens go through the model together, at most; in the mode `exact` always as many."""
+        return _EXACT_TOKENS if self._is_exact else 2**31 - 1
+
+    def _lay_out(self, queries: Sequence[Query]) -> list[QueryRows]:
+        assert self._pool is not None, "there are queries"
+        tiles = [queries[start : start + self._tile] for start in range(0, len(queries), self._tile)]
+        return [QueryRows(self._pool, tile, self._heads, tile=self._tile if self._is_exact else None) for tile in tiles]
+
+    def _backbone(self, tokens: Tensor, rows: QueryRows | StretchRows) -> Tensor:
         """[T] -> [T, E]."""
         output = self.model.base_model(
             input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
@@ -136,43 +405,33 @@ class NativeGenerator:
         return output.last_hidden_state.squeeze(0)
 
     def _logits(self, states: Tensor) -> Tensor:
-        return soft_capped(lm_head(self.model)(states), logit_softcap(self.model.config))
+        """[B, E] -> [B, V]."""
+        head, softcap = lm_head(self.model), logit_softcap(self.model.config)
+        if not self._is_exact:
+            return soft_capped(head(states), softcap)
+        tiles = functional.pad(states, (0, 0, 0, -len(states) % self._tile)).split(self._tile)
+        return soft_capped(torch.cat([head(tile) for tile in tiles]), softcap)[: len(states)]
+
+    def _make_pool(self) -> BlockPool:
+        """Reserve memory for keys and values of the shape that the model's layers have."""
+        probe = _Probe()
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        self.model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
+        (self._heads, kv_heads, head_dim, like), *others = probe.layers
+        assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
+        return BlockPool(self._num_blocks, BLOCK_TOKENS, len(probe.layers), kv_heads, head_dim, like)
 
 
-def _nothing() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    none = torch.zeros(0, dtype=torch.int64)
-    return none.view(0, 0), torch.zeros(0, 0), none, none.bool()
+class _Probe:
+    """See `Rows`; asks a model for the shapes of its layers."""
 
+    def __init__(self) -> None:
+        self.layers: list[tuple[int, int, int, Tensor]] = []
 
-def _assemble(
-    prompts: Prompts,
-    params: SamplingParams,
-    version: int,
-    tokens: Tensor,
-    logprobs: Tensor,
-    lengths: Tensor,
-    stopped: Tensor,
-) -> RolloutBatch:
-    """Join prompts with their rectangular responses [B, L] into ragged rows."""
-    group_size, num_rows = params.group_size, len(lengths)
-    repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
-    in_response = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
-    offsets = offsets_from_lengths(repeated.lengths + lengths)
-    row_of_token = torch.repeat_interleave(torch.arange(num_rows), offsets[1:] - offsets[:-1])
-    within = torch.arange(int(offsets[-1])) - offsets[row_of_token]
-    loss_mask = within >= repeated.lengths[row_of_token]
-    all_tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
-    all_tokens[~loss_mask] = repeated.tokens
-    all_tokens[loss_mask] = tokens[in_response]
-    all_logprobs = torch.zeros(int(offsets[-1]))
-    all_logprobs[loss_mask] = logprobs[in_response]
-    return RolloutBatch(
-        offsets=offsets,
-        tokens=all_tokens,
-        loss_mask=loss_mask,
-        rollout_logprobs=all_logprobs,
-        prompt_index=repeated.prompt_index,
-        sample_index=torch.arange(group_size).repeat(len(prompts)),
-        versions=torch.full((num_rows,), version),
-        truncated=~stopped,
-    )
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
+        """See `Rows.attend`."""
+        del layer, value, scaling, limits
+        self.layers.append((query.shape[1], key.shape[1], key.shape[2], key))
+        return query

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 from rallypoint.errors import NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation.protocol import Request
 from rallypoint.models import named_weights
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
 
 
 def max_positions(model: PreTrainedModel) -> int:

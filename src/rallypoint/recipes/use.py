@@ -15,7 +15,7 @@ from rallypoint.data import EncodedPrompts, Example, encode_prompts, load_datase
 from rallypoint.environments.reward import load_reward
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
-from rallypoint.generation import NativeGenerator, SamplingParams
+from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.models import load_policy
 from rallypoint.recipes.material import stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
@@ -104,16 +104,16 @@ def evaluate(
     examples = load_dataset(data)[:max_prompts]
     tokenizer = load_tokenizer(trained.path, trust_remote_code=trained.trusts_remote_code)
     encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
-    generator = _generator(trained)
+    engine = _engine(trained)
     usual = config.rollout.max_response_tokens if config else 512
-    limit = _response_limit(trained, generator, encoded, max_response_tokens, usual)
+    limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
     params = _params(trained, tokenizer, temperature, num_samples, limit, seed)
     prompts = Prompts(
         offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
         tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
         prompt_index=torch.arange(len(encoded.token_ids)),
     )
-    batch = generator.generate(prompts, params, version=0)
+    batch = generate(engine, prompts, params, version=0)
     texts = tokenizer.batch_decode(
         [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
     )
@@ -146,7 +146,7 @@ def _summarise(
 
 
 def _response_limit(
-    trained: Trained, generator: NativeGenerator, encoded: EncodedPrompts, wanted: int | None, usual: int
+    trained: Trained, engine: NativeEngine, encoded: EncodedPrompts, wanted: int | None, usual: int
 ) -> int:
     """Return how long responses may be; beyond the positions that the model knows it would only babble.
 
@@ -154,7 +154,7 @@ def _response_limit(
         ModelError: the longest prompt leaves less room than is wanted, or none.
     """
     longest = max(map(len, encoded.token_ids))
-    room = _max_positions(generator) - longest
+    room = engine.max_request_tokens - longest
     if (wanted or 1) > room:
         raise ModelError(
             f"{trained.path}: supports rows of {longest + room} tokens, but the longest prompt has {longest} and a "
@@ -168,9 +168,9 @@ class Conversation:
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(trained.path, trust_remote_code=trained.trusts_remote_code)
-        self._generator = _generator(trained)
+        self._engine = _engine(trained)
         self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
-        self._max_positions = _max_positions(self._generator)
+        self._max_positions = self._engine.max_request_tokens
         self._messages: list[dict[str, str]] = []
 
     def ask(self, text: str) -> Iterator[str]:
@@ -179,15 +179,11 @@ class Conversation:
         ids = self._fitting_ids()
         room = self._max_positions - len(ids)
         params = dataclasses.replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
-        prompts = Prompts(
-            offsets=torch.tensor([0, len(ids)]),
-            tokens=torch.tensor(ids),
-            prompt_index=torch.tensor([len(self._messages)]),
-        )
+        request = Request(tokens=tuple(ids), params=params, prompt_index=len(self._messages), streamed=True)
         tokens: list[int] = []
         shown = ""
-        for token in self._generator.stream(prompts, params):
-            tokens.append(token)
+        for piece in stream(self._engine, request):
+            tokens += piece.tokens
             text_so_far = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
             # A character of several tokens is incomplete until its last one.
             if not text_so_far.endswith("\ufffd"):
@@ -212,16 +208,11 @@ class Conversation:
         self._messages.clear()
 
 
-def _max_positions(generator: NativeGenerator) -> int:
-    return int(getattr(generator.model.config, "max_position_embeddings", 2**20))
-
-
-def _generator(trained: Trained) -> NativeGenerator:
+def _engine(trained: Trained) -> NativeEngine:
     dtype = trained.config.model.dtype if trained.config else "float32"
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
-    return NativeGenerator(
-        load_policy(trained.path, dtype=dtype, trust_remote_code=trained.trusts_remote_code).model, max_batch_rows=rows
-    )
+    model = load_policy(trained.path, dtype=dtype, trust_remote_code=trained.trusts_remote_code)
+    return NativeEngine(model.model, max_rows=rows)
 
 
 def _params(

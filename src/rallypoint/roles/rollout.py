@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import RunConfig
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.generation import NativeGenerator, SamplingParams
+from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
+from rallypoint.generation.native import BLOCK_TOKENS
 from rallypoint.models import load_policy, named_weights
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import Prompts, RolloutBatch
@@ -32,9 +34,9 @@ class RolloutWorker:
                 device=torch.device(context.device),
                 trust_remote_code=config.model.trust_remote_code,
             ).model
-        self._generator = NativeGenerator(model, max_batch_rows=config.rollout.max_batch_rows, tick=context.tick)
-        self._shares_actor = shares_actor
-        self._version = 0
+        self._model, self._tick, self._shares_actor = model, context.tick, shares_actor
+        self._engine = make_engine(config, model)
+        self._engine.sleep()
 
     @shard
     def sample(self, prompts: Prompts, params: SamplingParams, version: int) -> RolloutBatch:
@@ -43,20 +45,34 @@ class RolloutWorker:
         Raises:
             WeightsMismatchError: this rank does not hold the weights of that version.
         """
-        if version != self._version:
-            raise WeightsMismatchError(
-                f"expected to sample from version {version}, but version {self._version} is loaded"
-            )
-        return self._generator.generate(prompts, params, version=version)
+        self._engine.wake()
+        try:
+            return generate(self._engine, prompts, params, version=version, tick=self._tick)
+        finally:
+            self._engine.sleep()  # other roles of this process have the memory while it is their turn
 
     @broadcast
     def load(self, version: int, snapshot: Snapshot | None) -> None:
         """Take over new weights: None when they are the actor's own, already in place."""
         if snapshot is not None:
-            load(snapshot, named_weights(self._generator.model))
+            load(snapshot, named_weights(self._model))
         elif not self._shares_actor:
             raise WeightsMismatchError(f"version {version} was published without weights to a rank with its own copy")
-        self._version = version
+        self._engine.load(version, None)
+
+
+def make_engine(config: RunConfig, model: PreTrainedModel) -> GenerationEngine:
+    """Return the engine that the config names, for a model in this process."""
+    rollout = config.rollout
+    if rollout.engine == "hf":
+        return HFEngine(model)
+    num_rows = min(rollout.max_batch_rows, -(-rollout.num_prompts // config.num_ranks("rollout")) * rollout.group_size)
+    return NativeEngine(
+        model,
+        max_rows=rollout.max_batch_rows,
+        cache_tokens=rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * BLOCK_TOKENS),
+        mode="exact" if rollout.exact else "fast",
+    )
 
 
 class Rollouts:

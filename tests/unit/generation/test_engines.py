@@ -10,7 +10,7 @@ import torch
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
-from rallypoint.generation import EngineThread, HFEngine, Request, SamplingParams, generate, stream
+from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.models import named_weights
 
 LENGTHS = [3, 9, 1, 17]
@@ -21,7 +21,12 @@ def decode(tokens):
     return "".join(TEXT[token] for token in tokens)
 
 
-ENGINES = {"hf": lambda model: HFEngine(model, decode=decode, version=4)}
+ENGINES = {
+    "hf": lambda model: HFEngine(model, decode=decode, version=4),
+    "native": lambda model: NativeEngine(model, decode=decode, version=4),
+    "native, exact": lambda model: NativeEngine(model, decode=decode, version=4, mode="exact"),
+    "native, little memory": lambda model: NativeEngine(model, decode=decode, version=4, max_rows=3),
+}
 
 PARAMS = {
     "plain": {},

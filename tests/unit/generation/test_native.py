@@ -3,12 +3,15 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
-from rallypoint.generation import NativeGenerator
-from rallypoint.models import load_policy
+from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
+from rallypoint.generation import generate as through
+from rallypoint.models import PackedRows, load_policy, named_weights
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import RolloutBatch
 
@@ -18,9 +21,9 @@ FAMILIES = [("llama", 1), ("llama", 2), ("llama", 4), ("qwen3", 2), ("qwen3", 4)
 
 @pytest.fixture
 def generate(make_policy):
-    def run(prompts, params, *, architecture="llama", kv_heads=2, max_batch_rows=1000):
-        generator = NativeGenerator(make_policy(architecture, kv_heads), max_batch_rows=max_batch_rows)
-        return generator.generate(prompts, params, version=4)
+    def run(prompts, params, *, architecture="llama", kv_heads=2, **options):
+        engine = NativeEngine(make_policy(architecture, kv_heads), version=4, **options)
+        return through(engine, prompts, params, version=4)
 
     return run
 
@@ -98,11 +101,11 @@ def test_rollouts_do_not_depend_on_the_split_over_workers(generate, make_prompts
     assert torch.equal(joined.prompt_index, whole.prompt_index)
 
 
-@pytest.mark.parametrize("max_batch_rows", [1, 4, 8, 11, 23])
-def test_rollouts_do_not_depend_on_how_many_run_at_once(generate, make_prompts, params, max_batch_rows):
+@pytest.mark.parametrize("max_rows", [1, 4, 8, 11, 23])
+def test_rollouts_do_not_depend_on_how_many_run_at_once(generate, make_prompts, params, max_rows):
     prompts = make_prompts(LENGTHS)
     expected = rollouts(generate(prompts, params))
-    assert_same(rollouts(generate(prompts, params, max_batch_rows=max_batch_rows)), expected)
+    assert_same(rollouts(generate(prompts, params, max_rows=max_rows)), expected)
 
 
 @pytest.mark.parametrize(("architecture", "kv_heads"), FAMILIES)
@@ -218,10 +221,11 @@ def test_a_prompt_without_tokens_is_named(generate, make_prompts, params):
 def test_sampled_tokens_follow_the_softmax(make_policy, make_prompts, params):
     """Chi-square over the twenty tokens of the vocabulary, for the first and for the second token of a response."""
     model = make_policy()
-    many = dataclasses.replace(params, group_size=20_000, max_new_tokens=2, stop_tokens=(), seed=0)
+    many = dataclasses.replace(params, group_size=6_000, max_new_tokens=2, stop_tokens=(), seed=0)
     prompts = make_prompts([4])
-    batch = NativeGenerator(model, max_batch_rows=20_000).generate(prompts, many, version=0)
-    responses = batch.tokens.view(20_000, 6)[:, 4:]
+    engine = NativeEngine(model, max_rows=6_000, cache_tokens=6_000 * 40)
+    batch = through(engine, prompts, many, version=0)
+    responses = batch.tokens.view(6_000, 6)[:, 4:]
     reference = copy.deepcopy(model).double()
     reference.set_attn_implementation("eager")
 
@@ -246,18 +250,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_rollout(make_pol
         prompts.tokens[6] = 19
         model.get_input_embeddings().weight[19] = float("nan")
     with pytest.raises(NotFiniteError, match="token 0 of the response of prompt 8 sample 0"):
-        NativeGenerator(model, max_batch_rows=100).generate(
-            prompts, dataclasses.replace(params, temperature=temperature), version=0
-        )
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_streamed_rollout_is_the_first_of_its_group(generate, make_policy, make_prompts, params, temperature):
-    chat = dataclasses.replace(params, temperature=temperature)
-    for lengths in ([3], [9]):
-        prompts = make_prompts(lengths)
-        streamed = list(NativeGenerator(make_policy(), max_batch_rows=8).stream(prompts, chat))
-        assert streamed == generate(prompts, chat).response(0).tolist()
+        through(NativeEngine(model), prompts, dataclasses.replace(params, temperature=temperature), version=0)
 
 
 def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, generate):
@@ -270,10 +263,125 @@ def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, 
 
 def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make_policy, make_prompts, params):
     model = copy.deepcopy(make_policy()).to(torch.bfloat16)
-    batch = NativeGenerator(model, max_batch_rows=100).generate(make_prompts(LENGTHS), params, version=0)
+    batch = through(NativeEngine(model), make_prompts(LENGTHS), params, version=0)
     engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
+
+
+COMPANY = st.fixed_dictionaries(
+    {
+        "order": st.permutations(range(len(LENGTHS))),
+        "num_workers": st.integers(1, 4),
+        "max_rows": st.integers(1, 30),
+        "num_blocks": st.integers(5, 40),
+    }
+)
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=5)
+@given(company=COMPANY, data=st.data())
+def test_rollouts_do_not_depend_on_their_company(make_policy, make_prompts, params, mode, dtype, company, data):
+    """Shuffled, split over workers, run in any number and in little memory: the same tokens; `exact`: the same bits."""
+    if (mode, dtype) == ("fast", torch.bfloat16):
+        return  # says itself that it does not promise this
+    lengths = data.draw(st.lists(st.integers(1, 80), min_size=len(LENGTHS), max_size=len(LENGTHS)))
+    prompts = make_prompts(lengths)
+    prompts.tokens[: min(lengths)] = 3
+    long = dataclasses.replace(params, max_new_tokens=50, stop_tokens=(0,))
+    model = copy.deepcopy(make_policy()).to(dtype)
+
+    def run(part, **options):
+        return through(NativeEngine(model, mode=mode, **options), part, long, version=0)
+
+    expected = rollouts(run(prompts))
+    parts = prompts.rows(company["order"]).split(company["num_workers"])
+    options = {"max_rows": company["max_rows"], "cache_tokens": company["num_blocks"] * 32}
+    actual = rollouts(RolloutBatch.join([run(part, **options) for part in parts]))
+    assert_same(actual, expected)
+    if mode == "exact":
+        assert all(torch.equal(actual[name][1], logprobs) for name, (_, logprobs, _) in expected.items())
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_a_request_whose_memory_is_taken_is_computed_again_and_ends_the_same(make_policy, make_prompts, params, mode):
+    prompts, long = make_prompts([40, 7, 33]), dataclasses.replace(params, max_new_tokens=90, stop_tokens=())
+    plenty, little = (NativeEngine(make_policy(), mode=mode, cache_tokens=n * 32) for n in (100, 12))
+    expected = rollouts(through(plenty, prompts, long, version=0))
+    assert_same(rollouts(through(little, prompts, long, version=0)), expected)
+    assert plenty.num_set_back == 0
+    assert little.num_set_back > 0
+
+
+def test_a_request_that_no_memory_could_hold_is_refused_and_says_what_it_needs(make_policy, make_prompts, params):
+    engine = NativeEngine(make_policy(), cache_tokens=4 * 32)
+    with pytest.raises(RequestError, match="takes 5 blocks of 32 tokens, but the cache has 4"):
+        through(engine, make_prompts([40]), dataclasses.replace(params, max_new_tokens=70), version=0)
+
+
+def test_requests_join_while_others_run_and_common_beginnings_are_computed_once(make_policy):
+    """Sixty-four tokens in common, then each its own; the model counts the tokens that go through it."""
+    model, counted = copy.deepcopy(make_policy()), []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, options: counted.append(options["input_ids"].numel()), with_kwargs=True
+    )
+    params = SamplingParams(max_new_tokens=20, seed=1)
+    requests = [
+        Request(tokens=(3,) * 64 + (4 + place % 3,) * 7, params=params, prompt_index=place % 3, sample_index=place)
+        for place in range(9)
+    ]
+    alone = [[t for piece in stream(NativeEngine(model), one) for t in piece.tokens] for one in requests]
+    engine = NativeEngine(model)
+    counted.clear()
+    found = {}
+    for request in requests:
+        found[engine.submit(request)] = []
+        for piece in engine.step():
+            found[piece.request_id] += piece.tokens
+    while engine.has_work:
+        for piece in engine.step():
+            found[piece.request_id] += piece.tokens
+    assert list(found.values()) == alone
+    # One token to ask for shapes, 64 in common, three endings of 7, and all but the last token of each response.
+    assert sum(counted) == 1 + 64 + 3 * 7 + 9 * 19
+
+
+@pytest.mark.parametrize("on_load", ["keep", "recompute"])
+def test_weights_that_come_while_requests_run_are_stamped_on_what_they_sample(make_policy, params, on_load):
+    model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
+    engine = NativeEngine(model, on_load=on_load, version=3)
+    request_id = engine.submit(Request(tokens=(3, 4, 5), params=dataclasses.replace(params, stop_tokens=())))
+    for _ in range(5):
+        assert engine.step() == []
+    engine.load(4, named_weights(other))
+    pieces = []
+    while engine.has_work:
+        pieces += engine.step()
+    assert [(piece.request_id, piece.version, len(piece.tokens)) for piece in pieces] == [
+        (request_id, 3, 5),
+        (request_id, 4, params.max_new_tokens - 5),
+    ]
+    # With its keys and values computed again, the rest is what the new weights alone say of it.
+    tokens = torch.tensor([3, 4, 5, *(token for piece in pieces for token in piece.tokens)])
+    rows = PackedRows(torch.tensor([0, len(tokens)]), tokens.device)
+    with torch.no_grad():
+        states = other.base_model(
+            input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
+        ).last_hidden_state
+        logprobs = other.lm_head(states[0, 7:-1]).log_softmax(-1).gather(1, tokens[8:].unsqueeze(1)).squeeze(1)
+    same = torch.allclose(logprobs, torch.tensor(pieces[1].logprobs), atol=1e-5)
+    assert same is (on_load == "recompute")
+
+
+def test_a_prompt_is_not_found_again_under_other_weights(make_policy, params):
+    model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
+    engine, request = NativeEngine(model), Request(tokens=(3,) * 70, params=params)
+    list(stream(engine, request))
+    engine.load(1, named_weights(other))
+    tokens = [token for piece in stream(engine, request) for token in piece.tokens]
+    assert tokens == [token for piece in stream(NativeEngine(other), request) for token in piece.tokens]
 
 
 def limited_policy(folder, config) -> PreTrainedModel:
@@ -302,10 +410,15 @@ LIMITED = {
     ],
     ids=["windows", "windows, and capped scores and logits"],
 )
-def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prompts, params, tmp_path, config):
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prompts, params, tmp_path, config, mode):
     model = limited_policy(tmp_path, config)
     long = dataclasses.replace(params, max_new_tokens=30, stop_tokens=(0,))
-    batch = NativeGenerator(model, max_batch_rows=1000).generate(make_prompts(LENGTHS), long, version=0)
+    batch = through(NativeEngine(model, mode=mode), make_prompts(LENGTHS), long, version=0)
+    # With little memory responses are computed again, looking back at their prompt.
+    little = NativeEngine(model, mode=mode, cache_tokens=9 * 32)
+    assert torch.equal(through(little, make_prompts(LENGTHS), long, version=0).tokens, batch.tokens)
+    assert little.num_set_back > 0
     engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4

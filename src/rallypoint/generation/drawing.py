@@ -1,0 +1,66 @@
+"""How the rows that run together draw their next tokens, as tensors that are made once for as long as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rallypoint.generation.protocol import Request
+from rallypoint.generation.randomness import rollout_keys, uniform
+from rallypoint.generation.sampling import Draws, Rules, penalise, sample
+
+
+class Drawing:
+    """Draws a token for each of some rows, again and again."""
+
+    def __init__(self, rows: Sequence[tuple[Request, Sequence[int]]], device: torch.device) -> None:
+        """Begin with requests, each with its response so far."""
+        requests = [request for request, _ in rows]
+        self._params = [request.params for request in requests]
+        self._rules = Rules.of(self._params, device)
+        self._keys = torch.cat(
+            [
+                rollout_keys(
+                    request.params.seed, torch.tensor([request.prompt_index]), torch.tensor([request.sample_index])
+                )
+                for request in requests
+            ]
+        ).to(device)
+        self._positions = torch.tensor([len(response) for _, response in rows], device=device)
+        penalised = [row for row, params in enumerate(self._params) if params.repetition_penalty != 1]
+        self._penalised = torch.tensor(penalised, device=device) if penalised else None
+        if penalised:
+            seen = [(*rows[row][0].tokens, *rows[row][1]) for row in penalised]
+            longest = max(map(len, seen))
+            # What is there twice counts once, so rows are filled up with their own first token.
+            filled = [[*tokens, *([tokens[0]] * (longest - len(tokens)))] for tokens in seen]
+            self._seen = torch.tensor(filled, device=device)
+            self._penalty = torch.tensor(
+                [[self._params[row].repetition_penalty] for row in penalised], device=device, dtype=torch.float32
+            )
+        # Rows that may not end yet, with the number of tokens that they still need.
+        self._bans = {
+            row: params.min_new_tokens - len(rows[row][1])
+            for row, params in enumerate(self._params)
+            if params.stop_tokens and params.min_new_tokens > len(rows[row][1])
+        }
+
+    def draw(self, logits: Tensor) -> Draws:
+        """Draw the next token of every row: [B, V] -> [B]."""
+        adjusted = logits
+        if self._penalised is not None:
+            chosen = logits.index_select(0, self._penalised).float()
+            adjusted = logits.float().index_copy(0, self._penalised, penalise(chosen, self._seen, self._penalty))
+        if self._bans:
+            adjusted = adjusted.clone()
+            for row in self._bans:
+                adjusted[row, list(self._params[row].stop_tokens)] = float("-inf")
+        raw = None if adjusted is logits else logits
+        draws = sample(adjusted, self._rules, uniform(self._keys, self._positions), raw)
+        self._positions += 1
+        if self._penalised is not None:
+            self._seen = torch.cat([self._seen, draws.tokens[self._penalised].unsqueeze(1)], 1)
+        self._bans = {row: left - 1 for row, left in self._bans.items() if left > 1}
+        return draws

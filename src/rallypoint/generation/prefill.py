@@ -1,0 +1,109 @@
+"""Many tokens of several rows in one packed pass, which leaves their keys and values in blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rallypoint.generation.blocks import Block, BlockPool
+from rallypoint.models import PackedRows
+from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.head import soft_capped
+from rallypoint.types import offsets_from_lengths
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive tokens of one row that are computed together."""
+
+    past: Sequence[Block]
+    """Those whose keys and values are there already, from the beginning of the row."""
+    tokens: Sequence[int]
+    """At least one."""
+    into: Sequence[tuple[Block, int]]
+    """For each token its block, and its place in there."""
+
+    @property
+    def num_past(self) -> int:
+        """Tokens of `past`."""
+        return sum(len(block.tokens) for block in self.past)
+
+
+class StretchRows:
+    """See `rallypoint.models.Rows`; the stream is the stretches, end to end, those without a past first."""
+
+    def __init__(self, pool: BlockPool, stretches: Sequence[Stretch]) -> None:
+        self._pool = pool
+        device = pool.states.device
+        fresh = [stretch for stretch in stretches if not stretch.past]
+        self._later = stretches[len(fresh) :]
+        assert all(stretch.past for stretch in self._later), "those without a past come first"
+        self._offsets = offsets_from_lengths(torch.tensor([len(stretch.tokens) for stretch in stretches]))
+        self._packed = PackedRows(self._offsets[: len(fresh) + 1], device) if fresh else None
+        self._num_fresh = len(fresh)
+        self.tokens = torch.tensor([token for stretch in stretches for token in stretch.tokens], device=device)
+        """[T] int64."""
+        positions = [
+            position
+            for stretch in stretches
+            for position in range(stretch.num_past, stretch.num_past + len(stretch.tokens))
+        ]
+        self.position_ids = torch.tensor(positions, device=device).unsqueeze(0)
+        """[1, T] int64."""
+        kv_heads, size = pool.states.shape[3:5]
+        blocks = torch.tensor([(block.index, place) for stretch in stretches for block, place in stretch.into])
+        rows = (blocks[:, :1] * kv_heads + torch.arange(kv_heads)) * size + blocks[:, 1:]
+        self._slots = rows.flatten().to(device)
+
+    @property
+    def ends(self) -> Tensor:
+        """[R] int64: where in the stream the last token of each stretch is."""
+        return self._offsets[1:] - 1
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
+        """See `Rows.attend`."""
+        for states, new in zip(self._pool.states[:, layer], (key, value), strict=True):
+            states.view(-1, states.shape[-1]).index_copy_(0, self._slots, new.reshape(-1, states.shape[-1]))
+        parts: list[Tensor] = []
+        if self._packed is not None:
+            part = slice(0, int(self._offsets[self._num_fresh]))
+            parts.append(self._packed.attend(layer, query[part], key[part], value[part], scaling, limits))
+        for place, stretch in enumerate(self._later, self._num_fresh):
+            part = slice(int(self._offsets[place]), int(self._offsets[place + 1]))
+            parts.append(self._look_back(layer, stretch, query[part], key[part], value[part], scaling, limits))
+        return torch.cat(parts)
+
+    def _look_back(
+        self, layer: int, stretch: Stretch, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits
+    ) -> Tensor:
+        """Attention of one stretch to its past and to itself: [T, H, D]."""
+        index = torch.tensor([block.index for block in stretch.past], device=query.device)
+        past = self._pool.states[:, layer].index_select(1, index).transpose(2, 3).flatten(1, 2)[:, : stretch.num_past]
+        keys, values = (
+            torch.cat([old, new]).transpose(0, 1).unsqueeze(0) for old, new in zip(past, (key, value), strict=True)
+        )
+        length = len(query)
+        visible = torch.ones(length, length + stretch.num_past, dtype=torch.bool, device=query.device)
+        visible = visible.tril(stretch.num_past)
+        if limits.window is not None:
+            visible = visible.triu(stretch.num_past - limits.window + 1)
+        if limits.softcap is not None:
+            share = query.shape[1] // key.shape[1]
+            keys, values = (states.squeeze(0).repeat_interleave(share, 0) for states in (keys, values))
+            scores = soft_capped((query.transpose(0, 1) @ keys.transpose(1, 2)) * scaling, limits.softcap)
+            return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+        out = functional.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=visible,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.squeeze(0).transpose(0, 1)
