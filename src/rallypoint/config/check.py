@@ -27,6 +27,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _created_model(config)
     yield from _placement(config)
     yield from _mesh(config)
+    yield from _sleep(config)
     yield from _cluster(config)
     yield from _without_effect(config, origins)
 
@@ -213,6 +214,24 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
                 (f"{role}.mesh.dp_shard", "cluster.runtime"),
                 f"{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and cluster.runtime=inline "
                 "has threads; use cluster.runtime=ray",
+            )
+
+
+def _sleep(config: RunConfig) -> Iterator[Problem]:
+    """Yield roles that sleep without making room for anybody."""
+    for role in sorted(config.sleeping):
+        pool = config.roles[role].pool
+        if config.cluster.device == "cpu":
+            yield Problem(
+                (f"{role}.sleep", "cluster.device"),
+                f"{role}.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory "
+                "already; leave it at false",
+            )
+        elif [placement.pool for placement in config.roles.values()].count(pool) == 1:
+            yield Problem(
+                (f"{role}.sleep", f"{role}.placement.pool"),
+                f"{role}.sleep=true has nothing to gain: no other role takes turns with it on pool {pool!r}; leave it "
+                "at false",
             )
 
 

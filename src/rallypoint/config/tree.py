@@ -23,6 +23,9 @@ Paths = Annotated[
 ]
 
 
+_SLEEP = "Weights and optimizer lie in CPU memory while other roles of its processes have their turn."
+
+
 class PlacementConfig(Section):
     """Where a role runs."""
 
@@ -76,6 +79,7 @@ class ActorConfig(Section):
     entropy_coef: float = key(0.0, at_least=-1, at_most=1, help="Weight of the entropy bonus in the loss.")
     optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
+    sleep: bool = key(False, help=_SLEEP)
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
@@ -94,6 +98,7 @@ class CriticConfig(Section):
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the critic runs.")
+    sleep: bool = key(False, help=_SLEEP)
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
@@ -101,6 +106,7 @@ class ReferenceConfig(Section):
     """The frozen copy that the KL is measured to; present when kl is on."""
 
     placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
+    sleep: bool = key(False, help=_SLEEP)
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
@@ -334,6 +340,12 @@ class RunConfig(Section):
     def max_row_tokens(self) -> int:
         """The longest row there can be, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def sleeping(self) -> frozenset[RoleName]:
+        """The roles that sleep between their turns."""
+        sections = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return frozenset(role for role in self.roles if role in sections and sections[role].sleep)
 
     @property
     def rollout_shares_actor(self) -> bool:

@@ -22,6 +22,7 @@ from rallypoint.data.packing import pack_rows, pad_rows
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
+from rallypoint.engine.sleep import Sleeper
 from rallypoint.errors import NotFiniteError, PeerFailedError
 from rallypoint.models import shard_model
 from rallypoint.parallel import DeviceMesh, Sharding
@@ -68,6 +69,7 @@ class Engine(Generic[BatchT]):
         self._sharding = sharding or shard_model(model, mesh)
         self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer)
         self._optimizer_config = optimizer
+        self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._mesh = mesh
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick
 
@@ -75,6 +77,19 @@ class Engine(Generic[BatchT]):
     def weights(self) -> Mapping[str, Tensor]:
         """What this rank holds of each weight, as ordinary tensors."""
         return self._sharding.weights
+
+    def sleep(self) -> None:
+        """Move weights, and what the optimizer remembers of them, to CPU memory until `wake`."""
+        self._sleeping_weights.sleep(self.model.parameters())
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+            self._sleeping_state.sleep(self.optimizer.tensors)
+
+    def wake(self, *, to_train: bool = True) -> None:
+        """Bring the weights back, as they were; what the optimizer remembers only `to_train`."""
+        self._sleeping_weights.wake()
+        if to_train:
+            self._sleeping_state.wake()
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, outputs: Callable[[Sequences, Tensor], Tensor]) -> PerToken:

@@ -77,6 +77,12 @@ class AdamW(torch.optim.AdamW):
         """What is stepped, with the gradients of the step in `grad`."""
         return [master for group in self.param_groups for master in group["params"]]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds besides the model's own weights: masters, and moments of them."""
+        moments = [value for state in self.state.values() for value in state.values() if value.dim()]
+        return [*self._masters.values(), *moments]
+
     def master(self, weight: Tensor) -> Tensor:
         """Return what is stepped for a weight: the weight itself, unless it is of half precision."""
         return self._masters.get(weight, weight)

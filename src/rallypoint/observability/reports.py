@@ -14,6 +14,8 @@ from rallypoint.observability.spans import TIME_PREFIX, top_level
 VALIDATION, REWARD, REWARD_FAILED = "validation/score", "reward/mean", "reward/failed"
 TOKENS_SAMPLED, TOKENS_TRAINED = "rollout/num_tokens", "actor/num_tokens"
 """Names in metrics.jsonl under which the summary finds a step's token counts."""
+MEMORY = "/memory_gib"
+"""Behind a role's name: its peak in a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,10 @@ class Summary:
     """Oldest first."""
     commands: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """What to do next, by verb: `{"chat": "rally chat runs/digits/checkpoints/step_000300"}`."""
+    memory_gib: Mapping[str, tuple[float, float | None]] = dataclasses.field(
+        default_factory=dict[str, tuple[float, float | None]]
+    )
+    """Role -> most that its processes held during its calls, and what was predicted."""
     notes: Sequence[str] = ()
     """What a person should know before trusting the result."""
 
@@ -96,6 +102,7 @@ class Summary:
         curve: Path | None = None,
         checkpoints: Sequence[Path] = (),
         commands: Mapping[str, str] | None = None,
+        predicted_memory_gib: Mapping[str, float] | None = None,
         notes: Sequence[str] = (),
     ) -> Self:
         """Sum up a run from its metrics file, so that a resumed run counts what came before, too."""
@@ -115,8 +122,20 @@ class Summary:
             curve=curve,
             checkpoints=checkpoints,
             commands=commands or {},
+            memory_gib=_memory(records, predicted_memory_gib or {}),
             notes=(*notes, *failures),
         )
+
+
+def _memory(
+    records: Sequence[Mapping[str, float]], predicted: Mapping[str, float]
+) -> dict[str, tuple[float, float | None]]:
+    names = dict.fromkeys(name for record in records for name in record if name.endswith(MEMORY))
+    roles = {name: name.removesuffix(MEMORY) for name in names}
+    return {
+        role: (max(record[name] for record in records if name in record), predicted.get(role))
+        for name, role in roles.items()
+    }
 
 
 def _total(records: Sequence[Mapping[str, float]], name: str) -> float:

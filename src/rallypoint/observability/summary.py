@@ -57,7 +57,15 @@ def _results(summary: Summary) -> list[Text]:
         trained = f"   {compact(summary.num_tokens_trained)} trained" if summary.num_tokens_trained else ""
         rows.append(_row("tokens", f"{compact(summary.num_tokens_sampled)} sampled"))
         rows[-1].append(trained, style=PALETTE["quiet"])
+    for index, (role, (measured, predicted)) in enumerate(summary.memory_gib.items()):
+        rows.append(_row("" if index else "memory", _size(measured)))
+        beside = "" if predicted is None else f" predicted {_size(predicted)}"
+        rows[-1].append(f"   {clean(role)}{beside}", style=PALETTE["quiet"])
     return rows
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
 
 
 def _phases(summary: Summary, width: int) -> list[Text]:

@@ -19,7 +19,7 @@ import torch
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import LoadedConfig, RunConfig
+from rallypoint.config import LoadedConfig, Plan, RunConfig
 from rallypoint.errors import CheckpointError
 from rallypoint.observability import (
     Completion,
@@ -42,7 +42,7 @@ from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
-from rallypoint.types import Metrics
+from rallypoint.types import Metrics, merge
 
 
 class Learner(Protocol):
@@ -140,7 +140,7 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             recipe = await _start(config, placement, material, say)
-            run = _Run(config, folder, progress, log, recipe, material)
+            run = _Run(config, folder, progress, log, recipe, material, placement)
             return await run.steps(await run.restore() if first else 0)
         finally:
             await runtime.shutdown()
@@ -186,9 +186,10 @@ class _Run:
         log: MetricsLog,
         recipe: Recipe,
         material: Material,
+        placement: Placement,
     ) -> None:
         self.config, self.folder, self.progress, self.log = config, folder, progress, log
-        self.recipe, self.material = recipe, material
+        self.recipe, self.material, self.placement = recipe, material, placement
 
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
@@ -211,7 +212,7 @@ class _Run:
     async def _step(self, step: int) -> None:
         with collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
-        scalars = metrics.scalars()
+        scalars = merge(metrics, await self.placement.memory()).scalars()
         self.log.write(step, {**scalars, **spans.scalars()})
         records = self.recipe.source.records
         if self.config.trainer.num_logged_rollouts:
@@ -325,8 +326,8 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
     )
 
 
-def summarise(folder: RunFolder) -> Summary:
-    """Draw the learning curve and sum up a run from its folder."""
+def summarise(folder: RunFolder, plan: Plan) -> Summary:
+    """Draw the learning curve and sum up a run from its folder; `plan` is what was predicted of it."""
     curve = save_curve(folder.metrics, folder.curve, folder.path.name)
     found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
@@ -340,4 +341,5 @@ def summarise(folder: RunFolder) -> Summary:
         curve=curve,
         checkpoints=found,
         commands=commands,
+        predicted_memory_gib={memory.role: plan.turn_memory(memory.role) / 2**30 for memory in plan.memory},
     )

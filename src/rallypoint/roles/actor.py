@@ -17,7 +17,8 @@ from rallypoint.models import load_policy, named_weights
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.rollout import ACTOR_MODEL, Rollouts
+from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
+from rallypoint.roles.turns import Turns, in_turn
 from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Snapshot, fingerprint, take
 
@@ -27,6 +28,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
+        self.turns = Turns(context)
         model = load_policy(
             spec.model_path,
             dtype=spec.config.model.dtype,
@@ -35,9 +37,12 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             trust_remote_code=spec.config.model.trust_remote_code,
         )
         super().__init__(context, spec, model, spec.config.actor.optimizer)
-        context.shared[ACTOR_MODEL] = self.engine.model
+        context.shared[ACTOR_ENGINE] = self.engine
+        if spec.config.actor.sleep:
+            self.turns.sleep_between(self.engine)
 
     @shard
+    @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
         model, temperature = self.engine.model, self.config.rollout.temperature
@@ -47,11 +52,13 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         ]
 
     @collect
+    @in_turn()
     def fingerprint(self) -> str:
         """Return a digest of this rank's weights."""
         return fingerprint(named_weights(self.engine.model))
 
     @first_rank
+    @in_turn()
     def snapshot(self, version: int) -> Snapshot:
         """Copy the weights for roles in other processes."""
         return take(version, named_weights(self.engine.model))

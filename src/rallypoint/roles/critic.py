@@ -16,6 +16,7 @@ from rallypoint.models import load_critic
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.turns import Turns, in_turn
 from rallypoint.types import CriticBatch, Last, Metrics, PerToken, Sequences
 
 
@@ -25,6 +26,7 @@ class CriticWorker(LearnerWorker[CriticBatch]):
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         config = spec.config
         spec.prepare(context)
+        self.turns = Turns(context)
         model = load_critic(
             config.critic.path or spec.model_path,
             dtype=config.model.dtype,
@@ -33,8 +35,11 @@ class CriticWorker(LearnerWorker[CriticBatch]):
             trust_remote_code=config.model.trust_remote_code,
         )
         super().__init__(context, spec, model, config.critic.optimizer)
+        if config.critic.sleep:
+            self.turns.sleep_between(self.engine)
 
     @shard
+    @in_turn()
     def values(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the value of every state in which a trained token of some parts of a batch was chosen."""
         model = self.engine.model

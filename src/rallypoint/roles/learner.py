@@ -21,12 +21,13 @@ from rallypoint.models import ModelShard, Part, Read, TensorFiles, reload, save_
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
+from rallypoint.roles.turns import TurnTaker, in_turn
 from rallypoint.types import Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 
 
-class LearnerWorker(abc.ABC, Generic[BatchT]):
+class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
     """One rank of a model that is trained; every rank holds all of it."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, optimizer: OptimizerConfig) -> None:
@@ -54,6 +55,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
         """
 
     @shard
+    @in_turn(to_train=True)
     def train(self, batches: MiniBatches[BatchT], step: int) -> Metrics:
         """Take one optimizer step for each mini-batch; `step` is the training step, from 1."""
         began = time.perf_counter()
@@ -74,6 +76,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
         return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
 
     @broadcast
+    @in_turn(to_train=True)
     def save(self, model_folder: Path, state_file: Path) -> None:
         """Write the model as a Hugging Face folder and the optimizer's state beside it: the first rank does.
 
@@ -87,6 +90,7 @@ class LearnerWorker(abc.ABC, Generic[BatchT]):
         save_tensors(state_file, state, parts, self._shard.mesh)
 
     @broadcast
+    @in_turn(to_train=True)
     def restore(self, model_folder: Path, state_file: Path) -> None:
         """Read back what `save` wrote, whatever the number of ranks was then: each reads its part.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import platform
 import uuid
@@ -16,6 +17,8 @@ from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_addre
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.errors import PlacementError
 from rallypoint.parallel import DeviceMesh
+from rallypoint.roles.turns import TurnTaker
+from rallypoint.types import Metrics, merge
 
 WorkerT = TypeVar("WorkerT")
 
@@ -98,6 +101,8 @@ class Placement:
     model_path: str
     folder: SharedFolder
     rendezvous: Rendezvous | None
+    groups: dict[RoleName, WorkerGroup[Any]] = dataclasses.field(default_factory=dict[RoleName, WorkerGroup[Any]])
+    """Those that were started."""
 
     async def group(
         self, role: RoleName, kind: Callable[Concatenate[WorkerContext, WorkerSpec, ...], WorkerT], *args: Any
@@ -113,7 +118,13 @@ class Placement:
         mesh = Mesh(self.config.mesh(role))
         layout = Layout(role, hosts, mesh, deadline_s=self.config.cluster.call_timeout_s)
         spec = WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
-        return await WorkerGroup.create(layout, kind, spec, *args)
+        self.groups[role] = group = await WorkerGroup.create(layout, kind, spec, *args)
+        return group
+
+    async def memory(self) -> Metrics:
+        """Return the peak memory of every role, over its processes, since this was last asked."""
+        measured = await asyncio.gather(*(group.call(TurnTaker.memory) for group in self.groups.values()))
+        return merge(*(merge(*ranks).prefixed(role) for role, ranks in zip(self.groups, measured, strict=True)))
 
 
 def pools_of(config: RunConfig) -> ResourcePoolManager:

@@ -12,14 +12,16 @@ from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import load_policy
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import PerToken, Sequences
 
 
-class ReferenceWorker:
+class ReferenceWorker(TurnTaker):
     """One rank of the reference: an engine without an optimizer."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
+        self.turns = Turns(context)
         config = spec.config
         model = load_policy(
             spec.model_path,
@@ -37,8 +39,11 @@ class ReferenceWorker:
             padded=config.engine.rows == "padded",
             tick=context.tick,
         )
+        if config.reference.sleep:
+            self.turns.sleep_between(self.engine)
 
     @shard
+    @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
         model, temperature = self.engine.model, self._temperature

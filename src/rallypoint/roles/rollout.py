@@ -7,26 +7,32 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import RunConfig
+from rallypoint.engine import Engine
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
 from rallypoint.generation.native import BLOCK_TOKENS
 from rallypoint.models import load_policy, named_weights
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.types import Prompts, RolloutBatch
+from rallypoint.roles.turns import Turns, TurnTaker, in_turn
+from rallypoint.types import ActorBatch, Prompts, RolloutBatch
 from rallypoint.weights import Snapshot, load
 
-ACTOR_MODEL = "actor/model"
-"""Name under which an actor worker leaves its model for the rollout worker of the same process."""
+ACTOR_ENGINE = "actor/engine"
+"""Name under which an actor worker leaves its engine for the rollout worker of the same process."""
 
 
-class RolloutWorker:
+class RolloutWorker(TurnTaker):
     """One rank of sampling."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
         config = spec.config
         spec.prepare(context)
+        self.turns = Turns(context)
         if shares_actor:
-            model = context.shared[ACTOR_MODEL]
+            engine: Engine[ActorBatch] = context.shared[ACTOR_ENGINE]
+            model = engine.model
+            if config.actor.sleep:
+                self.turns.sleep_between(engine)
         else:
             model = load_policy(
                 spec.model_path,
@@ -39,6 +45,7 @@ class RolloutWorker:
         self._engine.sleep()
 
     @shard
+    @in_turn()
     def sample(self, prompts: Prompts, params: SamplingParams, version: int) -> RolloutBatch:
         """Sample a group of rollouts for each prompt.
 

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rallypoint.config import RunConfig, load_config, make_plan
-from rallypoint.config.plan import ModelShape, attention_cost, read_shape
+from rallypoint.config.plan import attention_cost
+from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.models import PackedRows, create_model, load_policy
 from rallypoint.observability.flops import flops_of
@@ -149,6 +150,30 @@ def test_roles_of_a_process_hold_their_weights_together_and_take_turns_with_the_
     turns = [memory.total - memory.held for memory in plan.memory]
     assert plan.process_memory("main") == sum(memory.held for memory in plan.memory) + max(turns)
     assert plan.process_memory("elsewhere") == 0
+
+
+def test_roles_that_sleep_hold_nothing_while_others_have_their_turn(here: Path):
+    awake = make_plan(load("cluster.device=cuda"))
+    asleep = make_plan(load("cluster.device=cuda", "actor.sleep=true", "critic.sleep=true", "reference.sleep=true"))
+    actor, rollout, reference, critic = asleep.memory
+    assert asleep.turn_memory("actor") == actor.total == awake.memory[0].total
+    # Rollouts are sampled from the actor's weights, which wake for them alone.
+    assert asleep.turn_memory("rollout") == rollout.total + actor.weights
+    assert asleep.turn_memory("reference") == reference.total
+    assert asleep.process_memory("main") == max(actor.total, critic.total) < awake.process_memory("main")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_checkpoints_of_layers_keep_their_inputs_and_offloaded_ones_hardly_those(here: Path, device: str):
+    sizes = "model.create={hidden_size: 128, num_layers: 16, intermediate_size: 512, num_heads: 4}"
+    common = (sizes, f"cluster.device={device}", "engine.max_tokens_per_micro_batch=4096", "rollout.num_prompts=256")
+    plans = [make_plan(load(*common, f"engine.activations={what}")) for what in ("keep", "checkpoint")]
+    kept, checkpointed = (plan.memory[0].activations for plan in plans)
+    assert checkpointed < 0.3 * kept
+    if device == "cuda":
+        offloaded = make_plan(load(*common, "engine.activations=offload")).memory[0].activations
+        # Fourteen of sixteen inputs are elsewhere: 4 bytes x 128 numbers x 2,048 tokens of a mini-batch each.
+        assert checkpointed - offloaded == 14 * 4 * 128 * 2048
 
 
 def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):

@@ -146,6 +146,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.rendezvous=ray cluster.runtime=inline",
         ("cluster.rendezvous=ray contradicts cluster.runtime=inline", "leave it at auto"),
     ),
+    "sleep where it is": (
+        "actor.sleep=true",
+        ("actor.sleep=true has nothing to gain with cluster.device=cpu", "leave it at false"),
+    ),
+    "sleep alone": (
+        "cluster.device=cuda actor.sleep=true cluster.pools.second=[2] actor.placement.pool=second",
+        ("no other role takes turns with it on pool 'second'",),
+    ),
     "offload to where it is": (
         "engine.activations=offload",
         ("engine.activations='offload' has nothing to gain with cluster.device=cpu", "checkpoint or keep"),

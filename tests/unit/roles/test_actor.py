@@ -138,3 +138,20 @@ def test_a_mini_batch_without_trained_tokens_is_no_update(worker):
     batch = judged(worker)
     untrained = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     assert cut(untrained, num_mini_batches=2).parts == ()
+
+
+def test_a_role_measures_the_memory_of_its_turns_and_begins_anew(worker):
+    worker.logprobs([judged(worker)])
+    assert set(worker.memory()) <= {"memory_gib"}
+    assert worker.memory() == {}
+
+
+def test_a_role_that_sleeps_between_its_turns_computes_the_same(worker, context, spec):
+    rows = judged(worker)
+    before = worker.logprobs([rows])[0].values
+    for weight in worker.engine.model.parameters():
+        weight.data = weight.data.clone()  # on CPUs, memory that a file was read into cannot be given back
+    worker.turns.sleep_between(worker.engine)
+    assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
+    assert torch.equal(worker.logprobs([rows])[0].values, before)
+    assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())

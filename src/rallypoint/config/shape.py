@@ -1,0 +1,114 @@
+"""The sizes of a decoder, as far as they are known before it is loaded: from the config, or from config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rallypoint.config.tree import CreateModelConfig, RunConfig
+
+_DIGITS_VOCABULARY = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder that memory follows from."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tie_embeddings: bool
+    query_key_norm: bool
+
+    @property
+    def num_backbone_parameters(self) -> int:
+        """Weights of the layers and norms, as in Llama and Qwen3."""
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * key_value) + (2 * self.head_dim if self.query_key_norm else 0)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights of the causal language model."""
+        embeddings = self.vocab_size * self.hidden_size
+        return self.num_backbone_parameters + embeddings * (1 if self.tie_embeddings else 2)
+
+    @property
+    def num_critic_parameters(self) -> int:
+        """Weights of a token classifier with one label on the same backbone."""
+        return self.num_backbone_parameters + self.vocab_size * self.hidden_size + self.hidden_size + 1
+
+    @property
+    def attention_cost(self) -> float:
+        """Work of one pair of tokens in the attention, where the products with weights of one token are 1."""
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return 2 * query / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.intermediate_size))
+
+    def kept_bytes(self, size: int, num_scores: int) -> int:
+        """Return what a layer keeps of a token for the backward pass.
+
+        Norms keep their input and its normalized form, both in float32, and what they return; attention its queries,
+        keys and values, the scores of earlier tokens, and its output; the MLP four tensors.
+
+        Args:
+            size: bytes of a number.
+            num_scores: tokens that every head has a score for.
+        """
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        norms = 2 * self.hidden_size * (4 + 2 * size) + (query + key_value) * (4 + size) * self.query_key_norm
+        return norms + size * (2 * query + 2 * key_value + self.num_heads * num_scores + 4 * self.intermediate_size)
+
+    def live_bytes(self, size: int, num_scores: int) -> int:
+        """Return the most that exists of a token at one time while a layer runs, and keeps nothing."""
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = 3 * (query + 2 * key_value) + 2 * self.num_heads * num_scores
+        return size * (2 * self.hidden_size + max(attention, 3 * self.intermediate_size))
+
+
+def shape_of(config: RunConfig) -> ModelShape | None:
+    """Return the model's shape from the config or from its folder; None when that cannot be known yet."""
+    made = config.model.create
+    if made is not None:
+        return _created_shape(made)
+    return read_shape(Path(config.model.path).expanduser()) if config.model.path is not None else None
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """Read a shape from config.json; None when it is not there, or not that of a plain decoder."""
+    try:
+        values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+        return ModelShape(
+            num_layers=int(values["num_hidden_layers"]),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_key_value_heads=int(values.get("num_key_value_heads") or heads),
+            head_dim=int(values.get("head_dim") or hidden // heads),
+            intermediate_size=int(values["intermediate_size"]),
+            vocab_size=int(values["vocab_size"]),
+            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            query_key_norm="qwen3" in str(values.get("model_type", "")),
+        )
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
+        return None
+
+
+def _created_shape(made: CreateModelConfig) -> ModelShape:
+    return ModelShape(
+        num_layers=made.num_layers,
+        hidden_size=made.hidden_size,
+        num_heads=made.num_heads,
+        num_key_value_heads=made.num_key_value_heads,
+        head_dim=made.hidden_size // made.num_heads,
+        intermediate_size=made.intermediate_size,
+        vocab_size=_DIGITS_VOCABULARY,
+        tie_embeddings=made.tie_embeddings,
+        query_key_norm=made.architecture == "qwen3",
+    )

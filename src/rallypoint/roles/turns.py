@@ -1,0 +1,83 @@
+"""Turns that roles take on the process they share: awake while they work, and measured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from rallypoint.cluster import WorkerContext, collect
+from rallypoint.engine import Engine
+from rallypoint.observability.memory import MemoryMeter, resident_bytes
+from rallypoint.types import Metrics
+
+TakerT = TypeVar("TakerT", bound="TurnTaker")
+Params = ParamSpec("Params")
+ResultT = TypeVar("ResultT")
+
+_BASELINE = "memory/baseline"
+
+
+class Turns:
+    """When a role holds the memory of its process, and how much."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        """Begin before the role loads anything: what is there now counts for none of the roles of the process."""
+        device = torch.device(context.device)
+        baseline = context.shared.setdefault(_BASELINE, resident_bytes(device))
+        self._meter = MemoryMeter(device, baseline)
+        self._sleeper: Engine[Any] | None = None
+
+    def sleep_between(self, engine: Engine[Any]) -> None:
+        """Put an engine to sleep now, and whenever a turn is over."""
+        engine.sleep()
+        self._sleeper = engine
+
+    @contextlib.contextmanager
+    def turn(self, *, to_train: bool = False) -> Iterator[None]:
+        """Hold the process for a call; what the optimizer remembers wakes `to_train` only."""
+        with self._meter.measured():
+            if self._sleeper is None:
+                yield
+                return
+            self._sleeper.wake(to_train=to_train)
+            try:
+                yield
+            finally:
+                self._sleeper.sleep()
+
+    def metrics(self) -> Metrics:
+        """Return the peak of the turns since this was last asked."""
+        return self._meter.take()
+
+
+class TurnTaker:
+    """A worker whose memory is measured."""
+
+    turns: Turns
+
+    @collect
+    def memory(self) -> Metrics:
+        """Return `memory_gib`, the peak of the calls since this was last asked."""
+        return self.turns.metrics()
+
+
+def in_turn(
+    *, to_train: bool = False
+) -> Callable[[Callable[Concatenate[TakerT, Params], ResultT]], Callable[Concatenate[TakerT, Params], ResultT]]:
+    """Run a worker's method as a turn of its role."""
+
+    def decorate(
+        method: Callable[Concatenate[TakerT, Params], ResultT],
+    ) -> Callable[Concatenate[TakerT, Params], ResultT]:
+        @functools.wraps(method)
+        def run(self: TakerT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
+            with self.turns.turn(to_train=to_train):
+                return method(self, *args, **kwargs)
+
+        return run
+
+    return decorate
