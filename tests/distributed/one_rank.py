@@ -17,7 +17,7 @@ from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.engine.forward import hidden_states
-from rallypoint.models import lm_head, load_policy, named_weights
+from rallypoint.models import ModelShard, lm_head, load_policy, named_weights
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import ActorBatch, Last, Mean, Metrics, offsets_from_lengths
 
@@ -58,7 +58,7 @@ def connect(rendezvous: Rendezvous, name: str, rank: int, size: int) -> DeviceMe
 
 def make_engine(model_folder: str, dtype: torch.dtype, cap: int, mesh: DeviceMesh) -> Engine[ActorBatch]:
     model = load_policy(model_folder, dtype="float32").model.to(dtype)
-    return Engine(model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=cap)
+    return Engine(ModelShard.whole(model, mesh), optimizer=CONFIG, max_tokens_per_micro_batch=cap)
 
 
 def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -> Metrics:

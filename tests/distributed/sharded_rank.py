@@ -18,7 +18,7 @@ from rallypoint.cluster import Mesh
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
-from rallypoint.models import ATTENTION, load_policy, save_model, shard_model, shard_parts
+from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, shard_model, shard_parts
 from rallypoint.models.families import FAMILIES
 from rallypoint.models.tensor_parallel import cut_model
 from rallypoint.parallel import DeviceMesh
@@ -110,8 +110,9 @@ def make_engine(kind, dtype, mesh, cap):
     model = make_model(kind, dtype)
     tensor = cut_model(model, FAMILIES["llama"], mesh.tp)
     sharding = shard_model(model, mesh, tensor)
-    engine = Engine(model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=cap, sharding=sharding)
-    return engine, shard_parts(tensor.parts, mesh.shard)
+    parts = shard_parts(tensor.parts, mesh.shard)
+    engine = Engine(ModelShard(model, parts, mesh, sharding), optimizer=CONFIG, max_tokens_per_micro_batch=cap)
+    return engine, parts
 
 
 def outcome(kind, dtype, mesh, batch, rows, cap):
@@ -139,7 +140,7 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
 def load_and_save(mesh, model_folder, batch, rows, into):
     """Two steps of a model whose parts are read from a file; the whole of it is written again."""
     shard = load_policy(model_folder, dtype="float64", mesh=mesh)
-    engine = Engine(shard.model, optimizer=CONFIG, mesh=mesh, max_tokens_per_micro_batch=40, sharding=shard.sharding)
+    engine = Engine(shard, optimizer=CONFIG, max_tokens_per_micro_batch=40)
     part = batch.rows(rows)
     for step in (1, 2):
         loss = loss_of(engine.model, mesh)

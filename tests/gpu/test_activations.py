@@ -5,7 +5,7 @@ import torch
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, policy_outputs
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import ModelShard
 from rallypoint.types import Metrics, Sequences, offsets_from_lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
@@ -15,9 +15,8 @@ def trained(model, activations):
     """Return the gradients of a step, and the most bytes that the device held during it."""
     device = torch.accelerator.current_accelerator()
     engine = Engine(
-        model.to(device),
+        ModelShard.whole(model.to(device)),
         optimizer=OptimizerConfig(),
-        mesh=DeviceMesh.solo(),
         max_tokens_per_micro_batch=8192,
         activations=activations,
     )

@@ -5,7 +5,7 @@ import torch
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import ModelShard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
 
@@ -14,9 +14,8 @@ def test_a_sleeping_engine_leaves_the_device_and_wakes_with_the_same_bits(make_m
     device = torch.accelerator.current_accelerator()
     before = torch.accelerator.memory_allocated()
     engine = Engine(
-        make_model().to(device),
+        ModelShard.whole(make_model().to(device)),
         optimizer=OptimizerConfig(),
-        mesh=DeviceMesh.solo(),
         max_tokens_per_micro_batch=1024,
     )
     for master in engine.optimizer.masters:

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_rows, pad_rows
@@ -24,8 +23,7 @@ from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.engine.sleep import Sleeper
 from rallypoint.errors import NotFiniteError, PeerFailedError
-from rallypoint.models import shard_model
-from rallypoint.parallel import DeviceMesh, Sharding
+from rallypoint.models import ModelShard
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -40,12 +38,10 @@ class Engine(Generic[BatchT]):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        shard: ModelShard,
         *,
         optimizer: OptimizerConfig | None,
-        mesh: DeviceMesh,
         max_tokens_per_micro_batch: int,
-        sharding: Sharding | None = None,
         padded: bool = False,
         activations: Activations = "keep",
         tick: Callable[[], None] = lambda: None,
@@ -53,24 +49,20 @@ class Engine(Generic[BatchT]):
         """Take a model over.
 
         Args:
-            model: on its device; trained in place.
+            shard: this rank's part of the model, on its device; trained in place, together with the ranks of its mesh.
             optimizer: None for a model that is evaluated only.
-            mesh: the ranks that train it together; `model` is this one's part of it.
             max_tokens_per_micro_batch: the hard cap.
-            sharding: of the model over the mesh; None for a model that is whole but for tensor parallelism, and will be
-                sharded here if the mesh has `dp_shard`.
             padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
             activations: what a layer leaves for the backward pass.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.
         """
-        model.requires_grad_(optimizer is not None)
-        self.model = model
-        self._checkpoints = Checkpoints(model, "keep" if optimizer is None else activations)
-        self._sharding = sharding or shard_model(model, mesh)
+        self.shard, self.model = shard, shard.model
+        self._mesh, self._sharding = shard.mesh, shard.sharding
+        self.model.requires_grad_(optimizer is not None)
+        self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer)
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
-        self._mesh = mesh
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick
 
     @property

@@ -2,6 +2,7 @@
 
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
+from rallypoint.models.gather import gather
 from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, reload, value_head
 from rallypoint.models.part import Part
 from rallypoint.models.reader import Read, TensorFiles
@@ -18,6 +19,7 @@ __all__ = [
     "Rows",
     "TensorFiles",
     "create_model",
+    "gather",
     "lm_head",
     "load_critic",
     "load_policy",

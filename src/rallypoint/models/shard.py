@@ -21,7 +21,7 @@ from rallypoint.models.families import family_of
 from rallypoint.models.part import Part
 from rallypoint.models.sharding import shard_model, shard_parts
 from rallypoint.models.sources import Sources, sources_of
-from rallypoint.models.tensor_parallel import cut_model
+from rallypoint.models.tensor_parallel import TensorParts, cut_model
 from rallypoint.parallel import DeviceMesh, Sharding, held
 
 
@@ -32,12 +32,15 @@ class ModelShard:
     model: PreTrainedModel
     parts: Mapping[str, Part]
     """Name of a parameter or saved buffer -> what of it this rank holds."""
-    summed: frozenset[str]
-    """Parameters that all ranks along tp have whole, and whose gradient is the sum of theirs."""
     mesh: DeviceMesh
     """The ranks that hold it together."""
     sharding: Sharding
     """How they make its passes, and add up its gradients."""
+
+    @classmethod
+    def whole(cls, model: PreTrainedModel, mesh: DeviceMesh | None = None) -> ModelShard:
+        """Return a model of which every rank has all, sharded now if the mesh has `dp_shard`; one rank by default."""
+        return _sharded(model, mesh or DeviceMesh.solo(), None)
 
     @property
     def sources(self) -> Sources:
@@ -82,20 +85,17 @@ def build(
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
+    tensor = cut_model(model, family_of(model.config.model_type), mesh.tp) if mesh.tp.size > 1 else None
+    return _sharded(model.eval(), mesh, tensor)
+
+
+def _sharded(model: PreTrainedModel, mesh: DeviceMesh, tensor: TensorParts | None) -> ModelShard:
+    """Shard what tensor parallelism has left of a model, which is all of it for None."""
     parts = {name: Part.whole(tensor.shape) for name, tensor in saved_tensors(model)}
-    tensor = None
-    if mesh.tp.size > 1:
-        tensor = cut_model(model, family_of(model.config.model_type), mesh.tp)
-        parts |= tensor.parts
+    parts |= {} if tensor is None else tensor.parts
     weights = {name: parts[name] for name, _ in model.named_parameters()}
-    sharding = shard_model(model.eval(), mesh, tensor)
-    return ModelShard(
-        model,
-        parts | shard_parts(weights, mesh.shard),
-        frozenset() if tensor is None else tensor.summed,
-        mesh,
-        sharding,
-    )
+    sharding = shard_model(model, mesh, tensor)
+    return ModelShard(model, parts | shard_parts(weights, mesh.shard), mesh, sharding)
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

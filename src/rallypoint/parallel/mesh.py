@@ -33,8 +33,6 @@ class DeviceMesh:
     """All ranks of the role."""
     replicas: Collective
     """Those that hold the same part of the weights: along dp_replicate and sp. Gradients are summed over them."""
-    copy: Collective
-    """Those that hold one copy of the weights together: along dp_shard and tp."""
     shard: Collective
     """Along dp_shard."""
     sp: Collective
@@ -51,7 +49,7 @@ class DeviceMesh:
     def solo(cls) -> DeviceMesh:
         """Return the mesh of a single rank."""
         one = Solo()
-        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 6)
+        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 5)
 
     @classmethod
     def connect(
@@ -92,7 +90,7 @@ class DeviceMesh:
             return met[ranks]
 
         # One order of meetings for all ranks; a group that another axis has met already is met once.
-        along = (AXES, ("dp_replicate", "sp"), ("dp_shard", "tp"), ("dp_shard",), ("sp",), ("tp",))
+        along = (AXES, ("dp_replicate", "sp"), ("dp_shard",), ("sp",), ("tp",))
         return cls(dict(grid.axes), grid.coordinates(rank), *[group(*axes) for axes in along])
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
-from rallypoint.cluster import WorkerContext, WorkerGroup, collect, first_rank, shard
+from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import OffPolicyError, WeightsMismatchError
-from rallypoint.models import load_policy, named_weights
+from rallypoint.models import gather, load_policy
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -45,28 +45,31 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
-        model, temperature = self.engine.model, self.config.rollout.temperature
+        model, sp, temperature = self.engine.model, self.engine.shard.mesh.sp, self.config.rollout.temperature
         return [
-            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
+            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature, sp).logprobs)
             for part in parts
         ]
 
     @collect
     @in_turn()
     def fingerprint(self) -> str:
-        """Return a digest of this rank's weights."""
-        return fingerprint(named_weights(self.engine.model))
+        """Return a digest of this rank's part of the weights."""
+        return fingerprint(self.engine.shard.tensors())
 
-    @first_rank
+    @broadcast
     @in_turn()
-    def snapshot(self, version: int) -> Snapshot:
-        """Copy the weights for roles in other processes."""
-        return take(version, named_weights(self.engine.model))
+    def snapshot(self, version: int) -> Snapshot | None:
+        """Copy the whole weights for roles in other processes: the first rank has them, the others give their parts."""
+        shard = self.engine.shard
+        snapshot = take(version, dict(gather(shard.tensors(), shard.parts, shard.mesh)))
+        return snapshot if shard.mesh.rank == 0 else None
 
     def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""
         actor, kl = self.config.actor, self.config.kl
-        outputs = policy_outputs(self.engine.model, part, at, self.config.rollout.temperature)
+        sp = self.engine.shard.mesh.sp
+        outputs = policy_outputs(self.engine.model, part, at, self.config.rollout.temperature, sp)
         device = outputs.logprobs.device
         everything = torch.ones(len(at), dtype=torch.bool, device=device)
         policy = policy_loss(
@@ -138,10 +141,13 @@ class Actor:
         """Give the rollout role the weights as they are now.
 
         Raises:
-            WeightsMismatchError: the ranks hold different weights.
+            WeightsMismatchError: ranks hold different weights where they should be copies.
         """
         digests = await self._group.call(ActorWorker.fingerprint)
-        if len(set(digests)) > 1:
+        axes = self._group.mesh.axes
+        places = [self._group.mesh.coordinates(rank) for rank in range(len(digests))]
+        different = {(place["dp_shard"], place["tp"], digest) for place, digest in zip(places, digests, strict=True)}
+        if len(different) > axes["dp_shard"] * axes["tp"]:
             ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
             raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
         snapshot = None

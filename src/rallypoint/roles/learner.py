@@ -28,16 +28,14 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 
 
 class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
-    """One rank of a model that is trained; every rank holds all of it."""
+    """One rank of a model that is trained."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, optimizer: OptimizerConfig) -> None:
-        self.context, self.config, self._shard = context, spec.config, model
+        self.context, self.config = context, spec.config
         self._flops = flops_of(model.model)
         self.engine: Engine[BatchT] = Engine(
-            model.model,
+            model,
             optimizer=optimizer,
-            mesh=model.mesh,
-            sharding=model.sharding,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             padded=spec.config.engine.rows == "padded",
             activations=spec.config.engine.activations,
@@ -71,8 +69,9 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         ]
         seconds = time.perf_counter() - began
         flops = sum(self._flops.forward_backward(p.lengths.tolist(), p.num_loss_tokens) for p in batches.parts)
-        # Over the ranks it becomes what all did over what all could have done.
-        peak = device_peak(self.engine.model.device, self.engine.model.dtype)
+        # Over the ranks it becomes what all did over what all could have done; sp and tp peers share one rank's rows.
+        sizes = self.engine.shard.mesh.sizes
+        peak = device_peak(self.engine.model.device, self.engine.model.dtype) * sizes["sp"] * sizes["tp"]
         return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
 
     @broadcast
@@ -86,8 +85,8 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         assert self.engine.optimizer is not None, "a learner always has one"
         state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
-        save_model(self._shard, model_folder)
-        save_tensors(state_file, state, parts, self._shard.mesh)
+        save_model(self.engine.shard, model_folder)
+        save_tensors(state_file, state, parts, self.engine.shard.mesh)
 
     @broadcast
     @in_turn(to_train=True)
@@ -99,7 +98,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         """
         assert self.engine.optimizer is not None, "a learner always has one"
         try:
-            reload(str(model_folder), self._shard)
+            reload(str(model_folder), self.engine.shard)
             with TensorFiles([state_file]) as files:
                 entries = files.entries
                 parts = {name: self._part(name, lambda part: part.shape, entries[name].shape) for name in entries}
@@ -111,7 +110,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
 
     def _part(self, name: str, of: Callable[[Part], tuple[int, ...]], shape: Sequence[int]) -> Part:
         """Return which part of a tensor of the optimizer this rank holds: as of its weight, or all of a scalar."""
-        weight = self._shard.parts.get(name.rpartition("/")[0])
+        weight = self.engine.shard.parts.get(name.rpartition("/")[0])
         return weight if weight is not None and of(weight) == tuple(shape) else Part.whole(shape)
 
 

@@ -26,15 +26,14 @@ class ReferenceWorker(TurnTaker):
         model = load_policy(
             spec.model_path,
             dtype=config.model.dtype,
+            mesh=spec.meet(context),
             device=torch.device(context.device),
             trust_remote_code=config.model.trust_remote_code,
         )
         self._temperature = config.rollout.temperature
         self.engine: Engine[Sequences] = Engine(
-            model.model,
+            model,
             optimizer=None,
-            mesh=model.mesh,
-            sharding=model.sharding,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
             padded=config.engine.rows == "padded",
             tick=context.tick,
@@ -46,9 +45,9 @@ class ReferenceWorker(TurnTaker):
     @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
-        model, temperature = self.engine.model, self._temperature
+        model, sp, temperature = self.engine.model, self.engine.shard.mesh.sp, self._temperature
         return [
-            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
+            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature, sp).logprobs)
             for part in parts
         ]
 

@@ -8,8 +8,7 @@ from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.errors import ModelError
-from rallypoint.models import named_weights
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import ModelShard, named_weights
 
 LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
 
@@ -36,9 +35,8 @@ class RecordedCopies:
 def trained(model, batch, loss, activations, cap=1000):
     """Weights, gradients and metrics after two steps."""
     engine = Engine(
-        model,
+        ModelShard.whole(model),
         optimizer=OptimizerConfig(lr=1e-2),
-        mesh=DeviceMesh.solo(),
         max_tokens_per_micro_batch=cap,
         activations=activations,
     )

@@ -9,14 +9,13 @@ from transformers import AutoModelForCausalLM
 from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import RowTooLongError
-from rallypoint.models import load_critic, load_policy
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import ModelShard, load_critic, load_policy
 
 LENGTHS = [6, 1, 13, 0, 30, 2, 7]
 
 
 def engine_of(model, cap, padded=False):
-    return Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=cap, padded=padded)
+    return Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=cap, padded=padded)
 
 
 def token_by_token(folder, batch, temperature):

@@ -6,8 +6,7 @@ import torch
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine
 from rallypoint.engine.sleep import Sleeper
-from rallypoint.models import named_weights
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import ModelShard, named_weights
 
 
 @pytest.fixture
@@ -16,7 +15,7 @@ def engine(make_policy):
         model = make_policy(dtype, "qwen3")
         for weight in model.parameters():
             weight.data = weight.data.clone()  # on CPUs, memory that a file was read into cannot be given back
-        return Engine(model, optimizer=optimizer, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=1000)
+        return Engine(ModelShard.whole(model), optimizer=optimizer, max_tokens_per_micro_batch=1000)
 
     return make
 

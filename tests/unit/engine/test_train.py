@@ -13,7 +13,7 @@ from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
-from rallypoint.models import load_policy, named_weights
+from rallypoint.models import ModelShard, load_policy, named_weights
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, merge
 
@@ -24,8 +24,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def engine_of(model, cap=1000, mesh=None, config=CONFIG, padded=False):
-    mesh = mesh or DeviceMesh.solo()
-    return Engine(model, optimizer=config, mesh=mesh, max_tokens_per_micro_batch=cap, padded=padded)
+    return Engine(ModelShard.whole(model, mesh), optimizer=config, max_tokens_per_micro_batch=cap, padded=padded)
 
 
 def outcome(engine, metrics):
@@ -310,5 +309,5 @@ def test_the_same_step_twice_gives_the_same_bits(train, make_batch):
 
 def test_an_engine_without_an_optimizer_freezes_its_model(make_policy):
     model = make_policy()
-    Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=10)
+    Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=10)
     assert not any(weight.requires_grad for weight in model.parameters())

@@ -11,8 +11,7 @@ from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
 from rallypoint.generation import generate as through
-from rallypoint.models import PackedRows, load_policy, named_weights
-from rallypoint.parallel import DeviceMesh
+from rallypoint.models import ModelShard, PackedRows, load_policy, named_weights
 from rallypoint.types import RolloutBatch
 
 LENGTHS = [3, 9, 1, 17, 5, 4]
@@ -78,7 +77,7 @@ def test_reported_logprobs_are_those_of_the_engine(
     warm = dataclasses.replace(params, temperature=temperature, max_new_tokens=30)
     batch = generate(make_prompts(LENGTHS), warm, architecture=architecture, kv_heads=kv_heads)
     model = copy.deepcopy(make_policy(architecture, kv_heads))
-    engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
+    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
     assert (batch.rollout_logprobs[~batch.loss_mask] == 0).all()
@@ -264,7 +263,7 @@ def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, 
 def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make_policy, make_prompts, params):
     model = copy.deepcopy(make_policy()).to(torch.bfloat16)
     batch = through(NativeEngine(model), make_prompts(LENGTHS), params, version=0)
-    engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
+    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
 
@@ -419,6 +418,6 @@ def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prom
     little = NativeEngine(model, mode=mode, cache_tokens=9 * 32)
     assert torch.equal(through(little, make_prompts(LENGTHS), long, version=0).tokens, batch.tokens)
     assert little.num_set_back > 0
-    engine = Engine(model, optimizer=None, mesh=DeviceMesh.solo(), max_tokens_per_micro_batch=100)
+    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
