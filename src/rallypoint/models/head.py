@@ -1,12 +1,18 @@
 """What a language-model head says of tokens, from hidden states, without the logits of all tokens at once.
 
 Owns: logprobs and entropies from states and the head's weight, forward and backward. Must not know: which tokens
-they are, or which loss follows. Logits exist for one chunk of tokens at a time; what stays of them is their
-normaliser, one number a token, and the backward pass makes them again.
+they are, or which loss follows. Products are made for a chunk of tokens at a time, and everything between them, in
+float32, for a strip of a chunk, which on a CPU is small enough for its cache:
 
-Invariants: where the chunks end follows from the size of the vocabulary alone, so that the same call gives the same
-bits, with or without gradients. Another chunk size gives the same numbers up to rounding and no better: the gradient
-of the weight is a sum over tokens, and matrix products may round a row by how many others stand beside it.
+    chunk     [ 2,000 tokens x V ]      a product in the precision of the states, then its gradient, in the same memory
+    strip     [    16 tokens x V ]      softmax and its gradient, in float32
+
+The logits of the first chunks are kept for the backward pass as far as a bound of bytes allows; of the others only
+the normaliser stays, one number a token, and the backward pass makes them again.
+
+Invariants: where chunks end follows from the size of the vocabulary alone, so that the same call gives the same bits,
+with or without gradients, kept or made again. Another chunk size gives the same numbers up to rounding and no better:
+the gradient of the weight is a sum over tokens, and matrix products may round a row by how many others stand beside it.
 """
 
 from __future__ import annotations
@@ -19,10 +25,16 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
-CHUNK_BYTES = 32 * 2**20
-"""Of the logits of one chunk in the precision of the softmax; two or three times as much is alive at once."""
+CHUNK_BYTES = 64 * 2**20
+"""Of the logits of one product."""
 
-_Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]
+KEPT_BYTES = 256 * 2**20
+"""Of logits that wait for their backward pass."""
+
+_STRIP_BYTES = 2 * 2**20
+"""Of logits in the precision of the softmax on a CPU; two of this size exist."""
+
+_Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
 
 
 class _Context(FunctionCtx):
@@ -33,6 +45,8 @@ class _Context(FunctionCtx):
     temperature: float
     softcap: float | None
     rows_per_chunk: int
+    kept: list[Tensor]
+    """Logits of the first chunks; taken by the backward pass, which writes over them."""
 
 
 def head_outputs(
@@ -44,6 +58,7 @@ def head_outputs(
     *,
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    kept_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprobs of some tokens and the entropies (nats) of what they were drawn from: [N] each.
 
@@ -65,10 +80,11 @@ def head_outputs(
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
         softcap: see `soft_capped`.
-        chunk_bytes: of the logits that may exist at once; at least one token is taken at a time.
+        chunk_bytes: of the logits that one product may make; at least one token is taken at a time.
+        kept_bytes: of the logits that may wait for the backward pass.
     """
     logprobs, entropy, _ = head_statistics(
-        states, weight, bias, targets, temperature, softcap=softcap, chunk_bytes=chunk_bytes
+        states, weight, bias, targets, temperature, softcap=softcap, chunk_bytes=chunk_bytes, kept_bytes=kept_bytes
     )
     return logprobs, entropy
 
@@ -91,20 +107,23 @@ def head_statistics(
     *,
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    kept_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `head_outputs` returns, and logsumexp(z): [N], with gradients as well.
 
     With it, the results of a vocabulary in parts can be made from those of the parts.
     """
-    rows_per_chunk = max(1, chunk_bytes // (weight.shape[0] * _softmax_dtype(states).itemsize))
+    row_bytes = weight.shape[0] * states.itemsize
+    rows_per_chunk = max(1, chunk_bytes // row_bytes)
+    num_kept = kept_bytes // (row_bytes * rows_per_chunk) if torch.is_grad_enabled() else 0
     logprobs, entropy, normaliser = _HeadStatistics.apply(  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
-        states, weight, bias, targets, temperature, softcap, rows_per_chunk
+        states, weight, bias, targets, temperature, softcap, rows_per_chunk, num_kept
     )
     return logprobs, entropy, normaliser
 
 
 class _HeadStatistics(torch.autograd.Function):
-    """`head_statistics`, with rows per chunk as the last argument."""
+    """`head_statistics`, with rows per chunk and the number of chunks that are kept as the last arguments."""
 
     @staticmethod
     def forward(
@@ -116,21 +135,25 @@ class _HeadStatistics(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         rows_per_chunk: int,
+        num_kept: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = _softmax_dtype(states)
-        logprobs, entropy, normaliser = (states.new_empty(len(states), dtype=dtype) for _ in range(3))
-        for rows in _chunks(len(states), rows_per_chunk):
-            logits = _logits(states[rows], weight, bias, softcap)
-            # Against the largest, every term of the entropy is positive: nothing cancels where a token is sure.
-            largest = logits.amax(-1) / temperature
-            logits = torch.add(-largest.unsqueeze(1), logits, alpha=1.0 / temperature, out=logits)
-            chosen = logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
-            shares = logits.exp()
-            total = shares.sum(-1)
-            log_total = total.log()
-            logprobs[rows] = chosen - log_total
-            entropy[rows] = log_total - torch.linalg.vecdot(shares, logits) / total
-            normaliser[rows] = largest + log_total
+        logprobs, entropy, normaliser = (states.new_empty(len(states), dtype=_softmax_dtype(states)) for _ in range(3))
+        strips = _Strips(states, weight, rows_per_chunk)
+        ctx.kept = []
+        for chunk in _chunks(len(states), rows_per_chunk):
+            logits = functional.linear(states[chunk], weight, bias)
+            for rows, part, scaled, shares in strips.of(chunk, logits):
+                # Against the largest, every term of the entropy is positive: nothing cancels where a token is sure.
+                largest = _cap(scaled.copy_(part), softcap).amax(-1) / temperature
+                torch.add(-largest.unsqueeze(1), scaled, alpha=1.0 / temperature, out=scaled)
+                chosen = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
+                total = torch.exp(scaled, out=shares).sum(-1)
+                log_total = total.log()
+                logprobs[rows] = chosen - log_total
+                entropy[rows] = log_total - shares.mul_(scaled).sum(-1) / total
+                normaliser[rows] = largest + log_total
+            if len(ctx.kept) < num_kept:
+                ctx.kept.append(logits)
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)  # pyright: ignore[reportArgumentType] - None may be saved
         ctx.temperature, ctx.softcap, ctx.rows_per_chunk = temperature, softcap, rows_per_chunk
         ctx.set_materialize_grads(False)
@@ -143,73 +166,102 @@ class _HeadStatistics(torch.autograd.Function):
     ) -> _Gradients:
         states, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dtype = normaliser.dtype
-        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        kept, ctx.kept = ctx.kept[::-1], []
+        alpha = 1.0 / ctx.temperature
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs * alpha
         # Both have the shares of all tokens in their gradient; that of a logprob also has its own token.
-        grad_shares = -grad_logprobs if grad_normaliser is None else grad_normaliser - grad_logprobs
+        grad_shares = -grad_logprobs if grad_normaliser is None else grad_normaliser * alpha - grad_logprobs
+        grad_entropy = None if grad_entropy is None else grad_entropy * alpha
         grad_states = torch.empty_like(states) if wants_states else None
-        # Sums over chunks keep the precision of the softmax, whatever that of the weights.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias and bias is not None else None
-        for rows in _chunks(len(states), ctx.rows_per_chunk):
-            logits = _logits(states[rows], weight, bias, ctx.softcap)
-            # d (cap * tanh(x / cap)) / d x = 1 - tanh(x / cap)^2
-            slope = None if ctx.softcap is None else (logits / ctx.softcap).square_().neg_().add_(1.0)
-            grad = _grad_logits(
-                torch.add(-normaliser[rows].unsqueeze(1), logits, alpha=1.0 / ctx.temperature, out=logits),
-                targets[rows],
-                entropy[rows],
-                grad_shares[rows] / ctx.temperature,
-                grad_logprobs[rows] / ctx.temperature,
-                None if grad_entropy is None else grad_entropy[rows] / ctx.temperature,
-            )
-            grad = grad if slope is None else grad.mul_(slope)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(states.dtype)
+        grad_weight = _Sum(normaliser.dtype)
+        grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if wants_bias and bias is not None else None
+        strips = _Strips(states, weight, ctx.rows_per_chunk)
+        for chunk in _chunks(len(states), ctx.rows_per_chunk):
+            grad = kept.pop() if kept else functional.linear(states[chunk], weight, bias)
+            for rows, part, log_shares, shares in strips.of(chunk, grad):
+                logits = _cap(log_shares.copy_(part), ctx.softcap)
+                # d (cap * tanh(x / cap)) / d x = 1 - tanh(x / cap)^2
+                slope = None if ctx.softcap is None else (logits / ctx.softcap).square_().neg_().add_(1.0)
+                torch.add(-normaliser[rows].unsqueeze(1), logits, alpha=alpha, out=log_shares)
+                torch.exp(log_shares, out=shares)
+                _to_grad(
+                    shares,
+                    log_shares,
+                    grad_shares[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                    entropy[rows],
+                )
+                shares.scatter_add_(1, targets[rows].unsqueeze(1), grad_logprobs[rows].unsqueeze(1))
+                if slope is not None:
+                    shares.mul_(slope)
+                if grad_bias is not None:
+                    grad_bias += shares.sum(0)
+                part.copy_(shares)
             if grad_states is not None:
-                torch.mm(grad, weight, out=grad_states[rows])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), states[rows])
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+                torch.mm(grad, weight, out=grad_states[chunk])
+            if wants_weight:
+                grad_weight.add_product(grad.t(), states[chunk])
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_states, grad_weight, grad_bias, None, None, None, None
+        return grad_states, grad_weight.total(weight) if wants_weight else None, grad_bias, None, None, None, None, None
 
 
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """Return the logits of a chunk in the precision of the softmax."""
-    logits = functional.linear(states, weight, bias).to(_softmax_dtype(states))
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Do what `soft_capped` does, in place."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _grad_logits(
-    log_shares: Tensor,
-    targets: Tensor,
-    entropy: Tensor,
-    grad_shares: Tensor,
-    grad_targets: Tensor,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """Return the gradient of the scaled logits of a chunk, [n, V]; overwrites `log_shares`.
+class _Strips:
+    """Cuts chunks into strips of rows, each with two tensors in the precision of the softmax to work in."""
+
+    def __init__(self, states: Tensor, weight: Tensor, rows_per_chunk: int) -> None:
+        vocabulary, dtype = weight.shape[0], _softmax_dtype(states)
+        self._num_rows = max(1, min(len(states), rows_per_chunk))
+        if states.device.type == "cpu":  # elsewhere many small kernels cost more than memory does
+            self._num_rows = max(1, min(self._num_rows, _STRIP_BYTES // (vocabulary * dtype.itemsize)))
+        self._room = [states.new_empty(self._num_rows, vocabulary, dtype=dtype) for _ in range(2)]
+
+    def of(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield each strip's rows among all, its part of the chunk's logits, and the room for it."""
+        for rows in _chunks(len(logits), self._num_rows):
+            first, second = (room[: rows.stop - rows.start] for room in self._room)
+            yield slice(chunk.start + rows.start, chunk.start + rows.stop), logits[rows], first, second
+
+
+class _Sum:
+    """A sum of matrix products, over chunks in the precision of the softmax, whatever that of the factors."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._total: Tensor | None = None
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        if self._total is None:
+            self._total = left @ right
+        elif self._total.dtype == left.dtype == self._dtype:
+            self._total.addmm_(left, right)
+        else:
+            self._total = self._total.to(self._dtype).add_(left @ right)
+
+    def total(self, like: Tensor) -> Tensor:
+        """Return the sum in the precision and shape of a tensor; zero when nothing was added."""
+        return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
+
+
+def _to_grad(
+    shares: Tensor, log_shares: Tensor, grad_shares: Tensor, grad_entropy: Tensor | None, entropy: Tensor
+) -> None:
+    """Turn the shares of a strip, [n, V], into the gradient of its scaled logits, but for that of the targets.
 
     d logprob / d z = onehot(target) - share        d entropy / d z = -share * (log_share + entropy)
     d normaliser / d z = share
+
+    Overwrites `log_shares` too.
     """
-    shares = log_shares.exp()
     if grad_entropy is None:
-        grad = shares.mul_(grad_shares.unsqueeze(1))
+        shares.mul_(grad_shares.unsqueeze(1))
     else:
         fixed = (grad_shares - grad_entropy * entropy).unsqueeze(1)
-        grad = torch.addcmul(fixed, log_shares, -grad_entropy.unsqueeze(1), out=log_shares).mul_(shares)
-    return grad.scatter_add_(1, targets.unsqueeze(1), grad_targets.unsqueeze(1))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to a sum that may be of a wider precision."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+        shares.mul_(torch.addcmul(fixed, log_shares, -grad_entropy.unsqueeze(1), out=log_shares))
 
 
 def _softmax_dtype(states: Tensor) -> torch.dtype:

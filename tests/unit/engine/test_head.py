@@ -88,6 +88,7 @@ def assert_same(actual, expected, tolerance):
     num_tokens=st.integers(0, 40),
     vocabulary=st.integers(1, 30),
     rows_per_chunk=st.integers(1, 45),
+    rows_kept=st.integers(0, 90),
     dtype=st.sampled_from(list(TOLERANCES)),
     bias=st.booleans(),
     temperature=st.sampled_from([1.0, 0.5, 0.7, 3.0]),
@@ -97,10 +98,12 @@ def assert_same(actual, expected, tolerance):
     seed=st.integers(0, 1000),
 )
 def test_values_and_gradients_equal_the_plain_way_for_every_chunk_size(
-    rows_per_chunk, dtype, vocabulary, softcap, **shape
+    rows_per_chunk, rows_kept, dtype, vocabulary, softcap, **shape
 ):
     case = make_case(vocabulary=vocabulary, dtype=dtype, **shape)
-    chunked = case.results(head_outputs, softcap=softcap, chunk_bytes=rows_per_chunk * vocabulary * dtype.itemsize)
+    row_bytes = vocabulary * dtype.itemsize
+    bounds = {"chunk_bytes": rows_per_chunk * row_bytes, "kept_bytes": rows_kept * row_bytes}
+    chunked = case.results(head_outputs, softcap=softcap, **bounds)
     assert_same(chunked, case.results(plainly, softcap=softcap), TOLERANCES[dtype])
 
 
