@@ -61,6 +61,7 @@ def make_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """Return (tokens [B, 160], lengths [B], advantages [B]) of the same rows for every side; half end early."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (NUM_ROWS, PROMPT_TOKENS + MAX_RESPONSE_TOKENS), generator=generator)
+    tokens[:, :PROMPT_TOKENS] = tokens[::GROUP_SIZE, :PROMPT_TOKENS].repeat_interleave(GROUP_SIZE, 0)
     early = torch.randint(16, MAX_RESPONSE_TOKENS, (NUM_ROWS,), generator=generator)
     ends_early = torch.rand(NUM_ROWS, generator=generator) < 0.5
     lengths = PROMPT_TOKENS + torch.where(ends_early, early, MAX_RESPONSE_TOKENS)
@@ -75,13 +76,15 @@ def make_model(shape: Shape, dtype: torch.dtype, attention: str) -> LlamaForCaus
 def ours(shape: Shape, dtype: torch.dtype, at_once: int, *, all_logits: bool) -> Callable[[], None]:
     """Packed rows, at most `at_once` tokens in a micro-batch."""
     from rallypoint.algorithms import entropy_bonus, policy_loss
-    from rallypoint.data.packing import pack_rows
+    from rallypoint.data.packing import pack_groups
     from rallypoint.engine import TokenOutputs, policy_outputs
     from rallypoint.engine.forward import hidden_states, trained_positions
     from rallypoint.models import ATTENTION
+    from rallypoint.models.norm import replace_norms
     from rallypoint.types import ActorBatch, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
+    replace_norms(model)
     tokens, lengths, advantages = make_rows(shape.vocabulary)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
     loss_mask = real & (torch.arange(tokens.shape[1]) >= PROMPT_TOKENS)
@@ -102,7 +105,7 @@ def ours(shape: Shape, dtype: torch.dtype, at_once: int, *, all_logits: bool) ->
         return TokenOutputs(logprobs, -(everything.exp() * everything).sum(-1))
 
     def update() -> None:
-        for rows in pack_rows(batch.lengths.tolist(), at_once):
+        for rows in pack_groups(batch.lengths.tolist(), batch.prompt_index.tolist(), at_once):
             part = batch.rows(rows)
             at = trained_positions(part)
             outputs = with_all_logits(part, at) if all_logits else policy_outputs(model, part, at, 1.0)

@@ -54,15 +54,17 @@ class ModelShape:
     def kept_bytes(self, size: int, num_scores: int) -> int:
         """Return what a layer keeps of a token for the backward pass.
 
-        Norms keep their input and its normalized form, both in float32, and what they return; attention its queries,
-        keys and values, the scores of earlier tokens, and its output; the MLP four tensors.
+        Norms keep their input, a float32 for each, and what they return; attention its queries, keys and values, the
+        scores of earlier tokens, and its output; the MLP four tensors.
 
         Args:
             size: bytes of a number.
             num_scores: tokens that every head has a score for.
         """
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norms = 2 * self.hidden_size * (4 + 2 * size) + (query + key_value) * (4 + size) * self.query_key_norm
+        norms = 2 * (2 * self.hidden_size * size + 4)
+        if self.query_key_norm:  # what these return is not kept
+            norms += (query + key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
         return norms + size * (2 * query + 2 * key_value + self.num_heads * num_scores + 4 * self.intermediate_size)
 
     def live_bytes(self, size: int, num_scores: int) -> int:

@@ -32,9 +32,7 @@ def pack_rows(lengths: Sequence[int], max_tokens: int, costs: Sequence[float] | 
     """
     if not lengths:
         return []
-    longest = max(range(len(lengths)), key=lambda row: lengths[row])
-    if lengths[longest] > max_tokens:
-        raise RowTooLongError(longest, lengths[longest], max_tokens)
+    _check_longest(lengths, max_tokens)
     costs = lengths if costs is None else costs
     order = sorted(range(len(lengths)), key=lambda row: (-costs[row], -lengths[row], row))
     # No packing has fewer: the tokens need the room, and of rows over half the cap no two share a micro-batch.
@@ -44,6 +42,38 @@ def pack_rows(lengths: Sequence[int], max_tokens: int, costs: Sequence[float] | 
         few = _first_fit(lengths, max_tokens)
         parts = _spread(order, lengths, costs, len(few), max_tokens) or few
     return [sorted(part) for part in parts if part]
+
+
+def pack_groups(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut rows into micro-batches as `pack_rows` does, with the rows of a group together where the cap allows it.
+
+    Args:
+        lengths: tokens of each row.
+        groups: of each row, any number.
+        max_tokens: the cap; never exceeded.
+
+    Returns:
+        As `pack_rows`.
+
+    Raises:
+        RowTooLongError: one row alone exceeds the cap.
+
+    >>> pack_groups([4, 4, 4, 4], groups=[1, 2, 2, 1], max_tokens=8)
+    [[0, 3], [1, 2]]
+    >>> pack_groups([4, 4, 4, 1], groups=[1, 1, 1, 2], max_tokens=8)
+    [[0, 2], [1, 3]]
+    """
+    _check_longest(lengths, max_tokens)
+    of_group: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        of_group.setdefault(group, []).append(row)
+    together = [
+        [rows[index] for index in part]
+        for rows in of_group.values()
+        for part in pack_rows([lengths[row] for row in rows], max_tokens)
+    ]
+    packed = pack_rows([sum(lengths[row] for row in rows) for rows in together], max_tokens)
+    return [sorted(row for index in part for row in together[index]) for part in packed]
 
 
 def pad_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -71,6 +101,12 @@ def pad_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         parts[-1].append(row)
         room -= 1
     return [sorted(part) for part in parts]
+
+
+def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:
+    longest = max(range(len(lengths)), key=lambda row: lengths[row], default=None)
+    if longest is not None and lengths[longest] > max_tokens:
+        raise RowTooLongError(longest, lengths[longest], max_tokens)
 
 
 def _spread(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.config import Activations, OptimizerConfig
-from rallypoint.data.packing import pack_rows, pad_rows
+from rallypoint.data.packing import pack_groups, pad_rows
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
@@ -200,14 +200,17 @@ class Engine(Generic[BatchT]):
     def _plan(self, batch: Sequences) -> list[list[int]]:
         """Return the rows of each micro-batch that has something to train; ranks that share passes get as many.
 
-        Raises what `pack_rows` and `trained_positions` raise, and:
+        Raises what `pack_groups` and `trained_positions` raise, and:
 
         Raises:
             PeerFailedError: one of the ranks that share passes raised that.
         """
         try:
             positions = trained_positions(batch)
-            plan = (pad_rows if self._padded else pack_rows)(batch.lengths.tolist(), self._max_tokens)
+            lengths, groups = batch.lengths.tolist(), batch.prompt_index.tolist()
+            plan = (
+                pad_rows(lengths, self._max_tokens) if self._padded else pack_groups(lengths, groups, self._max_tokens)
+            )
         except ValueError:
             self._sharding.agree(None)
             raise

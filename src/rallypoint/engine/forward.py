@@ -15,13 +15,14 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
-from rallypoint.models import lm_head, value_head
+from rallypoint.models import PackedRows, SharedPrefixes, lm_head, value_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import head_outputs
-from rallypoint.models.ulysses import TokenSlice, rows_of
+from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
 from rallypoint.parallel import Collective, Solo
 from rallypoint.types import Sequences
@@ -54,18 +55,25 @@ def trained_positions(batch: Sequences) -> Tensor:
 def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor, sp: Collective = _ALONE) -> Tensor:
     """Run the backbone over a packed stream and return the states that chose some tokens: [N, E].
 
-    Of the ranks in `sp`, which share the stream, each returns the states of its own slice of the positions.
+    What rows of a group begin with is computed once. Of the ranks in `sp`, which share the stream, each returns the
+    states of its own slice of the positions; they do compute it for every row.
     """
     device, part = model.device, TokenSlice.of(batch.num_tokens, positions, sp)
     offsets, tokens = part.filled(batch.offsets, batch.tokens)
-    rows = rows_of(offsets, device, part)
+    sources = positions[part.positions] - 1
+    if sp.size == 1:
+        filler = len(offsets) - len(batch.offsets)
+        shared = SharedPrefixes.of(offsets, tokens, functional.pad(batch.prompt_index, (0, filler), value=-1))
+        rows, tokens, sources = PackedRows(offsets, device, shared), tokens[shared.kept], shared.place[sources]
+    else:
+        rows = SequenceParallelRows(offsets, device, part)
+        tokens, sources = tokens[part.tokens], sources - part.tokens.start
     output = model.base_model(
-        input_ids=tokens[part.tokens].to(device).unsqueeze(0),
+        input_ids=tokens.to(device).unsqueeze(0),
         position_ids=rows.position_ids,
         use_cache=False,
         rows=rows,
     )
-    sources = positions[part.positions] - 1 - part.tokens.start
     return output.last_hidden_state.squeeze(0).index_select(0, sources.to(device))
 
 

@@ -5,6 +5,7 @@ from rallypoint.models.create import create_model
 from rallypoint.models.gather import gather
 from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, reload, value_head
 from rallypoint.models.part import Part
+from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
 from rallypoint.models.sharding import shard_model, shard_parts
@@ -17,6 +18,7 @@ __all__ = [
     "Part",
     "Read",
     "Rows",
+    "SharedPrefixes",
     "TensorFiles",
     "create_model",
     "gather",

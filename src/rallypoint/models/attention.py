@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
+
+from rallypoint.models.prefix import SharedPrefixes
 
 ATTENTION = "rallypoint_rows"
 
@@ -116,12 +118,21 @@ class PackedRows:
         slots         c0 | a0 a1 | b0 b1 b2 b3          three classes, or with rows of 4 and 3 in one:
         rows          a0 a1 a2 | b0 b1 b2 b3
         slots         a0 a1 a2 a2 | b0 b1 b2 b3
+
+    Tokens that rows share are in the stream once and have a slot in every such row: each row needs their keys and
+    values, and the first row's output is theirs.
     """
 
-    def __init__(self, offsets: Tensor, device: torch.device) -> None:
+    def __init__(self, offsets: Tensor, device: torch.device, shared: SharedPrefixes | None = None) -> None:
+        """Lay rows out.
+
+        Args:
+            offsets: [B+1] of the rows.
+            device: of the stream.
+            shared: what of the rows is in the stream; None for all of it.
+        """
         lengths = offsets[1:] - offsets[:-1]
-        self.position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
-        self.position_ids = self.position_ids.to(device).unsqueeze(0)
+        position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
         classes = _length_classes(lengths)
         self._rectangles = [_Rectangle(len(rows), int(lengths[rows].max())) for rows in classes]
         tokens = [
@@ -133,8 +144,17 @@ class PackedRows:
         own = torch.ones_like(token_of_slot, dtype=torch.bool)
         own[1:] = token_of_slot[1:] != token_of_slot[:-1]
         slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]
-        self._token_of_slot, self._slot_of_token = token_of_slot.to(device), slot_of_token.to(device)
         self._in_place = torch.equal(token_of_slot, torch.arange(len(token_of_slot)))
+        self._copies: tuple[Tensor, Tensor] | None = None
+        if shared is not None and len(shared.kept) < len(position_ids):
+            self._in_place = False
+            num_copies = torch.bincount(shared.place, minlength=len(shared.kept))
+            copies = slot_of_token[shared.place.argsort(stable=True)]
+            self._copies = copies.to(device), (num_copies.cumsum(0) - num_copies).to(device)
+            position_ids, slot_of_token = position_ids[shared.kept], slot_of_token[shared.kept]
+            token_of_slot = shared.place[token_of_slot]
+        self.position_ids = position_ids.to(device).unsqueeze(0)
+        self._token_of_slot, self._slot_of_token = token_of_slot.to(device), slot_of_token.to(device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
@@ -142,13 +162,17 @@ class PackedRows:
         """See `Rows.attend`."""
         del layer
         sizes = [shape.num_rows * shape.longest for shape in self._rectangles]
-        parts = [self._pad(states).split(sizes) for states in (query, key, value)]
+        own = (self._slot_of_token, None)
+        copies = self._copies or own
+        parts = [
+            self._pad(states, *slots).split(sizes) for states, slots in ((query, own), (key, copies), (value, copies))
+        ]
         outs = [shape.attend(*part, scaling, limits) for shape, *part in zip(self._rectangles, *parts, strict=True)]
         return self._unpad(torch.cat(outs) if len(outs) > 1 else outs[0])
 
-    def _pad(self, states: Tensor) -> Tensor:
-        """[T, H, D] -> [slots, H, D]."""
-        return states if self._in_place else _Pad.apply(states, self._token_of_slot, self._slot_of_token)
+    def _pad(self, states: Tensor, slots: Tensor, starts: Tensor | None) -> Tensor:
+        """[T, H, D] -> [slots, H, D]; see `_Pad`."""
+        return states if self._in_place else _Pad.apply(states, self._token_of_slot, slots, starts)
 
     def _unpad(self, slots: Tensor) -> Tensor:
         """[slots, H, D] -> [T, H, D]."""
@@ -167,17 +191,26 @@ def _length_classes(lengths: Tensor) -> list[Tensor]:
 
 
 class _Pad(torch.autograd.Function):
-    """Copies tokens to slots; backward takes each token's own slot, because padding has no gradient to give."""
+    """Copies tokens to slots; padding has no gradient to give.
+
+    `slots` are those whose gradient a token gets: its own, or all of its copies, of which those of token t begin at
+    `starts[t]`.
+    """
 
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, token_of_slot: Tensor, slot_of_token: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_of_token)
+    def forward(ctx: _Context, states: Tensor, token_of_slot: Tensor, slots: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(slots, starts)  # pyright: ignore[reportArgumentType] - None may be saved
         return states.index_select(0, token_of_slot)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        slots, starts = cast("tuple[Tensor, Tensor | None]", ctx.saved_tensors)
+        if starts is None:
+            return grad.index_select(0, slots), None, None, None
+        # A bag of embeddings is a sum of rows: the fastest that torch has, in float32 for half precision.
+        summed = functional.embedding_bag(slots, grad.flatten(1), starts, mode="sum")
+        return summed.view(-1, *grad.shape[1:]), None, None, None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

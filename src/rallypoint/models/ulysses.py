@@ -109,11 +109,6 @@ class SequenceParallelRows:
         return exchange_for_rows(out, sp, sizes).flatten(1, 2)
 
 
-def rows_of(offsets: Tensor, device: torch.device, part: TokenSlice) -> PackedRows | SequenceParallelRows:
-    """Return what the layers of a model ask for attention, on a rank that has a slice of the tokens or all of them."""
-    return PackedRows(offsets, device) if part.sp.size == 1 else SequenceParallelRows(offsets, device, part)
-
-
 def _part(sizes: Sequence[int], rank: int) -> slice:
     start = sum(sizes[:rank])
     return slice(start, start + sizes[rank])

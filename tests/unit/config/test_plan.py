@@ -101,11 +101,11 @@ def test_activations_by_hand(here: Path):
         tie_embeddings=False,
         query_key_norm=False,
     )
-    # Norms: 2 x 10 x (4 + 4 + 4). Numbers of 4 bytes: queries and output 2 x 10, keys and values 2 x 5, 2 heads x 6
-    # scores, MLP 4 x 20.
-    assert shape.kept_bytes(4, num_scores=6) == 240 + 4 * (20 + 10 + 12 + 80)
-    # In bfloat16 the norms' two are still float32, what they return is not.
-    assert shape.kept_bytes(2, num_scores=6) == 2 * 10 * (4 + 2 + 2) + 2 * (20 + 10 + 12 + 80)
+    # Numbers of 4 bytes: norms 2 x (2 x 10 + 1), queries and output 2 x 10, keys and values 2 x 5, 2 heads x 6 scores,
+    # MLP 4 x 20.
+    assert shape.kept_bytes(4, num_scores=6) == 4 * (42 + 20 + 10 + 12 + 80)
+    # In bfloat16 one number of each norm is still float32.
+    assert shape.kept_bytes(2, num_scores=6) == 2 * (40 + 20 + 10 + 12 + 80) + 2 * 4
     assert shape.live_bytes(4, num_scores=6) == 4 * (20 + max(3 * 20 + 2 * 12, 60))
 
 

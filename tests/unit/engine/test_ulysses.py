@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassificat
 from rallypoint.engine import critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.models import ATTENTION
+from rallypoint.models.norm import replace_norms
 from rallypoint.models.ulysses import TokenSlice
 from rallypoint.parallel import Solo
 
@@ -29,7 +30,9 @@ def make_model(kind=LlamaForCausalLM, dtype=torch.float64, num_key_value_heads=3
         attn_implementation=ATTENTION,
     )
     torch.manual_seed(0)
-    return kind(config).eval().to(dtype)
+    model = kind(config).eval().to(dtype)
+    replace_norms(model)  # transformers' own round to float32, also what several rows share
+    return model
 
 
 def step(model, batch, sp):

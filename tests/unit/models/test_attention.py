@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.models import PackedRows, lm_head, load_policy
 from rallypoint.models.attention import Limits, attend_rows
+from rallypoint.models.norm import replace_norms
 from rallypoint.types import offsets_from_lengths
 
 CPU = torch.device("cpu")
@@ -44,6 +45,7 @@ TOLERANCES = {"eager": 1e-5, "sdpa": 1e-9}
 
 def ours_and_theirs(folder, attention):
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float64).eval()
+    replace_norms(theirs)  # its own round to float32
     return load_policy(folder, dtype="float32").model.to(torch.float64), theirs
 
 

@@ -1,0 +1,58 @@
+"""Tokens that rows of a group have in common, so that a pass computes them once.
+
+The rollouts of a prompt begin with the same tokens, and a causal model says the same of the same beginning. The stream
+that passes through the model has a beginning once; its keys and values serve every row, and its gradient is the sum
+over them. What is common is found by comparing tokens, so nothing relies on where a prompt ends.
+
+    rows              5 6 7 | 5 6 8 9 | 4 4        the first two of one group
+    stream            5 6 7     8 9     4 4
+    kept              0 1 2     5 6     7 8        where each token of the stream stands in the rows
+    place             0 1 2   0 1 3 4   5 6        where each token of the rows stands in the stream
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which of the T tokens of some rows are computed; S is their number."""
+
+    kept: Tensor
+    """[S] int64, rising: the tokens that are computed."""
+    place: Tensor
+    """[T] int64: the place in the stream of what stands for each token."""
+
+    @classmethod
+    def of(cls, offsets: Tensor, tokens: Tensor, groups: Tensor) -> SharedPrefixes:
+        """Compare every row with the first one of its group.
+
+        >>> offsets, tokens = torch.tensor([0, 3, 7, 9]), torch.tensor([5, 6, 7, 5, 6, 8, 9, 4, 4])
+        >>> shared = SharedPrefixes.of(offsets, tokens, groups=torch.tensor([1, 1, 0]))
+        >>> shared.kept.tolist(), shared.place.tolist()
+        ([0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 0, 1, 3, 4, 5, 6])
+
+        Args:
+            offsets: [B+1] of the rows.
+            tokens: [T] int64.
+            groups: [B] int64: only rows with the same number are compared.
+        """
+        lengths = offsets[1:] - offsets[:-1]
+        _, group = torch.unique(groups, return_inverse=True)
+        rows = torch.arange(len(lengths))
+        first = torch.full_like(rows, len(rows)).scatter_reduce_(0, group, rows, "amin")[group]
+        row = torch.repeat_interleave(rows, lengths)
+        own = torch.arange(len(tokens))
+        within = own - offsets[:-1][row]
+        twin = torch.where(within < lengths[first[row]], offsets[:-1][first[row]] + within, own)
+        # A row that ends its first row's length cannot be told from it by `twin`, which is then the token itself.
+        differs = (tokens != tokens[twin]) | ((twin == own) & (first[row] != row))
+        num_differing = torch.cat([torch.zeros(1, dtype=torch.int64), differs.cumsum(0)])
+        alike = num_differing[1:] == num_differing[offsets[:-1]][row]
+        computed = ~alike | (first[row] == row)
+        place = (computed.cumsum(0) - 1)[torch.where(computed, own, twin)]
+        return cls(torch.nonzero(computed).flatten(), place)

@@ -1,0 +1,61 @@
+"""RMSNorm against its formula in float64, and in the place of transformers' own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from rallypoint.models.norm import RMSNorm, replace_norms
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def plainly(states, weight, eps):
+    return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    width=st.integers(1, 40),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_values_and_gradients_equal_the_formula(shape, width, dtype, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    states = (scale * torch.randn(*shape, width, generator=generator)).to(dtype)
+    weight = (1 + 0.1 * torch.randn(width, generator=generator)).to(dtype)
+    grad = torch.randn(*shape, width, generator=generator).to(dtype)
+    outcomes = []
+    for function, to in ((None, dtype), (plainly, torch.float64)):
+        leaves = [part.detach().to(to, copy=True).requires_grad_() for part in (states, weight)]
+        norm = RMSNorm(torch.nn.Parameter(leaves[1]), 1e-6)
+        out = norm(leaves[0]) if function is None else function(*leaves, 1e-6)
+        out.backward(grad.to(to))
+        outcomes.append([out.detach(), leaves[0].grad, norm.weight.grad if function is None else leaves[1].grad])
+    for ours, expected in zip(*outcomes, strict=True):
+        assert ours.dtype == dtype
+        error = (ours.double() - expected).abs().max()
+        assert error <= TOLERANCES[dtype] * max(float(expected.abs().max()), 1.0, 1 / scale)
+
+
+def test_gradients_pass_torch_s_own_finite_differences():
+    states = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    norm = RMSNorm(torch.nn.Parameter(torch.rand(5, dtype=torch.float64)), 1e-3)
+    assert torch.autograd.gradcheck(lambda states, weight: norm(states), (states, norm.weight))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_model_says_the_same_and_keeps_the_names_of_its_weights(make_folder, architecture):
+    model = AutoModelForCausalLM.from_pretrained(make_folder(architecture), dtype=torch.float32).eval()
+    tokens = torch.arange(9).unsqueeze(0)
+    names = list(model.state_dict())
+    with torch.no_grad():
+        before = model(tokens).logits
+        replace_norms(model)
+        after = model(tokens).logits
+    assert list(model.state_dict()) == names
+    assert sum(isinstance(module, RMSNorm) for module in model.modules()) == sum("norm" in name for name in names)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
