@@ -55,6 +55,10 @@ class CheckpointError(RallyError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged; the file is named."""
 
 
+class ExportError(RallyError, RuntimeError):
+    """There is nothing to export, or it cannot be written to where it was wanted."""
+
+
 class RunFolderError(RallyError, RuntimeError):
     """A run folder is in use by another process, or cannot be written."""
 

@@ -114,6 +114,21 @@ def chat(
     run_chat(checkpoint, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or an adapter.")],
+    to: Annotated[str, typer.Argument(metavar="TO", help="A new or empty folder.")],
+    merge: Annotated[
+        bool | None,
+        typer.Option("--merge/--adapter", help="With LoRA: a whole model (the default), or the adapter alone."),
+    ] = None,
+) -> None:
+    """Write a trained model as an ordinary Hugging Face folder."""
+    from rallypoint.cli.use import export as run_export
+
+    run_export(checkpoint, to, merge=merge)
+
+
 def _version(show: bool) -> None:
     if show:
         typer.echo(f"rallypoint {__version__}")

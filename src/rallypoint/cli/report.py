@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.errors import ConfigError, DataError, ModelError, RallyError, RewardError, RunFolderError
+from rallypoint.errors import ConfigError, DataError, ExportError, ModelError, RallyError, RewardError, RunFolderError
 
-WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RunFolderError)
+WRONG_INPUT = (ConfigError, DataError, ExportError, ModelError, RewardError, RunFolderError)
 
 
 def report(error: RallyError) -> int:

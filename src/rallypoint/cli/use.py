@@ -1,4 +1,4 @@
-"""`rally eval` and `rally chat`."""
+"""`rally eval`, `rally chat` and `rally export`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import io
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from rallypoint.environments.scoring import describe_failures
 from rallypoint.errors import ModelError
+from rallypoint.recipes.export import export as export_to
 from rallypoint.recipes.use import Conversation, find_trained
 from rallypoint.recipes.use import evaluate as score
 
@@ -78,6 +80,15 @@ def chat(checkpoint: str, *, temperature: float, max_response_tokens: int, seed:
             conversation.forget()
             console.print(f"[red]{escape(str(error))}[/]", soft_wrap=True)
         console.print()
+
+
+def export(checkpoint: str, to: str, *, merge: bool | None) -> None:
+    """Write a model or an adapter, and say what opens it."""
+    folder = Path(to).expanduser().absolute()
+    trained = find_trained(checkpoint)
+    export_to(trained, folder, merge=merge)
+    opens = "peft.PeftModel" if merge is False else "AutoModelForCausalLM"
+    Console(highlight=False).print(f"{opens}.from_pretrained opens {escape(str(folder))}", soft_wrap=True)
 
 
 def _printable(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from rallypoint.config.fields import shown, values_of
 from rallypoint.config.source import COMMAND_LINE
-from rallypoint.config.tree import RunConfig, unread_sections
+from rallypoint.config.tree import LoRAConfig, RunConfig, unread_sections
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _algorithm(config)
     yield from _batch(config)
     yield from _created_model(config)
+    yield from _lora(config)
     yield from _placement(config)
     yield from _mesh(config)
     yield from _sleep(config)
@@ -156,6 +157,28 @@ def _created_model(config: RunConfig) -> Iterator[Problem]:
             f"model.create.num_key_value_heads={made.num_key_value_heads} does not divide model.create.num_heads="
             f"{made.num_heads}; expected one of {', '.join(map(str, fits))}",
         )
+
+
+def _lora(config: RunConfig) -> Iterator[Problem]:
+    lora = config.model.lora
+    if lora is None:
+        return
+    if not lora.target_modules:
+        yield Problem(
+            ("model.lora.target_modules",),
+            "model.lora.target_modules is empty, so nothing would be trained; expected all-linear, or names such as "
+            "[q_proj, v_proj]",
+        )
+    if lora.path is None:
+        return
+    for name, info in LoRAConfig.model_fields.items():
+        value = getattr(lora, name)
+        if name != "path" and value != info.default:
+            yield Problem(
+                (f"model.lora.{name}", "model.lora.path"),
+                f"model.lora.{name}={shown(value)} contradicts model.lora.path={lora.path!r}, where "
+                "adapter_config.json says it already; leave one of them out",
+            )
 
 
 def _placement(config: RunConfig) -> Iterator[Problem]:

@@ -140,7 +140,7 @@ def expected(info: FieldInfo) -> str:
     labels = "labels with their values, such as {zone: west}"
     pools = "pool names with process counts, such as {main: [2]}"
     kinds |= {
-        tuple: "a file name or a list of file names",
+        tuple: "a name or a list of names",
         dict: labels if info.annotation == dict[str, str] else pools,
     }
     words = _words(info)

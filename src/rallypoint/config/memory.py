@@ -58,9 +58,14 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
     sizes = config.mesh(role)
     # Every rank has its part of the matrices, and of what is remembered of them.
-    parameters = (shape.num_critic_parameters if role == "critic" else shape.num_parameters) // (
-        sizes["dp_shard"] * sizes["tp"]
-    )
+    cut = sizes["dp_shard"] * sizes["tp"]
+    whole = shape.num_critic_parameters if role == "critic" else shape.num_parameters
+    parameters = trained = whole // cut
+    if (lora := config.model.lora) is not None:
+        adapters = shape.num_adapter_parameters(lora)
+        parameters = (whole + adapters) // cut
+        trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut
+    own = trained if role == "reference" and config.reference_shares_actor else parameters
     shares_actor = role == "rollout" and config.rollout_shares_actor
     if role == "rollout":
         activations = _SAMPLED_LOGITS * 4 * shape.vocab_size * _groups_together(config) * config.rollout.group_size
@@ -69,15 +74,15 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
     if learner is not None:
         training = _training_bytes(config, shape, role, num_parts=learner.num_mini_batches)
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
-        flat = parameters * _WIDE if sizes["dp_replicate"] > 1 else 0
+        flat = trained * _WIDE if sizes["dp_replicate"] > 1 else 0
         activations = max(activations, training, flat)
     return RoleMemory(
         role=role,
         pool=config.roles[role].pool,
         num_ranks=config.num_ranks(role),
-        weights=0 if shares_actor else parameters * size,
-        gradients=parameters * _WIDE if learner else 0,
-        optimizer=parameters * _WIDE * (2 if size == _WIDE else 3) if learner else 0,
+        weights=0 if shares_actor else own * size,
+        gradients=trained * _WIDE if learner else 0,
+        optimizer=trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0,
         activations=activations,
         cache=_cache_bytes(config, shape, size) if role == "rollout" else 0,
         sleeps=role in config.sleeping,

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rallypoint.config.tree import CreateModelConfig, RunConfig
+from rallypoint.config.tree import CreateModelConfig, LoRAConfig, RunConfig
 
 _DIGITS_VOCABULARY = 20
 
@@ -44,6 +44,18 @@ class ModelShape:
     def num_critic_parameters(self) -> int:
         """Weights of a token classifier with one label on the same backbone."""
         return self.num_backbone_parameters + self.vocab_size * self.hidden_size + self.hidden_size + 1
+
+    def num_adapter_parameters(self, lora: LoRAConfig) -> int:
+        """Weights of A and B of the adapted layers; of an adapter in a folder, of its rank and all layers."""
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        widths = {"q_proj": query, "k_proj": key_value, "v_proj": key_value, "o_proj": query}
+        widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate_size)
+        adapted = [
+            self.hidden_size + width
+            for name, width in widths.items()
+            if any(target in (name, "all-linear") or target.endswith(f".{name}") for target in lora.target_modules)
+        ]
+        return self.num_layers * _rank_of(lora) * sum(adapted)
 
     @property
     def attention_cost(self) -> float:
@@ -100,6 +112,14 @@ def read_shape(folder: Path) -> ModelShape | None:
         )
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
         return None
+
+
+def _rank_of(lora: LoRAConfig) -> int:
+    """Return the rank, which a folder knows of its adapter."""
+    try:
+        return int(json.loads((Path(lora.path or "") / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return lora.rank
 
 
 def _created_shape(made: CreateModelConfig) -> ModelShape:

@@ -18,7 +18,7 @@ Activations = Literal["keep", "checkpoint", "offload"]
 
 # YAML has lists only, so a tuple must be made from one even though all other types are taken strictly.
 ProcessesPerNode = Annotated[tuple[int, ...], Strict(False)]
-Paths = Annotated[
+Names = Annotated[
     tuple[str, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
 
@@ -147,6 +147,22 @@ class CreateModelConfig(Section):
     initializer_range: float = key(0.02, above=0, at_most=1, help="Standard deviation of the initial weights.")
 
 
+class LoRAConfig(Section):
+    """Low-rank updates of linear layers (arXiv 2106.09685), in PEFT's format; everything else is frozen."""
+
+    rank: int = key(32, at_least=1, help="Rows of A and columns of B.")
+    alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
+    rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
+    target_modules: Names = key(
+        ("all-linear",),
+        help="Layers of the decoder by the end of their names, such as [q_proj]; or all-linear.",
+    )
+    init: Literal["kaiming", "gaussian"] = key("kaiming", help="First values of A, as in PEFT; B begins with zeros.")
+    path: str | None = key(
+        None, help="Folder of an adapter that the actor starts from; the other keys are then those of the folder."
+    )
+
+
 class ModelConfig(Section):
     """Which model is trained: exactly one of path and create."""
 
@@ -154,6 +170,7 @@ class ModelConfig(Section):
     create: CreateModelConfig | None = section(None, help="Make a small random model instead of loading one.")
     dtype: Literal["float32", "bfloat16"] = key("float32", help="Type of weights and computation.")
     trust_remote_code: bool = key(False, help="Run Python code that the model folder brings along.")
+    lora: LoRAConfig | None = section(None, help="Train adapters of actor and critic instead of all weights.")
 
 
 class GenerateDataConfig(Section):
@@ -169,8 +186,8 @@ class GenerateDataConfig(Section):
 class DataConfig(Section):
     """Prompts: exactly one of train and generate."""
 
-    train: Paths = key((), help="Parquet or jsonl files, or one such file.")
-    validation: Paths = key((), help="The same for validation; empty for none.")
+    train: Names = key((), help="Parquet or jsonl files, or one such file.")
+    validation: Names = key((), help="The same for validation; empty for none.")
     generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
     max_prompt_tokens: int = key(512, at_least=1, unit="tokens", help="Longest prompt, chat template included.")
     on_too_long: Literal["error", "drop"] = key("error", help="What happens to a longer prompt; drops are counted.")
@@ -350,9 +367,20 @@ class RunConfig(Section):
     @property
     def rollout_shares_actor(self) -> bool:
         """Whether every rollout rank lives in a process that has an actor rank, and samples from its weights."""
-        same_pool = self.rollout.placement.pool == self.actor.placement.pool
+        return self._lives_with_actor("rollout")
+
+    @property
+    def reference_shares_actor(self) -> bool:
+        """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
+        if self.model.lora is None or self.kl is None or self.actor.sleep:
+            return False
+        alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))
+        return alone and self._lives_with_actor("reference")
+
+    def _lives_with_actor(self, role: RoleName) -> bool:
+        same_pool = self.roles[role].pool == self.actor.placement.pool
         whole = self.actor.mesh.dp_shard == self.actor.mesh.tp == 1
-        return whole and same_pool and self.num_ranks("rollout") <= self.num_ranks("actor")
+        return whole and same_pool and self.num_ranks(role) <= self.num_ranks("actor")
 
     def num_ranks(self, role: RoleName) -> int:
         """Return how many processes a role has."""

@@ -58,7 +58,8 @@ class Engine(Generic[BatchT]):
         """
         self.shard, self.model = shard, shard.model
         self._mesh, self._sharding = shard.mesh, shard.sharding
-        self.model.requires_grad_(optimizer is not None)
+        if optimizer is None:
+            self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer)
         self._optimizer_config = optimizer

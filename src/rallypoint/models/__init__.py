@@ -1,9 +1,11 @@
 """Hugging Face models, made ready for packed rows."""
 
+from rallypoint.models.adapter import fresh, is_adapter, merge_adapters, open_adapter, read_adapter, save_adapter
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
 from rallypoint.models.gather import gather
 from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, reload, value_head
+from rallypoint.models.lora import LoRALinear, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.reader import Read, TensorFiles
@@ -13,6 +15,7 @@ from rallypoint.models.writer import save_model, save_tensors
 
 __all__ = [
     "ATTENTION",
+    "LoRALinear",
     "ModelShard",
     "PackedRows",
     "Part",
@@ -20,16 +23,25 @@ __all__ = [
     "Rows",
     "SharedPrefixes",
     "TensorFiles",
+    "adapted_layers",
     "create_model",
+    "fresh",
     "gather",
+    "is_adapter",
     "lm_head",
     "load_critic",
     "load_policy",
+    "merge_adapters",
     "named_weights",
+    "open_adapter",
+    "read_adapter",
     "reload",
+    "save_adapter",
     "save_model",
     "save_tensors",
     "shard_model",
     "shard_parts",
+    "trained_weights",
+    "twin",
     "value_head",
 ]

@@ -24,7 +24,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
+from rallypoint.models.adapter import adapters_of, fill_adapters
 from rallypoint.models.agreement import check_agreement
 from rallypoint.models.fit import fit
 from rallypoint.models.folder import explained, find_weights
@@ -44,6 +46,8 @@ def load_policy(
     mesh: DeviceMesh | None = None,
     device: torch.device = CPU,
     trust_remote_code: bool = False,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
 ) -> ModelShard:
     """Load this rank's part of a causal language model, for packed rows.
 
@@ -53,6 +57,8 @@ def load_policy(
         mesh: the ranks that hold the model together; None for this one alone.
         device: where it will be.
         trust_remote_code: whether Python code in the folder may run.
+        lora: adapters to give it, so that only they are trained; None for none.
+        seed: of new adapters.
 
     Raises:
         ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
@@ -60,6 +66,7 @@ def load_policy(
     config = _read_config(path, trust_remote_code)
     if _architecture(config).endswith("Classification"):
         raise ModelError(f"{path}: holds a critic or reward model ({_architecture(config)}), expected a language model")
+    adapters = None if lora is None else adapters_of(lora)
     with explained(path):
         shard = build(
             config,
@@ -67,12 +74,15 @@ def load_policy(
             dtype=DTYPES[dtype],
             mesh=mesh or DeviceMesh.solo(),
             trust_remote_code=trust_remote_code,
+            adapters=adapters,
         )
     if shard.model.get_output_embeddings() is None:
         name = type(shard.model).__name__
         raise ModelError(f"{path}: {name} has no output embeddings; expected a causal language model")
     _check_attention(path, shard.model)
     _fill(path, shard, device)
+    if adapters is not None:
+        fill_adapters(shard, adapters, seed=seed)
     _read_generation_config(path, shard.model)
     if shard.is_whole:
         check_agreement(path, shard.model, lm_head(shard.model))
@@ -86,6 +96,8 @@ def load_critic(
     mesh: DeviceMesh | None = None,
     device: torch.device = CPU,
     trust_remote_code: bool = False,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
 ) -> ModelShard:
     """Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one.
 
@@ -97,12 +109,15 @@ def load_critic(
         mesh: the ranks that hold the model together; None for this one alone.
         device: where it will be.
         trust_remote_code: whether Python code in the folder may run.
+        lora: adapters to give it, so that only they and its head are trained; None for none.
+        seed: of new adapters.
 
     Raises:
         ModelError: the folder is missing or incomplete, or its family has no token classifier.
     """
     config = _read_config(path, trust_remote_code, num_labels=1)
     has_head = _architecture(config).endswith("ForTokenClassification")
+    adapters = None if lora is None else adapters_of(lora, whole=("score",))
     with explained(path):
         shard = build(
             config,
@@ -110,11 +125,14 @@ def load_critic(
             dtype=DTYPES[dtype],
             mesh=mesh or DeviceMesh.solo(),
             trust_remote_code=trust_remote_code,
+            adapters=adapters,
         )
     _check_attention(path, shard.model)
     head = value_head(shard.model)
     lacks = () if has_head else ("score.",)
     _fill(path, shard, device, may_lack=lacks, may_exceed=() if has_head else (r"^lm_head\.",))
+    if adapters is not None:
+        fill_adapters(shard, adapters, seed=seed)
     if shard.is_whole:
         check_agreement(path, shard.model, head)
     return shard

@@ -18,6 +18,7 @@ from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.families import family_of
+from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.part import Part
 from rallypoint.models.sharding import shard_model, shard_parts
@@ -45,13 +46,19 @@ class ModelShard:
 
     @property
     def sources(self) -> Sources:
-        """How its weights are named in files."""
-        return sources_of(self.model.config.model_type)
+        """How its weights are named in files; those of adapters stand in a folder of their own."""
+        own = sources_of(self.model.config.model_type)
+        return lambda name, shape: () if is_adapter_weight(name) else own(name, shape)
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all of the model."""
         return all(part.is_whole for part in self.parts.values())
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return what this rank holds of all that training changes: of adapters, if it has some."""
+        tensors = self.tensors()
+        return {name: tensors[name] for name in trained_weights(self.model)}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what this rank holds of every name in `parts`, as plain tensors that share its memory."""
@@ -60,7 +67,13 @@ class ModelShard:
 
 
 def build(
-    config: PreTrainedConfig, factory: Any, *, dtype: torch.dtype, mesh: DeviceMesh, trust_remote_code: bool
+    config: PreTrainedConfig,
+    factory: Any,
+    *,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    trust_remote_code: bool,
+    adapters: Adapters | None = None,
 ) -> ModelShard:
     """Return a model on the meta device, cut for this rank: shapes without memory.
 
@@ -70,9 +83,10 @@ def build(
         dtype: of its parameters.
         mesh: the ranks that hold it together.
         trust_remote_code: whether Python code of its folder may run.
+        adapters: what it is given, so that only they are trained.
 
     Raises:
-        ModelError: its family cannot be cut, or its sizes do not divide by the number of ranks.
+        ModelError: its family cannot be cut, its sizes do not divide by the number of ranks, or adapters do not fit it.
     """
     with torch.device("meta"):
         # Without a dtype: with one, transformers would change torch's default for all threads meanwhile.
@@ -88,6 +102,9 @@ def build(
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
     tensor = cut_model(model, family_of(model.config.model_type), mesh.tp) if mesh.tp.size > 1 else None
+    if adapters is not None:
+        parts = {name: Part.whole(weight.shape) for name, weight in model.named_parameters()}
+        tensor = add_adapters(model, adapters, tensor or TensorParts(parts, frozenset()))
     return _sharded(model.eval(), mesh, tensor)
 
 

@@ -34,6 +34,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if config.model.path is not None:
         yield from _model("model.path", config.model.path)
         yield from _positions(config.model.path, config)
+    if config.model.lora is not None and config.model.lora.path is not None:
+        yield from _adapter("model.lora.path", config.model.lora.path)
     if config.critic.path is not None and config.recipe == "ppo":
         yield from _model("critic.path", config.critic.path)
     for name, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
@@ -75,6 +77,13 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         yield Problem((name,), f"{name}={path!r}{what}; a Hugging Face folder has config.json and *.safetensors")
         return
     config = folder / "config.json"
+    if (folder / "adapter_config.json").is_file() and not config.is_file():
+        yield Problem(
+            (name,),
+            f"{name}={path!r} is an adapter, not a model: train it further with model.lora.path, on the model that it "
+            "was made for, or merge it into that model with `rally export`",
+        )
+        return
     if not config.is_file():
         yield Problem((name,), f"{name}={path!r}: not a Hugging Face folder, config.json is missing in it")
         return
@@ -87,6 +96,17 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         yield Problem((name,), f"{name}={path!r}: config.json has no model_type, so transformers cannot load it")
     if not any(folder.glob("*.safetensors")):
         yield Problem((name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)")
+
+
+def _adapter(name: str, path: str) -> Iterator[Problem]:
+    folder = Path(path).expanduser()
+    missing = [file for file in ("adapter_config.json", "adapter_model.safetensors") if not (folder / file).is_file()]
+    if not folder.is_dir():
+        yield Problem(
+            (name,), f"{name}={path!r}: no such folder (looked in {Path.cwd()}); expected one that PEFT saved"
+        )
+    elif missing:
+        yield Problem((name,), f"{name}={path!r}: not an adapter in PEFT's format, it lacks {' and '.join(missing)}")
 
 
 def _positions(path: str, config: RunConfig) -> Iterator[Problem]:

@@ -140,6 +140,8 @@ def write_config(folder: RunFolder, config: RunConfig) -> None:
     values = config.model_dump(mode="json")
     for section, name in (("model", "path"), ("critic", "path"), ("trainer", "runs_dir")):
         values[section][name] = _absolute(values[section][name])
+    if config.model.lora is not None:
+        values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
     for name in ("train", "validation"):
         values["data"][name] = [_absolute(path) for path in values["data"][name]]
     file, colon, function = values["reward"]["function"].rpartition(":")

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import RunConfig, load_config
+from rallypoint.config import LoRAConfig, RunConfig, load_config
 from rallypoint.data import EncodedPrompts, Example, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.environments.reward import load_reward
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
-from rallypoint.models import load_policy
+from rallypoint.models import ModelShard, is_adapter, load_policy, open_adapter
 from rallypoint.recipes.material import stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
@@ -24,15 +24,40 @@ from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """A model folder, and the config of the run that made it if it lies in one."""
+    """A model folder or an adapter, and the config of the run that made it if it lies in one."""
 
     path: str
     config: RunConfig | None
+    base: str | None = None
+    """Folder or hub name of the model that the adapter belongs to; None when `path` is a whole model."""
+
+    @property
+    def model_path(self) -> str:
+        """Where the model's own files are."""
+        return self.base or self.path
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer is: an adapter may have brought one."""
+        return self.path if (Path(self.path) / "tokenizer_config.json").is_file() else self.model_path
 
     @property
     def trusts_remote_code(self) -> bool:
         """Whether its run was told to run Python code of the model's folder."""
         return self.config is not None and self.config.model.trust_remote_code
+
+    def load(self, dtype: str | None = None) -> ModelShard:
+        """Load the policy, with its adapter if it is one; by default in the type that it was trained in.
+
+        Raises:
+            ModelError: the folder cannot be loaded.
+        """
+        return load_policy(
+            self.model_path,
+            dtype=dtype or (self.config.model.dtype if self.config else "float32"),
+            trust_remote_code=self.trusts_remote_code,
+            lora=LoRAConfig(path=self.path) if self.base else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +99,20 @@ def find_trained(name: str) -> Trained:
         raise ModelError(f"{name}: no such folder (looked in {Path.cwd()}); expected a checkpoint, a run or a model")
     is_checkpoint = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file()
     config = load_config(str(path.parent.parent)).config if is_checkpoint else None
-    return Trained(str(path) if path.is_dir() else name, config)
+    return Trained(str(path) if path.is_dir() else name, config, _base(path, config) if is_adapter(str(path)) else None)
+
+
+def _base(adapter: Path, config: RunConfig | None) -> str:
+    """Return the model that an adapter belongs to; in a run that was moved, the one that moved with it."""
+    base = open_adapter(str(adapter)).base
+    if config is not None:
+        base = config.model.path or str(adapter.parent.parent / "model")
+    if not Path(base).expanduser().is_dir() and not is_hub_name(base):
+        raise ModelError(
+            f"{adapter}: an adapter for the model {base!r}, and there is no such folder; put the model back there, or "
+            "change base_model_name_or_path in adapter_config.json of a copy"
+        )
+    return base
 
 
 def evaluate(
@@ -102,7 +140,7 @@ def evaluate(
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
     function = load_reward(spec)
     examples = load_dataset(data)[:max_prompts]
-    tokenizer = load_tokenizer(trained.path, trust_remote_code=trained.trusts_remote_code)
+    tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
     encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
     engine = _engine(trained)
     usual = config.rollout.max_response_tokens if config else 512
@@ -167,7 +205,7 @@ class Conversation:
     """Turns of a user and a model, each answer in pieces as it is sampled."""
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
-        self._tokenizer = load_tokenizer(trained.path, trust_remote_code=trained.trusts_remote_code)
+        self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
         self._engine = _engine(trained)
         self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
         self._max_positions = self._engine.max_request_tokens
@@ -209,10 +247,8 @@ class Conversation:
 
 
 def _engine(trained: Trained) -> NativeEngine:
-    dtype = trained.config.model.dtype if trained.config else "float32"
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
-    model = load_policy(trained.path, dtype=dtype, trust_remote_code=trained.trusts_remote_code)
-    return NativeEngine(model.model, max_rows=rows)
+    return NativeEngine(trained.load().model, max_rows=rows)
 
 
 def _params(
@@ -228,5 +264,5 @@ def _params(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        stop_tokens=stop_tokens(trained.path, tokenizer),
+        stop_tokens=stop_tokens(trained.model_path, tokenizer),
     )

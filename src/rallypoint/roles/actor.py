@@ -13,7 +13,7 @@ from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import OffPolicyError, WeightsMismatchError
-from rallypoint.models import gather, load_policy
+from rallypoint.models import gather
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -29,14 +29,8 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
         self.turns = Turns(context)
-        model = load_policy(
-            spec.model_path,
-            dtype=spec.config.model.dtype,
-            mesh=spec.meet(context),
-            device=torch.device(context.device),
-            trust_remote_code=spec.config.model.trust_remote_code,
-        )
-        super().__init__(context, spec, model, spec.config.actor.optimizer)
+        model = spec.load_policy(context, spec.meet(context))
+        super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer)
         context.shared[ACTOR_ENGINE] = self.engine
         if spec.config.actor.sleep:
             self.turns.sleep_between(self.engine)
@@ -54,15 +48,15 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     @collect
     @in_turn()
     def fingerprint(self) -> str:
-        """Return a digest of this rank's part of the weights."""
-        return fingerprint(self.engine.shard.tensors())
+        """Return a digest of this rank's part of what is trained."""
+        return fingerprint(self.engine.shard.trained())
 
     @broadcast
     @in_turn()
     def snapshot(self, version: int) -> Snapshot | None:
-        """Copy the whole weights for roles in other processes: the first rank has them, the others give their parts."""
-        shard = self.engine.shard
-        snapshot = take(version, dict(gather(shard.tensors(), shard.parts, shard.mesh)))
+        """Copy what is trained, whole, for roles in other processes: the first rank has it, the others give parts."""
+        shard, trained = self.engine.shard, self.engine.shard.trained()
+        snapshot = take(version, dict(gather(trained, {name: shard.parts[name] for name in trained}, shard.mesh)))
         return snapshot if shard.mesh.rank == 0 else None
 
     def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:

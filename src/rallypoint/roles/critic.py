@@ -12,7 +12,7 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import critic_values
-from rallypoint.models import load_critic
+from rallypoint.models import fresh, load_critic
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -27,14 +27,17 @@ class CriticWorker(LearnerWorker[CriticBatch]):
         config = spec.config
         spec.prepare(context)
         self.turns = Turns(context)
+        path = config.critic.path or spec.model_path
         model = load_critic(
-            config.critic.path or spec.model_path,
+            path,
             dtype=config.model.dtype,
             mesh=spec.meet(context),
             device=torch.device(context.device),
             trust_remote_code=config.model.trust_remote_code,
+            lora=config.model.lora and fresh(config.model.lora),
+            seed=config.seed,
         )
-        super().__init__(context, spec, model, config.critic.optimizer)
+        super().__init__(context, spec, model, path, config.critic.optimizer)
         if config.critic.sleep:
             self.turns.sleep_between(self.engine)
 

@@ -17,7 +17,17 @@ from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import CheckpointError
-from rallypoint.models import ModelShard, Part, Read, TensorFiles, reload, save_model, save_tensors
+from rallypoint.models import (
+    ModelShard,
+    Part,
+    Read,
+    TensorFiles,
+    read_adapter,
+    reload,
+    save_adapter,
+    save_model,
+    save_tensors,
+)
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
@@ -30,8 +40,10 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
     """One rank of a model that is trained."""
 
-    def __init__(self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, optimizer: OptimizerConfig) -> None:
-        self.context, self.config = context, spec.config
+    def __init__(
+        self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, path: str, optimizer: OptimizerConfig
+    ) -> None:
+        self.context, self.config, self._path = context, spec.config, path
         self._flops = flops_of(model.model)
         self.engine: Engine[BatchT] = Engine(
             model,
@@ -77,7 +89,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
     @broadcast
     @in_turn(to_train=True)
     def save(self, model_folder: Path, state_file: Path) -> None:
-        """Write the model as a Hugging Face folder and the optimizer's state beside it: the first rank does.
+        """Write the model (with LoRA its adapters) as others read it, and the optimizer's state: the first rank does.
 
         Raises:
             CheckpointError: the disk is full or not writable.
@@ -85,7 +97,10 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         assert self.engine.optimizer is not None, "a learner always has one"
         state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
-        save_model(self.engine.shard, model_folder)
+        if self.config.model.lora is None:
+            save_model(self.engine.shard, model_folder)
+        else:
+            save_adapter(self.engine.shard, model_folder, base=self._path)
         save_tensors(state_file, state, parts, self.engine.shard.mesh)
 
     @broadcast
@@ -98,7 +113,10 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         """
         assert self.engine.optimizer is not None, "a learner always has one"
         try:
-            reload(str(model_folder), self.engine.shard)
+            if self.config.model.lora is None:
+                reload(str(model_folder), self.engine.shard)
+            else:
+                read_adapter(self.engine.shard, model_folder)
             with TensorFiles([state_file]) as files:
                 entries = files.entries
                 parts = {name: self._part(name, lambda part: part.shape, entries[name].shape) for name in entries}

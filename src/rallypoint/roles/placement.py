@@ -16,6 +16,7 @@ from rallypoint.cluster import Layout, Mesh, ResourcePool, ResourcePoolManager, 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.errors import PlacementError
+from rallypoint.models import ModelShard, load_policy
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.turns import TurnTaker
 from rallypoint.types import Metrics, merge
@@ -77,6 +78,19 @@ class WorkerSpec:
         """
         torch.set_num_threads(context.num_cpus)
         self.folder.check()
+
+    def load_policy(self, context: WorkerContext, mesh: DeviceMesh | None = None) -> ModelShard:
+        """Load a rank's part of the initial policy; all of it without a mesh."""
+        model = self.config.model
+        return load_policy(
+            self.model_path,
+            dtype=model.dtype,
+            mesh=mesh,
+            device=torch.device(context.device),
+            trust_remote_code=model.trust_remote_code,
+            lora=model.lora,
+            seed=self.config.seed,
+        )
 
     def meet(self, context: WorkerContext) -> DeviceMesh:
         """Connect to the other ranks of the role; the result must be kept, for the others connect to it."""

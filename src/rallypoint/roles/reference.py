@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, policy_outputs
-from rallypoint.models import load_policy
+from rallypoint.models import ModelShard, twin
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.rollout import ACTOR_ENGINE
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import PerToken, Sequences
 
@@ -19,17 +19,14 @@ from rallypoint.types import PerToken, Sequences
 class ReferenceWorker(TurnTaker):
     """One rank of the reference: an engine without an optimizer."""
 
-    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
         spec.prepare(context)
         self.turns = Turns(context)
         config = spec.config
-        model = load_policy(
-            spec.model_path,
-            dtype=config.model.dtype,
-            mesh=spec.meet(context),
-            device=torch.device(context.device),
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        if shares_actor:
+            model = ModelShard.whole(twin(context.shared[ACTOR_ENGINE].model))
+        else:
+            model = spec.load_policy(context, spec.meet(context))
         self._temperature = config.rollout.temperature
         self.engine: Engine[Sequences] = Engine(
             model,
@@ -61,10 +58,11 @@ class Reference:
 
     @classmethod
     async def create(cls, placement: Placement) -> Reference:
-        """Start the workers if the config has a KL; they load the initial policy and keep it."""
-        if placement.config.kl is None:
-            return cls(placement.config, None)
-        return cls(placement.config, await placement.group("reference", ReferenceWorker))
+        """Start the workers if the config has a KL, before the actor is trained; they keep the initial policy."""
+        config = placement.config
+        if config.kl is None:
+            return cls(config, None)
+        return cls(config, await placement.group("reference", ReferenceWorker, config.reference_shares_actor))
 
     async def logprobs(self, batch: Sequences) -> Tensor | None:
         """Return the log-probability of every trained token, [T] float32; None without a KL."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
@@ -11,7 +10,7 @@ from rallypoint.engine import Engine
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
 from rallypoint.generation.native import BLOCK_TOKENS
-from rallypoint.models import load_policy, named_weights
+from rallypoint.models import trained_weights
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import ActorBatch, Prompts, RolloutBatch
@@ -34,12 +33,7 @@ class RolloutWorker(TurnTaker):
             if config.actor.sleep:
                 self.turns.sleep_between(engine)
         else:
-            model = load_policy(
-                spec.model_path,
-                dtype=config.model.dtype,
-                device=torch.device(context.device),
-                trust_remote_code=config.model.trust_remote_code,
-            ).model
+            model = spec.load_policy(context).model
         self._model, self._tick, self._shares_actor = model, context.tick, shares_actor
         self._engine = make_engine(config, model)
         self._engine.sleep()
@@ -62,7 +56,7 @@ class RolloutWorker(TurnTaker):
     def load(self, version: int, snapshot: Snapshot | None) -> None:
         """Take over new weights: None when they are the actor's own, already in place."""
         if snapshot is not None:
-            load(snapshot, named_weights(self._model))
+            load(snapshot, trained_weights(self._model))
         elif not self._shares_actor:
             raise WeightsMismatchError(f"version {version} was published without weights to a rank with its own copy")
         self._engine.load(version, None)

@@ -10,7 +10,7 @@ from rallypoint.config import RunConfig, load_config, make_plan
 from rallypoint.config.plan import attention_cost
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import PackedRows, create_model, load_policy
+from rallypoint.models import PackedRows, create_model, load_critic, load_policy, trained_weights
 from rallypoint.observability.flops import flops_of
 from rallypoint.types import offsets_from_lengths
 
@@ -44,6 +44,28 @@ def test_the_parameters_of_the_plan_are_those_of_the_model(here: Path, architect
     from_folder = make_plan(load("model.create=null", f"model.path={here / 'model'}"))
     assert from_folder.num_parameters == plan.num_parameters
     assert from_folder.memory == plan.memory
+
+
+@pytest.mark.parametrize("layers", ["all-linear", "[v_proj, mlp.down_proj]"])
+def test_with_adapters_only_they_have_gradients_and_the_reference_shares_the_rest(here: Path, layers: str):
+    config = load(f"model.lora={{rank: 3, target_modules: {layers}}}")
+    made, lora = config.model.create, config.model.lora
+    create_model(here / "model", make_digits_tokenizer(), max_positions=16, seed=0, **made.model_dump())
+    actor = load_policy(str(here / "model"), dtype="float32", lora=lora).model
+    critic = load_critic(str(here / "model"), dtype="float32", lora=lora).model
+    adapters, trained = (sum(w.numel() for w in trained_weights(model).values()) for model in (actor, critic))
+    memory = {memory.role: memory for memory in make_plan(config).memory}
+    assert {role: m.weights for role, m in memory.items()} == {
+        "actor": 4 * num_parameters(actor),
+        "rollout": 0,
+        "reference": 4 * adapters,
+        "critic": 4 * num_parameters(critic),
+    }
+    assert {role: m.gradients for role, m in memory.items() if m.gradients} == {
+        "actor": 4 * adapters,
+        "critic": 4 * trained,
+    }
+    assert memory["actor"].optimizer == 2 * 4 * adapters
 
 
 def test_batches_by_hand(here: Path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rallypoint.cluster import Mesh, WorkerContext
-from rallypoint.config import ActorConfig, load_config
+from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import OffPolicyError
 from rallypoint.generation import SamplingParams
@@ -94,7 +94,7 @@ def test_long_work_shows_that_it_gets_on_so_that_its_deadline_does_not_end_it(wo
     worker.train(cut(batch, num_mini_batches=2, num_epochs=3), 1)
     assert len(ticks) == 1 + 6
     ticks.clear()
-    ReferenceWorker(context, spec).logprobs([batch, batch])
+    ReferenceWorker(context, spec, shares_actor=False).logprobs([batch, batch])
     assert len(ticks) == 2
     ticks.clear()
     prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
@@ -155,3 +155,26 @@ def test_a_role_that_sleeps_between_its_turns_computes_the_same(worker, context,
     assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
     assert torch.equal(worker.logprobs([rows])[0].values, before)
     assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
+
+
+def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initial_policy(context, spec):
+    lora = spec.config.model.model_copy(update={"lora": LoRAConfig(rank=2)})
+    spec = dataclasses.replace(spec, config=spec.config.model_copy(update={"model": lora}))
+    actor = ActorWorker(context, spec)
+    reference = ReferenceWorker(context, spec, shares_actor=True)
+    rollout = RolloutWorker(context, spec, shares_actor=False)
+    batch = judged(actor)
+    before = actor.logprobs([batch])[0].values
+    assert torch.equal(reference.logprobs([batch])[0].values, before)
+    actor.train(cut(batch, num_epochs=3), 20)
+    assert not torch.equal(actor.logprobs([batch])[0].values, before)
+    assert torch.equal(reference.logprobs([batch])[0].values, before)
+    snapshot = actor.snapshot(3)
+    assert snapshot.weights
+    assert all(".lora_" in name for name in snapshot.weights)
+    rollout.load(3, snapshot)
+    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
+    params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
+    sampled = rollout.sample(prompts, params, version=3)
+    gap = (sampled.rollout_logprobs - actor.logprobs([sampled])[0].values).abs()
+    assert gap.max() < 1e-5

@@ -1,0 +1,250 @@
+"""Folders of adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+Owns: what the two files hold, and what is said of a folder whose adapter is more than ours can do. A tensor's name
+is `base_model.model.` and the name of the weight here; what is trained whole (PEFT's modules_to_save) stands under
+the same prefix. Which layers are adapted is read from the tensors, which say it exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rallypoint.config import LoRAConfig
+from rallypoint.errors import CheckpointError, ModelError
+from rallypoint.models.lora import (
+    A,
+    Adapters,
+    B,
+    adapted_layers,
+    first_values,
+    is_adapter_weight,
+    merge_layers,
+    short_names,
+)
+from rallypoint.models.part import Part
+from rallypoint.models.reader import Read, TensorFiles
+from rallypoint.models.shard import ModelShard
+from rallypoint.models.writer import save_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+_HARMLESS = {
+    # What is handled, or says nothing about what the adapter computes.
+    "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules",
+    "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "inference_mode", "lora_dropout",
+    "revision", "auto_mapping", "peft_version", "megatron_core", "qalora_group_size", "ensure_weight_tying",
+}  # fmt: skip
+_PLAIN_STARTS = (True, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the base model's weights as they are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """What a folder says of its adapter."""
+
+    path: Path
+    base: str
+    """Folder or hub name of the model that it was made for."""
+    is_critic: bool
+    lora: LoRAConfig
+    """With the full names of the adapted layers."""
+    whole: tuple[str, ...]
+    """Names of modules whose own weights are in it."""
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a path is a folder with an adapter, and no model of its own."""
+    folder = Path(path).expanduser()
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def adapters_of(lora: LoRAConfig, *, whole: tuple[str, ...] = ()) -> Adapters:
+    """Return what a config says of adapters; with `lora.path`, what that folder says.
+
+    Args:
+        lora: the config.
+        whole: names of modules whose own weights are trained beside new adapters.
+
+    Raises:
+        ModelError: the folder cannot be used.
+    """
+    if lora.path is None:
+        return Adapters(lora, whole, None)
+    found = open_adapter(lora.path)
+    return Adapters(found.lora, found.whole, found.path)
+
+
+@torch.no_grad()
+def fill_adapters(shard: ModelShard, adapters: Adapters, *, seed: int) -> None:
+    """Give adapters their first values: those of their folder, or those that PEFT gives new ones.
+
+    Raises:
+        ModelError: the folder is of another model.
+    """
+    if adapters.folder is not None:
+        read_adapter(shard, adapters.folder)
+        return
+    tensors = shard.tensors()
+    for name in adapted_layers(shard.model):
+        part = shard.parts[name + A]
+        values = first_values(name, part.shape, adapters.lora.init, seed)
+        tensors[name + A].copy_(values[part.within(Part.whole(part.shape))])
+        tensors[name + B].zero_()
+
+
+def merge_adapters(shard: ModelShard) -> ModelShard:
+    """Return a model without adapters that computes the same; the one that was given is used up."""
+    assert shard.is_whole, "the product of A and B is computed whole"
+    merge_layers(shard.model)
+    parts = {name: part for name, part in shard.parts.items() if not is_adapter_weight(name)}
+    return dataclasses.replace(shard, parts=parts)
+
+
+def fresh(lora: LoRAConfig) -> LoRAConfig:
+    """Return a config of the same kind of adapter on the same kinds of layers, with first values of its own.
+
+    Raises:
+        ModelError: `lora.path` cannot be used.
+    """
+    if lora.path is None:
+        return lora
+    found = open_adapter(lora.path).lora
+    endings = tuple(sorted({name.rpartition(".")[2] for name in found.target_modules}))
+    return found.model_copy(update={"path": None, "target_modules": endings})
+
+
+def save_adapter(shard: ModelShard, folder: Path, *, base: str) -> None:
+    """Write the adapters of a model, and what else of it is trained: every rank of its mesh calls, rank 0 writes.
+
+    Args:
+        shard: with adapters.
+        folder: is made if it is not there.
+        base: folder or hub name of the model without them; a folder is written as an absolute path.
+
+    Raises:
+        CheckpointError: the disk is full or not writable.
+    """
+    trained = shard.trained()
+    if shard.mesh.rank == 0:
+        with _explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(
+        folder / WEIGHTS,
+        {_PREFIX + name: tensor for name, tensor in trained.items()},
+        {_PREFIX + name: shard.parts[name] for name in trained},
+        shard.mesh,
+    )
+    if shard.mesh.rank > 0:
+        return
+    layer = next(iter(adapted_layers(shard.model).values()))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if shard.model.get_output_embeddings() is not None else "TOKEN_CLS",
+        "base_model_name_or_path": str(Path(base).expanduser().absolute()) if _is_folder(base) else base,
+        "r": layer.rank,
+        "lora_alpha": int(layer.alpha) if layer.alpha.is_integer() else layer.alpha,
+        "use_rslora": layer.rslora,
+        "lora_dropout": 0.0,
+        "target_modules": short_names(shard.model),
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in trained if not is_adapter_weight(name)}) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    with _explained(folder):
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def open_adapter(path: str) -> AdapterFolder:
+    """Read what a folder says of its adapter, and nothing of its weights.
+
+    Raises:
+        ModelError: it is no adapter, it is damaged, or the adapter is of a kind that is not supported.
+    """
+    folder = Path(path).expanduser()
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as an adapter in PEFT's format: {error}") from error
+    with TensorFiles([folder / WEIGHTS]) as files:
+        shapes = {name: entry.shape for name, entry in files.entries.items()}
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ModelError(f"{folder / CONFIG}: expected an object with peft_type LORA; other adapters are not supported")
+    _check_plain(folder, config)
+    names = {name.removeprefix(_PREFIX): shape for name, shape in shapes.items()}
+    layers = tuple(sorted(name.removesuffix(A) for name in names if name.endswith(A)))
+    rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora"))
+    wrong = [n for n in layers if names[n + A][:1] != (rank,) or names.get(n + B, ())[1:] != (rank,)]
+    if not layers or wrong or not isinstance(rank, int) or not isinstance(alpha, int | float) or not alpha > 0:
+        said = f"r={rank!r}, lora_alpha={alpha!r}"
+        found = f"{wrong[0]} has not that rank" if wrong else f"{WEIGHTS} has {len(layers)} adapted layers"
+        raise ModelError(f"{folder / CONFIG}: {said} does not describe its adapter: {found}")
+    rest = {name.rpartition(".")[0] for name in names if not name.endswith((A, B))}
+    return AdapterFolder(
+        path=folder,
+        base=str(config.get("base_model_name_or_path")),
+        is_critic=config.get("task_type") == "TOKEN_CLS",
+        lora=LoRAConfig(rank=rank, alpha=float(alpha), rslora=rslora, target_modules=layers, path=str(folder)),
+        whole=tuple(sorted(rest)),
+    )
+
+
+def read_adapter(shard: ModelShard, folder: Path) -> None:
+    """Read this rank's part of all that is trained of a model.
+
+    Raises:
+        ModelError: the file cannot be read, or it is of another model; what differs is listed.
+    """
+    trained = shard.trained()
+    parts = {_PREFIX + name: shard.parts[name] for name in trained}
+    with TensorFiles([folder / WEIGHTS]) as files:
+        found = files.entries
+        wrong = [
+            *(f"unknown {name}" for name in sorted(set(found) - set(parts))),
+            *(f"lacking {name}" for name in sorted(set(parts) - set(found))),
+            *(
+                f"{name}: {list(entry.shape)} instead of {list(parts[name].shape)}"
+                for name, entry in found.items()
+                if name in parts and entry.shape != parts[name].shape
+            ),
+        ]
+        if wrong:
+            shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
+            raise ModelError(f"{folder}: the adapter does not fit {type(shard.model).__name__}: {shown}")
+        files.read(Read(name, part, trained[name.removeprefix(_PREFIX)]) for name, part in parts.items())
+
+
+def _check_plain(folder: Path, config: dict[str, object]) -> None:
+    """Refuse what would be left out of the computation in silence; a key that is off says nothing."""
+    beyond = [
+        f"{name}={value!r}"
+        for name, value in config.items()
+        if value and name not in _HARMLESS and not (name == "bias" and value == "none")
+        and not (name == "init_lora_weights" and value in _PLAIN_STARTS)
+    ]  # fmt: skip
+    if beyond:
+        raise ModelError(
+            f"{folder / CONFIG}: {', '.join(beyond)} is not supported; merge the adapter into its model with peft's "
+            "merge_and_unload, and use that"
+        )
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn a failing disk into a `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).expanduser().is_dir()

@@ -1,0 +1,226 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): frozen linear layers with a small trained update.
+
+Owns: the layer, which layers of a model become one, what of it a rank has, its first values, and merging. Must not
+know: files (see `adapter`), and who trains. Invariants: a weight that is there without adapters keeps its name and its
+place, so that whatever reads or cuts a model by the names of its weights works as before; what requires a gradient is
+what is trained, published and saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rallypoint.config import LoRAConfig
+from rallypoint.errors import ModelError
+from rallypoint.models.part import Part
+from rallypoint.models.tensor_parallel import TensorParts
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""Endings of the names of an adapted layer's trained weights, as in PEFT."""
+
+ALL_LINEAR = "all-linear"
+"""As target: every linear layer of the decoder, so neither head nor embedding; PEFT's word."""
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer with a low-rank update: y = x W^T + b + scaling (x A^T) B^T; W and b are frozen.
+
+    W is [N, M], A is [rank, M], B is [N, rank], and scaling is alpha / rank, or alpha / sqrt(rank) with rslora.
+
+    >>> layer = LoRALinear(nn.Linear(3, 2, bias=False), rank=1, alpha=2.0, rslora=False)
+    >>> with torch.no_grad():
+    ...     for weight in layer.parameters():
+    ...         _ = weight.fill_(1.0)
+    >>> layer(torch.ones(1, 3))  # 3 + 2 x 3
+    tensor([[9., 9.]], grad_fn=<AddBackward0>)
+    >>> [name for name, weight in layer.named_parameters() if weight.requires_grad]
+    ['lora_A.weight', 'lora_B.weight']
+    """
+
+    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, rslora: bool) -> None:
+        """Take over the weights of a layer; those of the update are memory without values.
+
+        Args:
+            base: its tensors are used, not copied.
+            rank: of the update.
+            alpha: the numerator of the scaling.
+            rslora: whether the scaling falls with the root of the rank only (arXiv 2312.03732).
+        """
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
+        self.weight, self.bias = base.weight.requires_grad_(False), base.bias
+        if base.bias is not None:
+            base.bias.requires_grad_(False)
+        self.rank, self.alpha, self.rslora = rank, alpha, rslora
+        on_meta = {"bias": False, "device": "meta", "dtype": base.weight.dtype}
+        self.lora_A = nn.Linear(base.in_features, rank, **on_meta).to_empty(device=base.weight.device)
+        self.lora_B = nn.Linear(rank, base.out_features, **on_meta).to_empty(device=base.weight.device)
+
+    @property
+    def scaling(self) -> float:
+        """What the update is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 - torch's own name; see the class
+        frozen = functional.linear(input, self.weight, self.bias)
+        return torch.add(frozen, self.lora_B(self.lora_A(input)), alpha=self.scaling)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Return W + scaling B A in W's type; computed in float32, or float64 if W is."""
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        update = self.lora_B.weight.to(exact) @ self.lora_A.weight.to(exact)
+        return (self.weight.to(exact) + self.scaling * update).to(self.weight.dtype)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"{super().extra_repr()}, rank={self.rank}, scaling={self.scaling:g}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapters:
+    """What a model is given, and where its first values come from."""
+
+    lora: LoRAConfig
+    whole: tuple[str, ...]
+    """Names of modules whose own weights are trained, such as the head of a critic."""
+    folder: Path | None
+    """Of an adapter that is there already; None for new ones."""
+
+
+def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -> TensorParts:
+    """Freeze a model, and give layers of its decoder an update that is trained, cut as the layers are.
+
+    A rank that has some outputs of a layer (rows of W) has all of A and the same rows of B, and its gradient of A is
+    an addend; a rank that has some inputs (columns of W) has the same columns of A and all of B, with an addend of
+    its gradient.
+
+    Args:
+        model: is changed; the update has memory where the layers have, or none on the meta device, and no values.
+        adapters: which layers, and how large their updates are.
+        cut: what this rank has of the model.
+
+    Returns:
+        What it has of the model and its adapters.
+
+    Raises:
+        ModelError: a target is the name of no linear layer of the decoder, and the nearest ones are named; or the
+            model has no module of a name in `whole`.
+    """
+    lora = adapters.lora
+    names = {name for name, _ in model.named_modules()}
+    if not names.issuperset(adapters.whole):
+        lacking = ", ".join(sorted(set(adapters.whole) - names))
+        raise ModelError(
+            f"{type(model).__name__} has no {lacking}, which the adapter has weights of; is it a critic's?"
+        )
+    model.requires_grad_(False)
+    parts, summed = dict(cut.parts), set(cut.summed)
+    for name in _targets(model, lora.target_modules):
+        base = model.get_submodule(name)
+        if type(base) is not nn.Linear:  # a subclass may do more than multiply by its weight
+            raise ModelError(f"{type(model).__name__}: {name} is a {type(base).__name__}, which cannot be adapted")
+        model.set_submodule(name, LoRALinear(base, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora))
+        weight, a, b = parts[f"{name}.weight"], f"{name}{A}", f"{name}{B}"
+        (outputs, inputs), (first, start), (num_outputs, num_inputs) = weight.shape, weight.starts, weight.sizes
+        parts[a] = Part.whole([lora.rank, inputs]).narrow(1, start, num_inputs)
+        parts[b] = Part.whole([outputs, lora.rank]).narrow(0, first, num_outputs)
+        summed |= {a} if num_outputs < outputs else {b} if num_inputs < inputs else set()
+    for name in adapters.whole:
+        model.get_submodule(name).requires_grad_(True)
+    return TensorParts(parts, frozenset(summed))
+
+
+def first_values(name: str, shape: Sequence[int], init: str, seed: int) -> Tensor:
+    """Return the first values of A of a layer, as in PEFT: they depend on the seed and the layer's name only.
+
+    Uniform in +-1/sqrt(M) ("kaiming"), or normal with deviation 1/rank ("gaussian"). B begins with zeros.
+
+    Args:
+        name: of the layer.
+        shape: [rank, M], of all of A.
+        init: "kaiming" or "gaussian".
+        seed: of the run.
+    """
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
+    rank, num_inputs = shape
+    if init == "gaussian":
+        return torch.empty(rank, num_inputs).normal_(0.0, 1 / rank, generator=generator)
+    bound = num_inputs**-0.5
+    return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a weight of that name is A or B of a layer.
+
+    >>> is_adapter_weight("layers.0.q_proj.lora_A.weight"), is_adapter_weight("layers.0.q_proj.weight")
+    (True, False)
+    """
+    return name.endswith((A, B))
+
+
+def trained_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights by name that training changes: all of a model without adapters."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """Return the adapted layers of a model by name; none if it has no adapters."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def merge_layers(model: nn.Module) -> None:
+    """Add every update to the weight it belongs to, and leave plain layers, frozen as they were."""
+    for name, adapted in adapted_layers(model).items():
+        plain = nn.Linear(adapted.in_features, adapted.out_features, bias=False, device="meta")
+        plain.weight, plain.bias = nn.Parameter(adapted.merged(), requires_grad=False), adapted.bias
+        model.set_submodule(name, plain)
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that stays as this one is now: it shares all that is frozen, and copies what is trained."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
+
+
+def short_names(model: PreTrainedModel) -> list[str]:
+    """Return the shortest names that stand for exactly the adapted layers: their endings, or all names in full."""
+    chosen = set(adapted_layers(model))
+    endings = sorted({name.rpartition(".")[2] for name in chosen})
+    return endings if set(_named(endings, _linear_layers(model))) == chosen else sorted(chosen)
+
+
+def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
+    """Return the names of the layers that some endings of names stand for."""
+    layers = _linear_layers(model)
+    unknown = [name for name in wanted if name != ALL_LINEAR and not _named([name], layers)]
+    if unknown:
+        endings = {name.rpartition(".")[2] for name in layers}
+        known = sorted(endings | set(layers))
+        near = sorted({near for name in unknown for near in difflib.get_close_matches(name, known, n=3, cutoff=0.5)})
+        raise ModelError(
+            f"model.lora.target_modules: {', '.join(map(repr, unknown))} is the name of no linear layer in the decoder "
+            f"of {type(model).__name__}; did you mean {', '.join(near or sorted(endings))}? Others are not adapted"
+        )
+    return layers if ALL_LINEAR in wanted else _named(wanted, layers)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the decoder's linear layers, in the order of the model."""
+    inside = {id(module) for module in model.base_model.modules()}
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside
+        and not name.endswith((".lora_A", ".lora_B"))
+    ]  # fmt: skip
+
+
+def _named(endings: Iterable[str], layers: Sequence[str]) -> list[str]:
+    return [name for name in layers if any(name == ending or name.endswith(f".{ending}") for ending in endings)]

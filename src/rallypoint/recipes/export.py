@@ -1,0 +1,70 @@
+"""A trained model, written as the folder that other tools open."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from rallypoint.checkpoint import MANIFEST
+from rallypoint.data import load_tokenizer
+from rallypoint.errors import CheckpointError, ExportError
+from rallypoint.models import merge_adapters, save_model
+from rallypoint.recipes.use import Trained
+
+_OWN = {MANIFEST, "training", "critic"}
+"""What a checkpoint has besides the model."""
+
+
+def export(trained: Trained, to: Path, *, merge: bool | None) -> None:
+    """Write a whole model, or an adapter in PEFT's format; all of it, or nothing.
+
+    Adapters are merged in float32, and the result is written in the type that the model was trained in (outside of a
+    run: in its own).
+
+    Args:
+        trained: what to export.
+        to: a folder that is empty or not there yet.
+        merge: False for the adapter alone; True for a whole model, as is None.
+
+    Raises:
+        ExportError: the folder is not empty or cannot be written, or there is nothing to export in this form.
+        ModelError: the model cannot be loaded.
+    """
+    _check(trained, to, merge)
+    partial = to.with_name(f".{to.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        if trained.base is None or merge is False:
+            source = Path(trained.path)
+            shutil.copytree(source, partial, ignore=lambda folder, _: _OWN if Path(folder) == source else ())
+        else:
+            _merge(trained, partial)
+        partial.rename(to)  # onto an empty folder too
+    except (OSError, CheckpointError) as error:
+        raise ExportError(f"{to}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check(trained: Trained, to: Path, merge: bool | None) -> None:
+    if to.exists() and not to.is_dir():
+        raise ExportError(f"{to} is a file; expected a folder that is empty or not there yet")
+    if to.is_dir() and any(to.iterdir()):
+        raise ExportError(f"{to} is not empty; name a folder that is empty or not there yet")
+    if trained.base is None and merge is False:
+        raise ExportError(f"{trained.path} has no adapter: it was trained without model.lora; leave out --adapter")
+    if trained.base is None and not (Path(trained.path) / MANIFEST).is_file():
+        raise ExportError(f"{trained.path} is no checkpoint but a model as it is; there is nothing to export")
+
+
+def _merge(trained: Trained, folder: Path) -> None:
+    trust = trained.trusts_remote_code
+    dtype = trained.config.model.dtype if trained.config else None
+    if dtype is None:
+        own = AutoConfig.from_pretrained(trained.model_path, trust_remote_code=trust).dtype
+        dtype = str(own).removeprefix("torch.") if str(own) == "torch.bfloat16" else "float32"
+    save_model(merge_adapters(trained.load(dtype)), folder)
+    load_tokenizer(trained.tokenizer_path, trust_remote_code=trust).save_pretrained(folder)

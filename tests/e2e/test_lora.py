@@ -1,0 +1,91 @@
+"""Runs that train adapters: the same weights however they are carried out, and what is made of them afterwards."""
+
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from rallypoint.cli.main import app
+from rallypoint.recipes.use import find_trained
+
+INLINE, ONE = "cluster.runtime=inline", "cluster.pools={main: [1]}"
+LORA = "model.lora={rank: 4, alpha: 8}"
+
+
+def rally(*arguments):
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"}, prog_name="rally", catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_run_killed_with_9_and_resumed_ends_with_the_same_adapters(runs, weights_of):
+    steps = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 2}")
+    whole = runs.run("whole", LORA, *steps, INLINE, ONE)
+    process = runs.start("train", "digits", *runs.overrides("killed", LORA, *steps, INLINE, ONE))
+    while not list((runs.folder / "killed").glob("checkpoints/step_*/manifest.json")):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    found = weights_of(runs.resume("killed"))
+    assert found == weights_of(whole)
+    names = {"adapter_model.safetensors", "critic/adapter_model.safetensors"}
+    assert set(found) == names | {"training/actor.safetensors", "training/critic.safetensors"}
+
+
+def test_split_roles_and_ranks_on_ray_give_the_same_adapters_as_colocated_ones(runs, weights_of):
+    """On its own pool the rollout role gets adapters only, and the reference loads a model of its own."""
+    colocated = runs.run("colocated", LORA, INLINE, ONE)
+    pools = ("rollout.placement.pool=second", "reference.placement.pool=second")
+    split = runs.run("split", LORA, "cluster.runtime=ray", "cluster.pools={main: [1], second: [1]}", *pools)
+    assert weights_of(colocated) == weights_of(split)
+
+
+@pytest.fixture
+def trained(runs):
+    """A run with adapters that do something: at a high rate."""
+    return runs.run("trained", LORA, INLINE, ONE, "actor.optimizer.lr=0.03")
+
+
+def test_a_trained_adapter_is_used_exported_and_trained_further(runs, trained, tmp_path):
+    how = (str(trained.data / "validation.parquet"), "--temperature", "0", "--max-response-tokens", "5")
+    scored = rally("eval", str(trained.path), *how)
+    assert "AutoModelForCausalLM" in rally("export", str(trained.path), str(tmp_path / "merged"))
+    again = rally("eval", str(tmp_path / "merged"), *how, "--reward", "digits")
+    assert scored.splitlines()[0] == again.splitlines()[0]
+
+    rally("export", str(trained.path), str(tmp_path / "adapter"), "--adapter")
+    model, row = find_trained(str(tmp_path / "adapter")).load().model, torch.tensor([[3, 9, 10, 11, 0]])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(trained.model, attn_implementation="eager")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits, whole, before = (each(row, use_cache=False).logits for each in (model, merged, base))
+    torch.testing.assert_close(whole, logits, rtol=1e-4, atol=1e-5)
+    assert (logits - before).abs().max() > 0.01
+
+    # As a start of another run: at a rate of almost nothing, it ends where it began.
+    further = runs.run(
+        "further",
+        f"model.lora={{path: {tmp_path / 'adapter'}}}",
+        *("model.create=null", f"model.path={trained.model}", "actor.optimizer.lr=1e-12", "trainer.num_steps=1"),
+        *(INLINE, ONE),
+    )
+    first, last = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "adapter", max(further.checkpoints.iterdir()))
+    )
+    assert first.keys() == last.keys()
+    for name, weight in first.items():
+        torch.testing.assert_close(last[name], weight, rtol=0, atol=1e-9)
+
+
+def test_a_run_that_was_moved_still_finds_the_model_that_it_made(runs, trained, tmp_path):
+    moved = trained.path.rename(tmp_path / "moved")
+    assert find_trained(str(moved)).base == str(moved / "model")
+    assert find_trained(str(moved)).load() is not None
