@@ -1,0 +1,147 @@
+"""The parity table: three steps are the same on every mesh, packed and padded, in one micro-batch and in many.
+
+Four processes are started once; `parity_rank.py` is what they run. Run as a program, this file writes docs/parity.md.
+"""
+
+import collections
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.rendezvous import open_rendezvous
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.models import create_model
+from rallypoint.parallel.mesh import AXES
+
+sys.path.insert(0, str(Path(__file__).parent))
+from parity_rank import MESHES, Case, cases
+
+pytestmark = pytest.mark.timeout(600)
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+
+
+def run_all(folder: Path) -> None:
+    """Have four ranks take the steps of every case, and write what each of them got into a folder."""
+    model = folder / "model"
+    create_model(
+        model,
+        make_digits_tokenizer(),
+        architecture="qwen3",
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        tie_embeddings=False,
+        initializer_range=0.3,
+        max_positions=64,
+        seed=0,
+    )
+    with contextlib.ExitStack() as stack:
+        rendezvous = stack.enter_context(open_rendezvous("tcp", "parity"))
+        (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
+        script = Path(__file__).with_name("parity_rank.py")
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(model), str(folder), str(rank)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(4)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        said = [process.communicate(timeout=500)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(said)
+
+
+def error_of(folder: Path, case: Case) -> dict[str, float]:
+    """Return how far a case is from one process with packed rows in one micro-batch, relative to the largest number.
+
+    Under "loss", "grad_norm" and "weights"; ranks that hold copies must hold the same bits.
+    """
+    base = Case("1 process", "packed", "one micro-batch", case.role, case.dtype)
+    expected = safetensors.torch.load_file(folder / f"{base}, 0.safetensors")
+    grid = Mesh({axis: MESHES[case.mesh].get(axis, 1) for axis in AXES})
+    ranks = [safetensors.torch.load_file(folder / f"{case}, {rank}.safetensors") for rank in range(grid.size)]
+    # Each data-parallel part has a loss of its own; its sp and tp peers know the same one.
+    found = {**ranks[0], "loss": torch.stack([ranks[rank]["loss"] for rank in grid.leaders]).sum()}
+    for rank, got in enumerate(ranks):
+        place = grid.coordinates(rank) | {"dp_replicate": 0, "sp": 0}
+        first = next(other for other in range(grid.size) if grid.coordinates(other) == place)
+        copies = [name for name in got if name.startswith("held/")] + ["grad_norm"]
+        assert all(torch.equal(got[name], ranks[first][name]) for name in copies), f"{case}: rank {rank} is no copy"
+    errors: dict[str, float] = collections.defaultdict(float)
+    for name, wanted in expected.items():
+        if name.startswith("held/"):
+            continue
+        kind = name if name in ("loss", "grad_norm") else "weights"
+        errors[kind] = max(errors[kind], float((found[name] - wanted).abs().max() / wanted.abs().max()))
+    return dict(errors)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    run_all(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_loss_gradient_norm_and_weights_after_three_steps_are_those_of_one_process(folder, case):
+    errors = error_of(folder, case)
+    assert errors.keys() == {"loss", "grad_norm", "weights"}
+    assert max(errors.values()) <= TOLERANCES[case.dtype], errors
+
+
+def write_page(folder: Path) -> str:
+    """Return the table as a page: the largest error of loss, gradient norm and weights in each cell."""
+    head = [(rows, cut) for rows in ("packed", "padded") for cut in ("one micro-batch", "many")]
+    lines = [
+        "# Parity",
+        "",
+        *textwrap.wrap(
+            "Three optimizer steps on every device mesh, compared with the same steps in one process with packed rows "
+            "in one micro-batch. A cell is the largest relative difference of the loss, of the gradient norm and of "
+            f"any weight after the third step. Bounds: {TOLERANCES['float64']:.0e} in float64, "
+            f"{TOLERANCES['float32']:.0e} in float32. Tested by `tests/distributed/test_parity.py`, which also writes "
+            "this page: `python tests/distributed/test_parity.py`. Ranks are processes on CPUs, connected by gloo; "
+            "rows are dealt to data-parallel ranks by cost, so that ranks have different numbers of rows and "
+            "micro-batches.",
+            118,
+        ),
+        "",
+    ]
+    for role in ("actor", "critic"):
+        for dtype in TOLERANCES:
+            lines += [
+                f"## {role.capitalize()}, {dtype}",
+                "",
+                "| mesh | " + " | ".join(f"{rows}, {cut}" for rows, cut in head) + " |",
+                "|---|" + "---:|" * len(head),
+            ]
+            for mesh in MESHES:
+                cells = [max(error_of(folder, Case(mesh, rows, cut, role, dtype)).values()) for rows, cut in head]
+                lines.append(f"| {mesh} | " + " | ".join(f"{cell:.1e}" if cell else "0" for cell in cells) + " |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        run_all(Path(name))
+        PAGE.write_text(write_page(Path(name)), encoding="utf-8")
