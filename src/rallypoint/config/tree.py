@@ -153,14 +153,9 @@ class LoRAConfig(Section):
     rank: int = key(32, at_least=1, help="Rows of A and columns of B.")
     alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
     rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
-    target_modules: Names = key(
-        ("all-linear",),
-        help="Layers of the decoder by the end of their names, such as [q_proj]; or all-linear.",
-    )
+    target_modules: Names = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
     init: Literal["kaiming", "gaussian"] = key("kaiming", help="First values of A, as in PEFT; B begins with zeros.")
-    path: str | None = key(
-        None, help="Folder of an adapter that the actor starts from; the other keys are then those of the folder."
-    )
+    path: str | None = key(None, help="Adapter to start the actor from; its folder has the other keys.")
 
 
 class ModelConfig(Section):
@@ -372,10 +367,9 @@ class RunConfig(Section):
     @property
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
-        if self.model.lora is None or self.kl is None or self.actor.sleep:
-            return False
+        wanted = self.model.lora is not None and self.kl is not None and not self.actor.sleep
         alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))
-        return alone and self._lives_with_actor("reference")
+        return wanted and alone and self._lives_with_actor("reference")
 
     def _lives_with_actor(self, role: RoleName) -> bool:
         same_pool = self.roles[role].pool == self.actor.placement.pool
