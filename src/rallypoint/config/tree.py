@@ -367,14 +367,17 @@ class RunConfig(Section):
     @property
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
-        wanted = self.model.lora is not None and self.kl is not None and not self.actor.sleep
         alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))
-        return wanted and alone and self._lives_with_actor("reference")
+        wanted = self.model.lora and self.kl and alone and not self.actor.sleep
+        return bool(wanted) and self._lives_with_actor("reference")
 
     def _lives_with_actor(self, role: RoleName) -> bool:
-        same_pool = self.roles[role].pool == self.actor.placement.pool
         whole = self.actor.mesh.dp_shard == self.actor.mesh.tp == 1
-        return whole and same_pool and self.num_ranks(role) <= self.num_ranks("actor")
+        return (
+            whole
+            and self.roles[role].pool == self.actor.placement.pool
+            and self.num_ranks(role) <= self.num_ranks("actor")
+        )
 
     def num_ranks(self, role: RoleName) -> int:
         """Return how many processes a role has."""
