@@ -16,7 +16,7 @@ from rallypoint.config.fields import Section, key, section
 RoleName = Literal["actor", "rollout", "reference", "critic"]
 Activations = Literal["keep", "checkpoint", "offload"]
 
-# YAML has lists only, so a tuple must be made from one even though all other types are taken strictly.
+# YAML has lists only: a tuple is made from one, though all other types are taken strictly.
 ProcessesPerNode = Annotated[tuple[int, ...], Strict(False)]
 Names = Annotated[
     tuple[str, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
@@ -368,16 +368,12 @@ class RunConfig(Section):
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
         alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))
-        wanted = self.model.lora and self.kl and alone and not self.actor.sleep
-        return bool(wanted) and self._lives_with_actor("reference")
+        wanted = bool(self.model.lora and self.kl) and not self.actor.sleep
+        return wanted and alone and self._lives_with_actor("reference")
 
     def _lives_with_actor(self, role: RoleName) -> bool:
-        whole = self.actor.mesh.dp_shard == self.actor.mesh.tp == 1
-        return (
-            whole
-            and self.roles[role].pool == self.actor.placement.pool
-            and self.num_ranks(role) <= self.num_ranks("actor")
-        )
+        here = self.actor.mesh.dp_shard == self.actor.mesh.tp == 1 and self.roles[role].pool == self.roles["actor"].pool
+        return here and self.num_ranks(role) <= self.num_ranks("actor")
 
     def num_ranks(self, role: RoleName) -> int:
         """Return how many processes a role has."""
