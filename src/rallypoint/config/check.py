@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from rallypoint.config.fields import shown, values_of
+from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, tensor_parallel_misfit
+from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import LoRAConfig, RunConfig, unread_sections
 
@@ -29,6 +32,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _placement(config)
     yield from _mesh(config)
     yield from _sleep(config)
+    yield from _tensor_parallel(config)
     yield from _cluster(config)
     yield from _without_effect(config, origins)
 
@@ -256,6 +260,27 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
                 f"{role}.sleep=true has nothing to gain: no other role takes turns with it on pool {pool!r}; leave it "
                 "at false",
             )
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
+    """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
+    for role, mesh in (
+        ("actor", config.actor.mesh),
+        ("critic", config.critic.mesh),
+        ("reference", config.reference.mesh),
+    ):
+        tp, own_path = mesh.tp, config.critic.path if role == "critic" else None
+        shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
+        if tp == 1 or shape is None or role not in config.roles:
+            continue
+        if shape.model_type not in TENSOR_PARALLEL_FAMILIES:
+            yield Problem(
+                (f"{role}.mesh.tp",),
+                f"{role}.mesh.tp={tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
+                f"those of type {', '.join(TENSOR_PARALLEL_FAMILIES)} can",
+            )
+        elif misfit := tensor_parallel_misfit(tp, shape.shared_by_tensor_parallel_ranks):
+            yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

@@ -115,7 +115,7 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
     final_norm = tokens * shape.hidden_size * (4 + 4 + size)
     at_head = final_norm + (0 if role == "critic" else _head_bytes(config, shape, tokens))
     # Gradients of the MLP's two halves and of the residual stream.
-    at_layer = in_layer + tokens * size * (2 * shape.intermediate_size + 3 * shape.hidden_size)
+    at_layer = in_layer + tokens * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
     return _on_heap(config, kept + max(at_head, at_layer))
 
 

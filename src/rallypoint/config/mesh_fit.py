@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+TENSOR_PARALLEL_FAMILIES = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Types of models that ranks can share by tensor parallelism, as config.json names them."""
 
 
 def tensor_parallel_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
@@ -21,5 +33,8 @@ def tensor_parallel_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
         return None
     common = math.gcd(*sizes.values())
     choices = [str(size) for size in range(1, common + 1) if common % size == 0]
-    listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else "1"
-    return f"{tp} does not divide {' and '.join(left_over)}; choose {listed}"
+    return f"{tp} does not divide {_listed(left_over, 'and')}; choose {_listed(choices, 'or')}"
+
+
+def _listed(items: Sequence[str], word: str) -> str:
+    return f" {word} ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)

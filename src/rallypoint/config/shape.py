@@ -25,14 +25,42 @@ class ModelShape:
     vocab_size: int
     tie_embeddings: bool
     query_key_norm: bool
+    model_type: str = "llama"
+    """The family, as in config.json."""
+    num_sparse_layers: int = 0
+    """Those with a mixture of experts in place of the MLP."""
+    num_experts: int = 0
+    """Of a sparse layer."""
+    num_chosen_experts: int = 0
+    """That a token is sent to."""
+    expert_size: int = 0
+    """The width inside an expert."""
+
+    @property
+    def mlp_size(self) -> int:
+        """Width that a token passes inside the MLP, or inside all of its experts; the mean over the layers."""
+        dense = (self.num_layers - self.num_sparse_layers) * self.intermediate_size
+        return (dense + self.num_sparse_layers * self.num_chosen_experts * self.expert_size) // self.num_layers
+
+    @property
+    def shared_by_tensor_parallel_ranks(self) -> dict[str, int]:
+        """What ranks have an equal number of each -> how many there are."""
+        shared = {"attention heads": self.num_heads, "key/value heads": self.num_key_value_heads}
+        if self.num_sparse_layers:
+            shared["experts"] = self.num_experts
+        if self.num_sparse_layers < self.num_layers:
+            shared["columns of the MLP"] = self.intermediate_size
+        return shared
 
     @property
     def num_backbone_parameters(self) -> int:
-        """Weights of the layers and norms, as in Llama and Qwen3."""
+        """Weights of the layers and norms, as in Llama, Qwen3 and Qwen3-MoE."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value) + (2 * self.head_dim if self.query_key_norm else 0)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+        experts = self.num_experts * self.hidden_size * (3 * self.expert_size + 1)  # with the router
+        mlps = (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * experts
+        return self.num_layers * (attention + 2 * self.hidden_size) + mlps + self.hidden_size
 
     @property
     def num_parameters(self) -> int:
@@ -61,7 +89,7 @@ class ModelShape:
     def attention_cost(self) -> float:
         """Work of one pair of tokens in the attention, where the products with weights of one token are 1."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return 2 * query / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.intermediate_size))
+        return 2 * query / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.mlp_size))
 
     def kept_bytes(self, size: int, num_scores: int) -> int:
         """Return what a layer keeps of a token for the backward pass.
@@ -77,13 +105,13 @@ class ModelShape:
         norms = 2 * (2 * self.hidden_size * size + 4)
         if self.query_key_norm:  # what these return is not kept
             norms += (query + key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
-        return norms + size * (2 * query + 2 * key_value + self.num_heads * num_scores + 4 * self.intermediate_size)
+        return norms + size * (2 * query + 2 * key_value + self.num_heads * num_scores + 4 * self.mlp_size)
 
     def live_bytes(self, size: int, num_scores: int) -> int:
         """Return the most that exists of a token at one time while a layer runs, and keeps nothing."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 3 * (query + 2 * key_value) + 2 * self.num_heads * num_scores
-        return size * (2 * self.hidden_size + max(attention, 3 * self.intermediate_size))
+        return size * (2 * self.hidden_size + max(attention, 3 * self.mlp_size))
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:
@@ -109,6 +137,8 @@ def read_shape(folder: Path) -> ModelShape | None:
             vocab_size=int(values["vocab_size"]),
             tie_embeddings=bool(values.get("tie_word_embeddings", False)),
             query_key_norm="qwen3" in str(values.get("model_type", "")),
+            model_type=str(values.get("model_type", "")),
+            **_read_experts(values),
         )
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
         return None
@@ -122,6 +152,21 @@ def _rank_of(lora: LoRAConfig) -> int:
         return lora.rank
 
 
+def _read_experts(values: dict[str, Any]) -> dict[str, int]:
+    """Read the fields of a mixture of experts as Qwen and transformers name them; nothing for a dense model."""
+    num_experts = values.get("num_experts") or values.get("num_local_experts")
+    if not num_experts:
+        return {}
+    dense, every = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
+    layers = range(int(values["num_hidden_layers"]))
+    return {
+        "num_sparse_layers": sum(layer not in dense and (layer + 1) % every == 0 for layer in layers),
+        "num_experts": int(num_experts),
+        "num_chosen_experts": int(values["num_experts_per_tok"]),
+        "expert_size": int(values["moe_intermediate_size"]),
+    }
+
+
 def _created_shape(made: CreateModelConfig) -> ModelShape:
     return ModelShape(
         num_layers=made.num_layers,
@@ -133,4 +178,5 @@ def _created_shape(made: CreateModelConfig) -> ModelShape:
         vocab_size=_DIGITS_VOCABULARY,
         tie_embeddings=made.tie_embeddings,
         query_key_norm=made.architecture == "qwen3",
+        model_type=made.architecture,
     )

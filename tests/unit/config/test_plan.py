@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig
 
 from rallypoint.config import RunConfig, load_config, make_plan
 from rallypoint.config.plan import attention_cost
@@ -66,6 +66,29 @@ def test_with_adapters_only_they_have_gradients_and_the_reference_shares_the_res
         "critic": 4 * trained,
     }
     assert memory["actor"].optimizer == 2 * 4 * adapters
+
+
+@pytest.mark.parametrize("changes", [{}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}], ids=str)
+def test_the_parameters_of_a_mixture_are_those_of_the_model(here: Path, changes: dict):
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(
+            vocab_size=20,
+            hidden_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=24,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            **changes,
+        )
+    )
+    model.config.save_pretrained(here / "mixture")
+    shape = read_shape(here / "mixture")
+    assert shape.num_parameters == num_parameters(model)
+    assert shape.attention_cost == pytest.approx(flops_of(model).attention_cost, rel=0.05)
 
 
 def test_batches_by_hand(here: Path):

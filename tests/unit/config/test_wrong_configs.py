@@ -27,6 +27,9 @@ async def later(data_source, solution_str, ground_truth, extra_info=None):
 OWN = ("model.create=null", "model.path=model", "data.generate=null", "data.train=good.jsonl")
 OWN = (*OWN, "reward.function=rewards.py:compute_score")
 
+SIZES = '"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8, "vocab_size": 9'
+EXPERTS = '"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 4'
+
 DATA = "data.generate=null reward.function=rewards.py:compute_score"
 
 
@@ -47,6 +50,10 @@ def files(here: Path) -> Path:
         "model/model.safetensors": "",
         "adapter/adapter_config.json": "{}",
         "adapter/adapter_model.safetensors": "",
+        "cohere/config.json": f'{{"model_type": "cohere", {SIZES}}}',
+        "cohere/model.safetensors": "",
+        "mixture/config.json": f'{{"model_type": "qwen3_moe", {SIZES}, {EXPERTS}}}',
+        "mixture/model.safetensors": "",
         "no_weights/config.json": '{"model_type": "llama"}',
         "no_config/model.safetensors": "",
         "no_type/config.json": "{}",
@@ -123,6 +130,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
     # Keys that do not fit together.
     "fit: ranks and bundles": ("actor.placement.num_ranks=3", ("num_ranks=3", "cluster.pools.main=[2] makes 2")),
+    "fit: heads and tensor-parallel ranks": (
+        "cluster.pools.main=[6] actor.mesh.tp=3",
+        ("actor.mesh.tp=3 does not divide 4 attention heads, 2 key/value heads and 256 columns", "choose 1 or 2"),
+    ),
+    "fit: a family without a plan and tensor parallelism": (
+        "model.create=null model.path=cohere actor.mesh.tp=2",
+        ("actor.mesh.tp=2: models of type 'cohere' cannot be shared", "those of type gemma, gemma2,", "qwen3_moe can"),
+    ),
+    "fit: experts and tensor-parallel ranks": (
+        "model.create=null model.path=mixture reference.mesh.tp=2",
+        ("reference.mesh.tp=2 does not divide 9 experts; choose 1",),
+    ),
     "fit: mesh and ranks": (
         "actor.mesh.tp=3",
         ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product is 2"),

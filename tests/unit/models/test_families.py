@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.models import load_policy
@@ -102,5 +103,6 @@ def test_the_logprobs_and_gradients_of_packed_rows_are_those_of_each_row_alone(b
         assert (weight.grad - expected[name]).abs().max() <= 1e-5 * scale, name
 
 
-def test_every_family_is_tested():
+def test_every_family_is_tested_and_known_to_the_config():
     assert {config.model_type for config, _ in CONFIGS.values()} | {"llama"} == set(FAMILIES)
+    assert tuple(sorted(FAMILIES)) == TENSOR_PARALLEL_FAMILIES

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -20,6 +21,7 @@ from transformers import (
 from rallypoint.engine import critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import ModelError
+from rallypoint.models import load_policy, save_model
 from rallypoint.models.agreement import check_agreement
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
@@ -96,10 +98,10 @@ def make_batch(lengths=(5, 1, 12, 7)):
     )
 
 
-def policy_pass(model):
+def policy_pass(model, *sp):
     """Return logprobs and entropies, after a backward pass of a sum in which each has a weight of its own."""
     batch = make_batch()
-    found = policy_outputs(model, batch, trained_positions(batch), temperature=0.8)
+    found = policy_outputs(model, batch, trained_positions(batch), 0.8, *sp)
     weigh = torch.linspace(-1, 1, len(found.logprobs), dtype=found.logprobs.dtype)
     (found.logprobs @ weigh + found.entropy @ weigh.flip(0)).backward()
     return found.logprobs.detach(), found.entropy.detach()
@@ -131,8 +133,10 @@ def assert_cut_equals_whole(on_mesh, whole, one_pass, num_ranks, tolerance):
         outputs = one_pass(model)
         return outputs, cut.parts, gradients_of(model, cut, mesh.tp)
 
-    found = on_mesh(on_rank, tp=num_ranks)
-    expected = one_pass(whole)
+    assert_equal_to_whole(on_mesh(on_rank, tp=num_ranks), whole, one_pass(whole), tolerance)
+
+
+def assert_equal_to_whole(found, whole, expected, tolerance):
     for outputs, parts, gradients in found:
         for actual, wanted in zip(outputs, expected, strict=True):
             torch.testing.assert_close(actual, wanted, **tolerance)
@@ -141,7 +145,6 @@ def assert_cut_equals_whole(on_mesh, whole, one_pass, num_ranks, tolerance):
             scale = float(weight.grad.abs().max())
             error = (gradients[name] - wanted).abs().max()
             assert error <= tolerance["rtol"] * scale, (name, float(error / scale))
-    return found
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -161,6 +164,22 @@ def test_four_ranks_have_the_numbers_and_gradients_of_one(on_mesh, name):
 def test_a_critic_has_the_values_and_gradients_of_one_rank(on_mesh, name):
     whole = make_whole(CONFIGS[name](**SIZES, num_labels=1), factory=AutoModelForTokenClassification)
     assert_cut_equals_whole(on_mesh, whole, critic_pass, 2, TOLERANCES[torch.float64])
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "mistral", "qwen3_moe"])
+def test_ranks_that_share_tokens_and_matrices_have_the_numbers_and_gradients_of_one(on_mesh, name):
+    whole = make_whole(CONFIGS[name](**SIZES))
+
+    def on_rank(mesh):
+        model = copy.deepcopy(whole)
+        cut = cut_model(model, family_of(model.config.model_type), mesh.tp)
+        outputs = policy_pass(model, mesh.sp)
+        gradients = gradients_of(model, cut, mesh.tp)
+        mesh.sp.all_reduce_sum(list(gradients.values()))
+        return outputs, cut.parts, gradients
+
+    found = on_mesh(on_rank, sp=2, tp=2)
+    assert_equal_to_whole(found, whole, policy_pass(whole), TOLERANCES[torch.float64])
 
 
 def test_ranks_have_the_same_bits_of_what_they_compute_together(on_mesh):
@@ -210,6 +229,25 @@ def test_a_model_without_memory_is_cut_like_one_with(on_mesh):
         assert parts[0] == parts[1]
         assert shapes[0] == shapes[1] == {name: part.sizes for name, part in parts[0].parts.items()}
         assert devices == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "llama, with biases", "gemma2", "qwen3_moe, one layer dense"])
+def test_a_folder_is_loaded_in_parts_and_saved_whole(on_mesh, tmp_path, name):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[name](**SIZES)).save_pretrained(tmp_path / "whole")
+    expected = policy_pass(load_policy(str(tmp_path / "whole"), dtype="float32").model)
+
+    def on_rank(mesh):
+        shard = load_policy(str(tmp_path / "whole"), dtype="float32", mesh=mesh)
+        save_model(shard, tmp_path / "again")
+        return policy_pass(shard.model)
+
+    for outputs in on_mesh(on_rank, tp=2):
+        for actual, wanted in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, **TOLERANCES[torch.float32])
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 
 
 def test_one_rank_keeps_the_model_as_it_is():
@@ -264,5 +302,5 @@ def test_a_weight_that_the_plan_does_not_know_is_named(on_mesh):
 
 
 def test_a_family_without_a_plan_is_refused_with_those_that_have_one():
-    with pytest.raises(ModelError, match=f"type cohere cannot be cut.*supported are {', '.join(FAMILIES)}"):
+    with pytest.raises(ModelError, match=f"type 'cohere' cannot be cut.*those of type {', '.join(FAMILIES)} can"):
         family_of("cohere")

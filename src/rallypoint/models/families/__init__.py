@@ -25,7 +25,7 @@ def family_of(model_type: str) -> Family:
     """
     if model_type not in FAMILIES:
         raise ModelError(
-            f"models of type {model_type} cannot be cut over ranks (tp > 1); supported are {', '.join(FAMILIES)}"
+            f"models of type {model_type!r} cannot be cut over ranks (tp > 1); those of type {', '.join(FAMILIES)} can"
         )
     return FAMILIES[model_type]
 
