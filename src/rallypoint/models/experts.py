@@ -47,10 +47,13 @@ def add_up_experts(experts: Experts, states: Tensor, chosen: Tensor, shares: Ten
     repeated = states.unsqueeze(1).expand(-1, num_chosen, -1).reshape(chosen.numel(), -1)
     outs: list[Tensor] = []
     # Unbound, so that the backward pass makes each weight's gradient once, and not once for every expert.
-    matrices = zip(experts.gate_up_proj.unbind(), experts.down_proj.unbind(), strict=True)
-    for tokens, (gate_up, down) in zip(repeated.index_select(0, order).split(counts), matrices, strict=True):
-        gate, up = functional.linear(tokens, gate_up).chunk(2, dim=-1)
-        outs.append(functional.linear(experts.act_fn(gate) * up, down))
+    gate_ups, downs = experts.gate_up_proj.unbind(), experts.down_proj.unbind()
+    # One at least, so that states and weights have gradients where no token is sent here.
+    asked = [expert for expert, count in enumerate(counts) if count] or [0]
+    groups = repeated.index_select(0, order).split([counts[expert] for expert in asked])
+    for expert, tokens in zip(asked, groups, strict=True):
+        gate, up = functional.linear(tokens, gate_ups[expert]).chunk(2, dim=-1)
+        outs.append(functional.linear(experts.act_fn(gate) * up, downs[expert]))
     weighted = torch.cat(outs) * shares.flatten().index_select(0, order).unsqueeze(1)
     return torch.zeros_like(repeated).index_copy(0, order, weighted).view(*chosen.shape, -1).sum(1)
 

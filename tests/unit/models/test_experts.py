@@ -1,0 +1,58 @@
+"""Experts computed in blocks against a loop over tokens: values and gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rallypoint.models.experts import add_up_experts
+
+
+class FourExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 6, 5, generator=generator, dtype=torch.float64))
+        self.down_proj = nn.Parameter(torch.randn(4, 5, 3, generator=generator, dtype=torch.float64))
+        self.act_fn = nn.SiLU()
+
+
+def token_by_token(experts, states, chosen, shares):
+    rows = []
+    for state, of_token, weights in zip(states, chosen.tolist(), shares, strict=True):
+        total = 0.0 * state
+        for expert, weight in zip(of_token, weights, strict=True):
+            if expert < 4:
+                gate, up = (experts.gate_up_proj[expert] @ state).chunk(2)
+                total = total + weight * (experts.down_proj[expert] @ (functional.silu(gate) * up))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[[0, 1], [2, 3], [3, 0]], [[2, 4], [4, 2], [5, 7]], [[4, 5], [6, 7], [5, 4]], [[1, 3], [1, 3], [1, 3]]],
+    ids=["all here", "some elsewhere", "none here", "two of four"],
+)
+def test_experts_give_what_a_loop_over_tokens_gives(chosen):
+    experts, generator = FourExperts(), torch.Generator().manual_seed(1)
+    chosen = torch.tensor(chosen)
+    found = []
+    for function in (add_up_experts, token_by_token):
+        generator.manual_seed(1)
+        states = torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+        shares = torch.rand(3, 2, generator=generator, dtype=torch.float64).requires_grad_()
+        experts.zero_grad()
+        out = function(experts, states, chosen, shares)
+        out.square().sum().backward()
+        leaves = (states, shares, *experts.parameters())
+        found.append([out, *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_that_no_token_is_sent_to_still_has_gradients():
+    experts, states = FourExperts(), torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+    shares = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
+    add_up_experts(experts, states, torch.full((2, 1), 4), shares).sum().backward()
+    assert all(not leaf.grad.any() for leaf in (states, shares, *experts.parameters()))
