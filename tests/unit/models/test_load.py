@@ -1,6 +1,9 @@
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -248,3 +251,154 @@ def test_a_family_without_a_token_classifier_cannot_be_a_critic(tmp_path):
 def test_the_same_seed_creates_the_same_model(make_folder, tmp_path):
     weights = [named_weights(load_policy(make_folder(seed=seed), dtype="float32").model) for seed in (0, 1)]
     assert not torch.equal(weights[0]["lm_head.weight"], weights[1]["lm_head.weight"])
+
+
+def test_buffers_that_no_file_holds_are_those_of_transformers(tmp_path):
+    ropes = (
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 5e5,
+        },
+    )
+    for number, rope in enumerate(ropes):
+        folder = tmp_path / str(number)
+        LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)).save_pretrained(folder)
+        ours = dict(load_policy(str(folder), dtype="bfloat16").model.named_buffers())
+        theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_buffers())
+        assert set(ours) == set(theirs)
+        assert all(buffer.dtype == theirs[name].dtype for name, buffer in ours.items())
+        assert all(torch.equal(buffer, theirs[name]) for name, buffer in ours.items())
+
+
+def test_a_tensor_under_another_name_is_named_beside_the_nearest(folder):
+    def rename(weights):
+        weights["model.layers.1.mlp.up_projection.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+
+    edit_weights(folder, rename)
+    with pytest.raises(ModelError) as raised:
+        load_policy(str(folder), dtype="float32")
+    assert (
+        "missing model.layers.1.mlp.up_proj.weight; the nearest name in the files is "
+        "model.layers.1.mlp.up_projection.weight\n"
+    ) in str(raised.value)
+    assert "not known to the model: model.layers.1.mlp.up_projection.weight in model.safetensors" in str(raised.value)
+
+
+def test_frequencies_of_old_checkpoints_are_ignored(folder):
+    edit_weights(
+        folder, lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    )
+    load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight", "both"])
+def test_a_tied_weight_may_stand_in_the_file_under_any_of_its_names(make_folder, tmp_path, kept):
+    source = make_folder(tie_embeddings=True)
+    shutil.copytree(source, tmp_path / "model")
+
+    def rename(weights):
+        names = ("lm_head.weight", "model.embed_tokens.weight") if kept == "both" else (kept,)
+        weight = weights.pop("model.embed_tokens.weight")
+        weights.update({name: weight.clone() for name in names})
+
+    edit_weights(tmp_path / "model", rename)
+    model, same = (load_policy(str(path), dtype="float32").model for path in (tmp_path / "model", source))
+    assert torch.equal(model.get_parameter("lm_head.weight"), same.get_parameter("lm_head.weight"))
+    assert lm_head(model).weight is model.get_input_embeddings().weight
+
+
+def test_two_tensors_that_should_be_one_but_differ_are_refused(make_folder, tmp_path):
+    shutil.copytree(make_folder(tie_embeddings=True), tmp_path / "model")
+
+    def split(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+
+    edit_weights(tmp_path / "model", split)
+    with pytest.raises(ModelError, match="but they differ: set tie_word_embeddings to false"):
+        load_policy(str(tmp_path / "model"), dtype="float32")
+
+
+def test_quantized_weights_are_refused(folder):
+    def quantize(weights):
+        weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+
+    edit_weights(folder, quantize)
+    with pytest.raises(ModelError, match=r"wrong type model\.norm\.weight: \[16\] of torch\.int8.*may be quantized"):
+        load_policy(str(folder), dtype="float32")
+    edit(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelError, match=r"its weights are quantized \(gptq\)"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.fixture
+def in_files(folder):
+    """A folder of a policy in several files."""
+    save_model(load_policy(str(folder), dtype="float32"), folder / "files", max_file_bytes=6_000)
+    return folder / "files"
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_named(in_files):
+    for number in (2, 4):
+        (in_files / f"model-0000{number}-of-00005.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"names 5 files, of which 2 are missing: model-00002-of-.*, model-00004-of-"):
+        load_policy(str(in_files), dtype="float32")
+
+
+def test_files_of_another_save_than_the_index_are_refused(in_files):
+    first, last = (in_files / f"model-0000{number}-of-00005.safetensors" for number in (1, 5))
+    shutil.move(first, in_files / "kept")
+    shutil.move(last, first)
+    shutil.move(in_files / "kept", last)
+    with pytest.raises(ModelError, match=r"index\.json and its files do not belong together: .* is not in model-00001"):
+        load_policy(str(in_files), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": {"a": 5}}'],
+)
+def test_an_index_that_cannot_be_used_is_refused(in_files, content):
+    (in_files / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json: (cannot be read|expected names)"):
+        load_policy(str(in_files), dtype="float32")
+
+
+def test_defaults_for_sampling_travel_with_the_model(folder, tmp_path):
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true, "eos_token_id": [1, 2]}')
+    save_model(load_policy(str(folder), dtype="float32"), tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["eos_token_id"]) == (0.6, [1, 2])
+
+
+FROM_CACHE = """
+import sys
+from rallypoint.errors import ModelError
+from rallypoint.models import load_policy
+for name in ("someone/single", "someone/files"):
+    print(sum(weight.numel() for weight in load_policy(name, dtype="float32").model.parameters()))
+try:
+    load_policy("someone/nothing", dtype="float32")
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_a_name_on_the_hub_is_found_in_the_cache_as_transformers_finds_it(folder, in_files, tmp_path):
+    for name, source in (("single", folder), ("files", in_files)):
+        kept = tmp_path / "home" / "hub" / f"models--someone--{name}"
+        shutil.copytree(source, kept / "snapshots" / "abc", ignore=shutil.ignore_patterns("files"))
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("abc")
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", FROM_CACHE]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    single, files, error = done.stdout.split("\n", 2)
+    assert int(single) == int(files) > 0
+    assert error.startswith("someone/nothing: ")

@@ -1,0 +1,181 @@
+"""Models written tensor by tensor, and put together again from the parts of several ranks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rallypoint.errors import CheckpointError
+from rallypoint.models import Part, load_policy, save_model, save_tensors
+from rallypoint.parallel import DeviceMesh
+
+SOLO = DeviceMesh.solo()
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """A folder of a small mixture of experts, whose experts are one tensor in memory and many in the file."""
+    config = Qwen3MoeConfig(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+def assert_same_folder(one, other):
+    """Same files, same tensors under the same names and types, same configs to the letter."""
+    for name in ("config.json", "generation_config.json"):
+        assert (one / name).read_text() == (other / name).read_text()
+    left, right = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (one, other))
+    assert set(left) == set(right)
+    assert all(left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left)
+
+
+def test_tensors_of_all_types_are_read_back_by_the_library_of_the_format(tmp_path):
+    dtypes = (torch.bool, torch.bfloat16, torch.float64, torch.int64, torch.float32, torch.int8)
+    tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in dtypes}
+    tensors |= {"a number": torch.tensor(3.5), "nothing": torch.empty(0, 4), "turned": torch.randn(4, 6).T}
+    parts = {name: Part.whole(tensor.shape) for name, tensor in tensors.items()}
+    save_tensors(tmp_path / "file", tensors, parts, SOLO)
+    read = safetensors.torch.load_file(tmp_path / "file")
+    assert {name: tensor.dtype for name, tensor in read.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.items())
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
+def test_a_folder_is_what_transformers_writes(make_folder, tmp_path, tie_embeddings):
+    source = make_folder(tie_embeddings=tie_embeddings)
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "theirs")
+    save_model(load_policy(source, dtype="float32"), tmp_path / "ours")
+    assert_same_folder(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_experts_are_joined_when_they_are_read_and_come_apart_when_they_are_written(mixture, tmp_path):
+    shard = load_policy(str(mixture), dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(mixture)
+    for name, weight in theirs.named_parameters():
+        assert torch.equal(shard.model.get_parameter(name), weight), name
+    save_model(shard, tmp_path / "ours")
+    assert_same_folder(tmp_path / "ours", mixture)
+
+
+def test_a_model_of_several_files_has_an_index_and_opens_in_transformers(make_folder, tmp_path):
+    shard = load_policy(make_folder(), dtype="float32")
+    save_model(shard, tmp_path / "ours", max_file_bytes=6_000)
+    files = sorted((tmp_path / "ours").glob("*.safetensors"))
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert [file.name for file in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, 6)]
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in shard.model.parameters())
+    for file in files:
+        held = safetensors.torch.load_file(file)
+        assert sum(tensor.nbytes for tensor in held.values()) <= 6_000
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(held)
+    for again in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours"),
+        load_policy(str(tmp_path / "ours"), dtype="float32").model,
+    ):
+        assert all(torch.equal(again.get_parameter(name), weight) for name, weight in shard.model.named_parameters())
+
+
+MESHES = [{"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"sp": 2, "tp": 2}]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_tensors_in_parts_are_written_whole(on_mesh, tmp_path, sizes):
+    whole = {
+        "by rows": torch.randn(8, 6),
+        "by columns": torch.randn(6, 8).bfloat16(),
+        "fewer rows than ranks": torch.randn(1, 4).double(),
+        "whole": torch.randn(5),
+        "step": torch.tensor(7.0),
+    }
+
+    def cut(name, mesh):
+        part = Part.whole(whole[name].shape)
+        if name in ("step", "whole"):
+            return part
+        if name != "fewer rows than ranks":
+            part = part.cut(name == "by columns", mesh.tp.rank, mesh.tp.size)
+        rows = -(-part.sizes[0] // mesh.shard.size)
+        first, last = (min(part.sizes[0], place * rows) for place in (mesh.shard.rank, mesh.shard.rank + 1))
+        return part.rows(first, last)
+
+    def save(mesh):
+        parts = {name: cut(name, mesh) for name in whole}
+        held = {name: whole[name][part.within(Part.whole(part.shape))] for name, part in parts.items()}
+        save_tensors(tmp_path / "file", held, parts, mesh)
+
+    on_mesh(save, **sizes)
+    read = safetensors.torch.load_file(tmp_path / "file")
+    assert all(torch.equal(read.pop(name), tensor) for name, tensor in whole.items())
+    assert not read
+
+
+def test_two_ranks_load_their_parts_of_a_model_and_write_the_folder_that_one_would(on_mesh, mixture, tmp_path):
+    whole = load_policy(str(mixture), dtype="float32").model
+
+    def load_and_save(mesh):
+        shard = load_policy(str(mixture), dtype="float32", mesh=mesh)
+        for name, part in shard.parts.items():
+            expected = whole.get_parameter(name)[part.within(Part.whole(part.shape))]
+            assert torch.equal(shard.tensors()[name], expected), name
+        save_model(shard, tmp_path / "ours")
+        return sum(part.num_elements for part in shard.parts.values())
+
+    num_held = on_mesh(load_and_save, tp=2)
+    assert max(num_held) < 0.6 * sum(weight.numel() for weight in whole.parameters())
+    assert_same_folder(tmp_path / "ours", mixture)
+
+
+def test_a_rank_that_cannot_write_says_so_and_leaves_no_other_waiting(on_mesh, mixture, tmp_path):
+    (tmp_path / "file").touch()
+
+    def save(mesh):
+        try:
+            save_model(load_policy(str(mixture), dtype="float32", mesh=mesh), tmp_path / "file" / "folder")
+        except CheckpointError as error:
+            return str(error)
+        return "written"
+
+    said = on_mesh(save, tp=2)
+    assert "cannot be written" in said[0]
+    assert said[1] == "written"
+
+
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+from rallypoint.errors import CheckpointError
+from rallypoint.models import Part, save_tensors
+from rallypoint.parallel import DeviceMesh
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+tensors = {name: torch.zeros(10_000) for name in "abc"}
+parts = {name: Part.whole([10_000]) for name in "abc"}
+try:
+    save_tensors(Path(sys.argv[1]), tensors, parts, DeviceMesh.solo())
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_said_and_nothing_partial_stays(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path / "state.safetensors")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "state.safetensors: cannot be written: File too large; nothing partial is left" in done.stdout
+    assert list(tmp_path.iterdir()) == []
