@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rallypoint.config import CreateModelConfig, RunConfig
 from rallypoint.data import (
@@ -83,17 +83,26 @@ def check_model(
         model = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path}: transformers cannot read config.json: {error}") from error
-    vocab_size = getattr(model, "vocab_size", None)
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ModelError(
-            f"{model_path}: the tokenizer has {len(tokenizer)} ids, but the embedding only {vocab_size} rows; "
-            "use the tokenizer that the model was trained with"
-        )
+    check_vocabulary(model_path, tokenizer, model)
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and max_row_tokens > longest:
         raise ModelError(
             f"{model_path}: supports rows of {longest} tokens, but data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {max_row_tokens}; lower one of them"
+        )
+
+
+def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
+    """Refuse a tokenizer with ids that the model's embedding lacks.
+
+    Raises:
+        ModelError: there are such ids; both numbers are named.
+    """
+    vocab_size = getattr(model, "vocab_size", None)
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"{model_path}: the tokenizer has {len(tokenizer)} ids, but the embedding only {vocab_size} rows; "
+            "use the tokenizer that the model was trained with"
         )
 
 

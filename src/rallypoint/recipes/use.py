@@ -17,7 +17,7 @@ from rallypoint.environments.scoring import RewardFailure, Scored, score_rollout
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.models import ModelShard, is_adapter, load_policy, open_adapter
-from rallypoint.recipes.material import stop_tokens
+from rallypoint.recipes.material import check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
@@ -142,7 +142,7 @@ def evaluate(
     examples = load_dataset(data)[:max_prompts]
     tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
     encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
-    engine = _engine(trained)
+    engine = _engine(trained, tokenizer)
     usual = config.rollout.max_response_tokens if config else 512
     limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
     params = _params(trained, tokenizer, temperature, num_samples, limit, seed)
@@ -206,7 +206,7 @@ class Conversation:
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
-        self._engine = _engine(trained)
+        self._engine = _engine(trained, self._tokenizer)
         self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
         self._max_positions = self._engine.max_request_tokens
         self._messages: list[dict[str, str]] = []
@@ -246,9 +246,11 @@ class Conversation:
         self._messages.clear()
 
 
-def _engine(trained: Trained) -> NativeEngine:
+def _engine(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
-    return NativeEngine(trained.load().model, max_rows=rows)
+    model = trained.load().model
+    check_vocabulary(trained.path, tokenizer, model.config)
+    return NativeEngine(model, max_rows=rows)
 
 
 def _params(
