@@ -14,6 +14,7 @@ import math
 import os
 import stat
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,8 +111,9 @@ class TensorFiles:
             ModelError: the disk fails, or a file has become shorter.
         """
         in_order = sorted(reads, key=lambda read: (self.entries[read.name].path, self.entries[read.name].start))
+        buffer = _Buffer()
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as readers:
-            for _ in readers.map(self._read, in_order):
+            for _ in readers.map(lambda read: self._read(read, buffer), in_order):
                 pass
 
     def equal(self, one: str, other: str) -> bool:
@@ -132,13 +134,13 @@ class TensorFiles:
                 return False
         return True
 
-    def _read(self, read: Read) -> None:
+    def _read(self, read: Read, buffer: _Buffer) -> None:
         entry, part = self.entries[read.name], read.part
         assert math.prod(part.shape) == math.prod(entry.shape), f"{read.name}: {part} of {entry.shape}"
         assert tuple(read.into.shape) == part.sizes, f"{read.name}: {part} into {tuple(read.into.shape)}"
         if not part.num_elements:
             return
-        file = _Reader(self._files[entry.path], entry)
+        file = _Reader(self._files[entry.path], entry, buffer)
         try:
             with torch.no_grad():
                 file.read(entry.start, part.shape, list(zip(part.starts, part.sizes, strict=True)), read.into)
@@ -157,11 +159,20 @@ class TensorFiles:
         self.close()
 
 
+class _Buffer(threading.local):
+    """Memory of a thread for what is converted or cut on its way, made once: the allocator keeps what is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+
 class _Reader:
     """Reads from one tensor in a file."""
 
-    def __init__(self, file: int, entry: Entry) -> None:
+    def __init__(self, file: int, entry: Entry, buffer: _Buffer) -> None:
         self._file, self._dtype, self._size = file, entry.dtype, entry.dtype.itemsize
+        self._buffer = buffer
 
     def read(self, start: int, shape: Sequence[int], window: list[tuple[int, int]], into: Tensor) -> None:
         """Read a window, (start, size) of each dimension, of a row-major block that begins at byte `start`."""
@@ -185,7 +196,7 @@ class _Reader:
             self._fill(start, into)
             return
         step = CHUNK_BYTES // self._size
-        buffer = torch.empty(min(step, len(into)), dtype=self._dtype)
+        buffer = self._buffer.memory.view(self._dtype)
         for begin in range(0, len(into), step):
             chunk = into[begin : begin + step]
             self._fill(start + begin * self._size, buffer[: len(chunk)])
@@ -193,9 +204,9 @@ class _Reader:
 
     def _band(self, start: int, row: int, shape: Sequence[int], window: list[tuple[int, int]], into: Tensor) -> None:
         """Read short stretches of rows together with what lies between: fewer and longer reads."""
-        step = max(1, CHUNK_BYTES // row)
+        step = CHUNK_BYTES // row
         inside = (slice(None), *(slice(first, first + size) for first, size in window))
-        buffer = torch.empty((min(step, len(into)), *shape), dtype=self._dtype)
+        buffer = self._buffer.memory.view(self._dtype)[: step * row // self._size].view(step, *shape)
         for begin in range(0, len(into), step):
             rows = into[begin : begin + step]
             self._fill(start + begin * row, buffer[: len(rows)])
