@@ -21,7 +21,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, tensor: TensorParts | 
         mesh: the ranks.
         tensor: what tensor parallelism has left of it.
     """
-    layers = list(cast("nn.ModuleList", model.base_model.layers))
+    # A family that is not sharded may name its layers otherwise.
+    layers = list(cast("nn.ModuleList", model.base_model.layers)) if mesh.shard.size > 1 else []
     cuts = TensorCuts()
     if tensor is not None:
         cuts = TensorCuts({name for name, part in tensor.parts.items() if not part.is_whole}, tensor.summed)
