@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassificat
 
 from rallypoint.cluster import Mesh
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
-from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, shard_model, shard_parts
+from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, save_tensors, shard_model, shard_parts
 from rallypoint.models.families import FAMILIES
 from rallypoint.models.tensor_parallel import cut_model
 from rallypoint.parallel import DeviceMesh
@@ -137,15 +137,20 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
     return tensors | {name: torch.tensor(n, dtype=torch.float64) for name, n in numbers.items()} | {"outputs": values}
 
 
-def load_and_save(mesh, model_folder, batch, rows, into):
-    """Two steps of a model whose parts are read from a file; the whole of it is written again."""
-    shard = load_policy(model_folder, dtype="float64", mesh=mesh)
+def load_and_save(mesh, model_folder, batch, rows, into, dtype="float64"):
+    """Two steps of a model whose parts are read from a file; the whole of it is written again, with its masters."""
+    shard = load_policy(model_folder, dtype=dtype, mesh=mesh)
     engine = Engine(shard, optimizer=CONFIG, max_tokens_per_micro_batch=40)
     part = batch.rows(rows)
     for step in (1, 2):
         loss = loss_of(engine.model, mesh)
         engine.train(part, loss, denominator=batch.num_loss_tokens, step=step, num_steps=2)
     save_model(shard, into)
+    assert engine.optimizer is not None
+    state = optimizer_tensors(engine.weights, engine.optimizer)
+    masters = {name.removesuffix("/master"): tensor for name, tensor in state.items() if name.endswith("/master")}
+    save_tensors(into / "masters", masters, {name: shard.parts[name] for name in masters}, mesh)
+    restore_optimizer(engine.weights, engine.optimizer, state)
 
 
 def fail_in_turn(mesh, batch, rows):
@@ -206,6 +211,7 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
     if rank < 3:
         mesh = DeviceMesh.connect(rendezvous, "files", rank, {"dp_shard": 3}, timeout_s=120)
         load_and_save(mesh, model_folder, batch, THREE[rank], folder / "of three")
+        load_and_save(mesh, model_folder, batch, THREE[rank], folder / "in half precision", "bfloat16")
         if rank == 0:
             load_and_save(DeviceMesh.solo(), model_folder, batch, list(range(len(batch))), folder / "of one")
         mesh = DeviceMesh.connect(rendezvous, "failures", rank, {"dp_shard": 3}, timeout_s=60)

@@ -149,6 +149,17 @@ def test_a_model_that_is_read_in_parts_is_written_whole(outcomes):
     assert AutoModelForCausalLM.from_pretrained(outcomes / "of three").dtype == torch.float64
 
 
+def test_what_is_written_of_a_model_in_half_precision_is_its_masters_and_the_masters_rounded(outcomes):
+    weights = safetensors.torch.load_file(outcomes / "in half precision" / "model.safetensors")
+    masters = safetensors.torch.load_file(outcomes / "in half precision" / "masters")
+    assert weights.keys() == masters.keys()
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), weights[name])
+    assert any(not torch.equal(master, weights[name].float()) for name, master in masters.items())
+    assert not safetensors.torch.load_file(outcomes / "of three" / "masters")
+
+
 def test_a_failure_of_one_rank_is_raised_by_all_of_them(outcomes):
     said = [json.loads((outcomes / f"failures seen by {rank}.json").read_text()) for rank in range(3)]
     assert said == [

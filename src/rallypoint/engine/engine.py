@@ -61,7 +61,8 @@ class Engine(Generic[BatchT]):
         if optimizer is None:
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
-        self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer)
+        are_masters = self._sharding.half is not None
+        self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer, are_masters=are_masters)
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick

@@ -57,14 +57,16 @@ class AdamW(torch.optim.AdamW):
     tensor([0.9961], dtype=torch.bfloat16, requires_grad=True))
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], *, are_masters: bool = False, **options: Any) -> None:
         """Take weights over: from now on the gradients of those of half precision go to their masters.
 
         Args:
             groups: as torch has them, of the model's weights.
+            are_masters: whether these are the masters already, of a model that computes in half precision.
             **options: torch's own.
         """
         groups = list(groups)
+        self._are_masters = are_masters
         self._masters: dict[Tensor, nn.Parameter] = {}
         for weight in (weight for group in groups for weight in group["params"]):
             if torch.finfo(weight.dtype).bits < 32:
@@ -86,6 +88,10 @@ class AdamW(torch.optim.AdamW):
     def master(self, weight: Tensor) -> Tensor:
         """Return what is stepped for a weight: the weight itself, unless it is of half precision."""
         return self._masters.get(weight, weight)
+
+    def has_master(self, weight: Tensor) -> bool:
+        """Return whether the model computes with less than what is stepped."""
+        return self._are_masters or weight in self._masters
 
     def step(self, closure: None = None) -> None:
         """Step the masters, and round them into the weights."""
@@ -116,7 +122,7 @@ def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     return move
 
 
-def make_optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> AdamW:
+def make_optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig, *, are_masters: bool = False) -> AdamW:
     """Return AdamW over those weights that are trained; decay is for matrices only, as is usual."""
     trained = [weight for weight in weights.values() if weight.requires_grad]
     groups = [
@@ -129,6 +135,7 @@ def make_optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> Ad
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=True,
+        are_masters=are_masters,
     )
 
 
@@ -142,7 +149,7 @@ def optimizer_tensors(weights: Mapping[str, Tensor], optimizer: AdamW) -> dict[s
         master = optimizer.master(weight)
         state = optimizer.state.get(master, {})
         tensors |= {f"{name}/{what}": value for what, value in state.items()}
-        if state and master is not weight:
+        if state and optimizer.has_master(weight):
             tensors[f"{name}/{_MASTER}"] = master.detach()
     return tensors
 
@@ -156,7 +163,7 @@ def restore_optimizer(weights: Mapping[str, Tensor], optimizer: AdamW, tensors: 
     weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
     expected: dict[str, torch.Size] = {}
     for name, weight in weights.items():
-        whole = ("exp_avg", "exp_avg_sq", *((_MASTER,) if optimizer.master(weight) is not weight else ()))
+        whole = ("exp_avg", "exp_avg_sq", *((_MASTER,) if optimizer.has_master(weight) else ()))
         expected |= {f"{name}/step": torch.Size(()), **{f"{name}/{what}": weight.shape for what in whole}}
     wrong = [
         *(f"unknown {name}" for name in sorted(set(tensors) - set(expected))),

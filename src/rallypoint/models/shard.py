@@ -65,6 +65,13 @@ class ModelShard:
         found = dict(saved_tensors(self.model))
         return {name: held(found[name]) for name in self.parts}
 
+    def rounded(self) -> dict[str, Tensor]:
+        """Return `tensors` in the precision of the model: what is published and written, also of masters."""
+        if (half := self.sharding.half) is None:
+            return self.tensors()
+        weights = {name for name, _ in self.model.named_parameters()}
+        return {name: tensor.to(half) if name in weights else tensor for name, tensor in self.tensors().items()}
+
 
 def build(
     config: PreTrainedConfig,

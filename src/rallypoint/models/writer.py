@@ -54,7 +54,7 @@ def save_model(shard: ModelShard, folder: Path, *, max_file_bytes: int = MAX_FIL
     Raises:
         CheckpointError: the disk is full or not writable; no partial file stays behind.
     """
-    tensors = shard.tensors()
+    tensors = shard.rounded()
     specs = {
         piece.tensor: Spec(tensors[name].dtype, piece.stored_shape)
         for name, part in shard.parts.items()

@@ -65,9 +65,12 @@ class ShardedRoot(nn.Module):
         """
         super().__init__()
         self.model, self._group = model, group
+        self.half_dtype: torch.dtype | None = None
+        """What the model computes in, where its weights here are the masters of that."""
         policy = MixedPrecisionPolicy()
         dtype = next(model.parameters()).dtype
         if torch.finfo(dtype).bits < 32 and any(weight.requires_grad for weight in model.parameters()):
+            self.half_dtype = dtype
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             for weight in model.parameters():
                 weight.data = weight.data.float()

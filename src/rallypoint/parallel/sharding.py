@@ -74,6 +74,11 @@ class Sharding:
         """Whether a pass needs other ranks, so that each has to make as many."""
         return self._root is not None
 
+    @property
+    def half(self) -> torch.dtype | None:
+        """The precision that the model computes in, where `weights` are float32 masters of that; None where not."""
+        return None if self._root is None else self._root.half_dtype
+
     def agree(self, num_passes: int | None) -> int:
         """Return the most passes that any of the ranks that share them has to make; None says that this one failed.
 

@@ -55,7 +55,8 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     @in_turn()
     def snapshot(self, version: int) -> Snapshot | None:
         """Copy what is trained, whole, for roles in other processes: the first rank has it, the others give parts."""
-        shard, trained = self.engine.shard, self.engine.shard.trained()
+        shard, rounded = self.engine.shard, self.engine.shard.rounded()
+        trained = {name: rounded[name] for name in shard.trained()}
         snapshot = take(version, dict(gather(trained, {name: shard.parts[name] for name in trained}, shard.mesh)))
         return snapshot if shard.mesh.rank == 0 else None
 
