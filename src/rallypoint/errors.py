@@ -79,6 +79,24 @@ class GenerationError(RallyError, RuntimeError):
     """An engine that samples has failed or was closed; its requests are lost."""
 
 
+class ServingError(RallyError, RuntimeError):
+    """The endpoint cannot be started, or has ended by itself: the port, the key or the package is named."""
+
+
+class EndpointError(RallyError, ValueError):
+    """A request to the endpoint is refused, with an HTTP status; the field and what is expected of it are named."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), self.args, self.__dict__)
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class NotFiniteError(RallyError, ArithmeticError):
     """A loss or gradient is NaN or infinite; training would only spread it."""
 

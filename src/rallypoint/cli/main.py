@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -127,6 +127,51 @@ def export(
     from rallypoint.cli.use import export as run_export
 
     run_export(checkpoint, to, merge=merge)
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's own needs a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="RALLYPOINT_API_KEY", help="Callers must have it; may be given several times."),
+    ] = None,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Responses under way at once; beyond: 429.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond: 413.")] = 4 * 2**20,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="By default as in training, or float32.")
+    ] = None,
+    cache_tokens: Annotated[
+        int, typer.Option(min=64, help="Prompts and responses at once; decides the memory for keys and values.")
+    ] = 65_536,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The same bits in any company, as rollout.exact; several times slower.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
+    grace_s: Annotated[float, typer.Option(min=0.0, help="Time for requests under way to end at a Ctrl-C.")] = 30.0,
+) -> None:
+    """Answer over HTTP, as OpenAI's chat and completions API does."""
+    from rallypoint.cli.serve import serve as run_server
+
+    run_server(
+        checkpoint,
+        host=host,
+        port=port,
+        keys=tuple(api_key or ()),
+        max_concurrency=max_concurrency,
+        max_body_bytes=max_body_bytes,
+        dtype=dtype,
+        cache_tokens=cache_tokens,
+        exact=exact,
+        follow=follow,
+        grace_s=grace_s,
+    )
 
 
 def _version(show: bool) -> None:

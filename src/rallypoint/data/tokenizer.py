@@ -70,8 +70,15 @@ def make_digits_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    folder: str | Path, *, trust_remote_code: bool = False, for_chat: bool = True
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, or of a model on the Hugging Face hub when no such folder exists.
+
+    Args:
+        folder: path or name.
+        trust_remote_code: whether Python code in the folder may run.
+        for_chat: whether a chat template is needed.
 
     Raises:
         ModelError: it cannot be loaded, or lacks a chat template or an end-of-sequence token.
@@ -95,7 +102,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
     config_file = f"{where}/tokenizer_config.json"
     if len(tokenizer) == 0 or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(f"{where}: the tokenizer has no vocabulary; save the model's own with save_pretrained")
-    if tokenizer.chat_template is None:
+    if for_chat and tokenizer.chat_template is None:
         raise ModelError(
             f"{where}: the tokenizer has no chat template, as is usual for base models; put a chat_template.jinja "
             f"beside tokenizer.json, or the key 'chat_template' into {config_file}"

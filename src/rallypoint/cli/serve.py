@@ -1,0 +1,64 @@
+"""`rally serve`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from rich.console import Console
+
+from rallypoint.errors import ServingError
+from rallypoint.recipes.use import find_trained
+
+
+def serve(
+    checkpoint: str,
+    *,
+    host: str,
+    port: int,
+    keys: tuple[str, ...],
+    max_concurrency: int,
+    max_body_bytes: int,
+    dtype: str | None,
+    cache_tokens: int,
+    exact: bool,
+    follow: bool,
+    grace_s: float,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, a second of which ends at once what is under way."""
+    try:
+        from rallypoint.recipes.serve import Options, Serving
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ServingError(f"rally serve needs {error.name}: pip install 'rallypoint[serve]'") from None
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    events: SimpleQueue[str] = SimpleQueue()  # unlike locks it may be used in a signal's handler
+    options = Options(
+        host=host,
+        port=port,
+        keys=keys,
+        max_concurrency=max_concurrency,
+        max_body_bytes=max_body_bytes,
+        dtype=dtype,
+        cache_tokens=cache_tokens,
+        exact=exact,
+        follow=follow,
+        grace_s=grace_s,
+    )
+    trained = find_trained(checkpoint)
+    with Serving(trained, options, say=console.print, on_end=lambda: events.put("ended")) as serving:
+        _on_signals(lambda number: events.put(signal.Signals(number).name))
+        console.print(serving.describe())
+        event = events.get()
+        if event == "ended":
+            raise ServingError("the server has ended by itself; what is printed above says why")
+        console.print(f"{event}: {serving.num_running} responses under way have {grace_s:g} s to end")
+        _on_signals(lambda _: serving.give_up())
+
+
+def _on_signals(do: Callable[[int], None]) -> None:
+    """Do something when the end is asked for; the handlers of before are lost."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: do(number))

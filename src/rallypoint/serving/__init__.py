@@ -1,0 +1,12 @@
+"""An endpoint: OpenAI's API in front of any engine that samples.
+
+Owns: HTTP in, answers out. Must not know: which engine answers, where its weights come from. Needs the extra `serve`.
+"""
+
+from rallypoint.serving.answering import Model
+from rallypoint.serving.app import Access, make_app
+from rallypoint.serving.bridge import Bridge
+from rallypoint.serving.codec import Codec
+from rallypoint.serving.server import Server, bind, is_loopback
+
+__all__ = ["Access", "Bridge", "Codec", "Model", "Server", "bind", "is_loopback", "make_app"]

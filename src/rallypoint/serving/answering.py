@@ -1,0 +1,231 @@
+"""From the body of a request to that of its answer, or to a stream of events.
+
+Owns: what happens between the two, and that it ends when the client goes. Must not know: routes, keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Generic
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Call
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rallypoint.errors import EndpointError, RallyError
+from rallypoint.generation import GenerationEngine, Piece, Request, SamplingParams
+from rallypoint.serving.answers import JSON, Shape, error_body
+from rallypoint.serving.asked import Asked, AskedT, ChatAsked, CompletionAsked, read_asked
+from rallypoint.serving.bridge import Bridge
+from rallypoint.serving.choice import Choice
+from rallypoint.serving.codec import Codec, TokenIds
+
+_BODY_TIMEOUT_S = 60.0
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # some proxies collect events otherwise
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What answers."""
+
+    name: str
+    """Under which clients ask for it."""
+    engine: GenerationEngine
+    """For its version and limits only; requests go over the bridge."""
+    bridge: Bridge
+    codec: Codec
+    stop_tokens: tuple[int, ...]
+    """Each of them ends a response."""
+
+    def check_name(self, name: str | None) -> None:
+        """Compare the model that a client names with this one.
+
+        Raises:
+            EndpointError: it is another one.
+        """
+        if name not in (None, self.name):
+            message = f"model {name!r} is not served here, only {self.name!r}"
+            raise EndpointError(404, message, param="model", code="model_not_found")
+
+
+class Answering(Generic[AskedT]):
+    """One of the two routes that sample, as an ASGI application."""
+
+    def __init__(self, model: Model, kind: type[AskedT], *, max_body_bytes: int) -> None:
+        self._model, self._kind, self._max_body_bytes = model, kind, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a request, sample, and answer, unless the client goes before."""
+        with contextlib.suppress(ClientDisconnect):
+            asked = read_asked(self._kind, await _read_body(Call(scope, receive), self._max_body_bytes))
+            await _while_connected(receive, self._answer(asked, scope, receive, send))
+
+    async def _answer(self, asked: AskedT, scope: Scope, receive: Receive, send: Send) -> None:
+        shape, requests = await self._plan(asked)
+        choices = [Choice(index, request.params, self._model.codec.decode) for index, request in enumerate(requests)]
+        with self._model.bridge.ask(requests) as pieces:
+            if asked.stream:
+                await _stream(send, shape, choices, pieces)
+                return
+            collected: list[list[Piece]] = [[] for _ in choices]
+            async for batch in pieces:
+                for index, piece in batch:
+                    collected[index].append(piece)
+        deltas = [choice.add(own) for choice, own in zip(choices, collected, strict=True)]
+        await respond(shape.whole(deltas))(scope, receive, send)
+
+    async def _plan(self, asked: AskedT) -> tuple[Shape, list[Request]]:
+        """Return the shape of the answer, and a request for each choice."""
+        model = self._model
+        model.check_name(asked.model)
+        model.bridge.check_room(asked.n * (len(asked.prompts) if isinstance(asked, CompletionAsked) else 1))
+        prompts = await _encode(asked, model.codec)
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        requests: list[Request] = []
+        for index, tokens in enumerate(prompts):
+            params = SamplingParams(
+                max_new_tokens=_limit(asked, len(tokens), model.engine.max_request_tokens),
+                temperature=asked.temperature,
+                seed=seed,
+                stop_tokens=model.stop_tokens,
+                stop_strings=asked.stop_strings,
+                top_k=asked.top_k if asked.top_k > 0 else None,
+                top_p=asked.top_p,
+                min_p=asked.min_p,
+                repetition_penalty=asked.repetition_penalty,
+            )
+            requests += [
+                Request(tokens=tokens, params=params, prompt_index=index, sample_index=sample, streamed=asked.stream)
+                for sample in range(asked.n)
+            ]
+        shape = Shape(
+            kind="chat" if isinstance(asked, ChatAsked) else "text",
+            model=model.name,
+            prompts=prompts,
+            num_samples=asked.n,
+            has_logprobs=asked.wants_logprobs,
+            has_token_ids=asked.return_token_ids,
+            has_usage=asked.stream_options.include_usage,
+            token_text=model.codec.token_text,
+        )
+        return shape, requests
+
+
+def respond(body: JSON, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response with a JSON body."""
+    return Response(_dump(body), status, headers, media_type="application/json")
+
+
+async def _read_body(call: Call, max_bytes: int) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        EndpointError: it is too large, of another type, or does not arrive.
+        ClientDisconnect: the client has gone.
+    """
+    # A page in a browser can send other types anywhere, without asking first.
+    kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise EndpointError(415, f"expected the header 'Content-Type: application/json', found {kind!r}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for part in call.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise EndpointError(413, f"the body has more than {max_bytes:,} bytes")
+    except TimeoutError:
+        raise EndpointError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from None
+    return bytes(body)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Do something, and give it up when the client goes."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _encode(asked: Asked, codec: Codec) -> tuple[TokenIds, ...]:
+    if isinstance(asked, ChatAsked):
+        return (await codec.encode_chat([(message.role, message.text) for message in asked.messages]),)
+    assert isinstance(asked, CompletionAsked), "there are two kinds"
+    return tuple([await codec.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in asked.prompts])
+
+
+def _limit(asked: Asked, num_prompt_tokens: int, max_request_tokens: int) -> int:
+    """Return how many tokens the responses to a prompt may have.
+
+    Raises:
+        EndpointError: there is no room for as many as are asked for.
+    """
+    room = max_request_tokens - num_prompt_tokens
+    wanted = room if asked.limit is None else asked.limit
+    if not 1 <= wanted <= room:
+        raise EndpointError(
+            400,
+            f"the prompt has {num_prompt_tokens} tokens and the answer may have {max(wanted, 1)}, but both may "
+            f"have {max_request_tokens} together",
+            param="messages" if isinstance(asked, ChatAsked) else "prompt",
+            code="context_length_exceeded",
+        )
+    return wanted
+
+
+async def _stream(
+    send: Send, shape: Shape, choices: Sequence[Choice], pieces: AsyncIterator[list[tuple[int, Piece]]]
+) -> None:
+    """Send what becomes known as events; an error is the last one."""
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    has_begun: set[int] = set()
+    version = 0
+    try:
+        async for batch in pieces:
+            events: list[bytes] = []
+            by_choice: dict[int, list[Piece]] = {}
+            for index, piece in batch:
+                by_choice.setdefault(index, []).append(piece)
+            for index, own in by_choice.items():
+                delta, version = choices[index].add(own), own[-1].version
+                shows = delta.text or delta.finish_reason or shape.has_token_ids or shape.has_logprobs
+                if shows or index not in has_begun:
+                    events.append(_event(shape.chunk(delta, version, is_first=index not in has_begun)))
+                    has_begun.add(index)
+            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+        if shape.has_usage:
+            usage = _event(shape.last_chunk(sum(choice.num_tokens for choice in choices), version))
+            await send({"type": "http.response.body", "body": usage, "more_body": True})
+        last = b"data: [DONE]\n\n"
+    except RallyError as error:
+        last = _event(error_body(error))
+    await send({"type": "http.response.body", "body": last})
+
+
+def _event(body: JSON) -> bytes:
+    return b"data: " + _dump(body) + b"\n\n"
+
+
+def _dump(body: JSON) -> bytes:
+    # What a client sent may hold half a surrogate pair, and an error may quote it.
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")

@@ -1,0 +1,172 @@
+"""What clients are answered: the bodies of OpenAI's chat and completions API, whole or in chunks.
+
+Owns: the shape of every body. Must not know: HTTP, engines, how text is cut off tokens.
+
+Two things are added to OpenAI's shapes where `return_token_ids` asks for them: `token_ids` and `versions` of every
+choice, one entry for each token, and the prompt's ids; and `sampled_logprobs` wherever logprobs are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from rallypoint.errors import EndpointError, RallyError, RequestError
+
+JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | float | bool | None"
+
+_LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What has become known of one choice."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the model as trained; one for each token, as are the next two."""
+    sampled_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: Literal["stop", "length"] | None
+
+    def __add__(self, later: Delta) -> Delta:
+        return Delta(
+            index=self.index,
+            text=self.text + later.text,
+            tokens=self.tokens + later.tokens,
+            logprobs=self.logprobs + later.logprobs,
+            sampled_logprobs=self.sampled_logprobs + later.sampled_logprobs,
+            versions=self.versions + later.versions,
+            finish_reason=later.finish_reason,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the bodies for one request have in common."""
+
+    kind: Literal["chat", "text"]
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    num_samples: int
+    """n: choices of each prompt; those of a prompt are neighbours."""
+    has_logprobs: bool
+    has_token_ids: bool
+    has_usage: bool
+    """Whether chunks have a place for it."""
+    token_text: Callable[[int], str]
+    id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def whole(self, deltas: Sequence[Delta]) -> JSON:
+        """Return the body of an answer that is not streamed, from all that became known of each choice."""
+        version = min((version for delta in deltas for version in delta.versions), default=0)
+        choices = [self._choice(delta, is_chunk=False) for delta in deltas]
+        return self._envelope(version, choices, is_chunk=False) | {"usage": self.usage(deltas)}
+
+    def chunk(self, delta: Delta, version: int, *, is_first: bool) -> JSON:
+        """Return the body of one event of a stream."""
+        return self._envelope(version, [self._choice(delta, is_chunk=True, is_first=is_first)], is_chunk=True) | (
+            {"usage": None} if self.has_usage else {}
+        )
+
+    def last_chunk(self, num_tokens: int, version: int) -> JSON:
+        """Return the body of the event that counts the tokens."""
+        return self._envelope(version, [], is_chunk=True) | {"usage": self._usage(num_tokens)}
+
+    def usage(self, deltas: Sequence[Delta]) -> JSON:
+        """Count the tokens of the prompts, each once, and of the choices."""
+        return self._usage(sum(len(delta.tokens) for delta in deltas))
+
+    def _usage(self, num_tokens: int) -> JSON:
+        num_prompt_tokens = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+        }
+
+    def _envelope(self, version: int, choices: Sequence[JSON], *, is_chunk: bool) -> dict[str, JSON]:
+        is_chat = self.kind == "chat"
+        name = "chat.completion" if is_chat else "text_completion"
+        body: dict[str, JSON] = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.id}",
+            "object": name + (".chunk" if is_chat and is_chunk else ""),
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": fingerprint(version),
+            "choices": choices,
+        }
+        if is_chat and self.has_token_ids and not is_chunk:
+            body["prompt_token_ids"] = self.prompts[0]
+        return body
+
+    def _choice(self, delta: Delta, *, is_chunk: bool, is_first: bool = True) -> JSON:
+        choice: dict[str, JSON] = {"index": delta.index}
+        if self.kind == "text":
+            choice["text"] = delta.text
+        else:
+            role: dict[str, JSON] = {"role": "assistant"} if is_first else {}
+            choice["delta" if is_chunk else "message"] = role | {"content": delta.text}
+        choice["logprobs"] = self._logprobs(delta) if self.has_logprobs else None
+        choice["finish_reason"] = delta.finish_reason
+        if self.has_token_ids:
+            choice |= {"token_ids": delta.tokens, "versions": delta.versions}
+            if is_first and (self.kind == "text" or is_chunk):
+                choice["prompt_token_ids"] = self.prompts[delta.index // self.num_samples]
+        return choice
+
+    def _logprobs(self, delta: Delta) -> JSON:
+        texts = [self.token_text(token) for token in delta.tokens]
+        logprobs = [max(logprob, _LOWEST_LOGPROB) for logprob in delta.logprobs]
+        sampled = [max(logprob, _LOWEST_LOGPROB) for logprob in delta.sampled_logprobs]
+        if self.kind == "text":
+            return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "sampled_logprobs": sampled}
+        content = [
+            {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        return {"content": content, "sampled_logprobs": sampled}
+
+
+def fingerprint(version: int) -> str:
+    """Return how the weights of a version are named in answers.
+
+    >>> fingerprint(20)
+    'version-20'
+    """
+    return f"version-{version}"
+
+
+def status_of(error: RallyError) -> int:
+    """Return the HTTP status for an error: what is not the client's fault is ours."""
+    if isinstance(error, EndpointError):
+        return error.status
+    return 400 if isinstance(error, RequestError) else 500
+
+
+def error_body(error: RallyError) -> JSON:
+    """Return what a client is told about an error."""
+    known = error if isinstance(error, EndpointError) else None
+    status = status_of(error)
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {
+        "error": {
+            "message": str(error),
+            "type": kind,
+            "param": known.param if known else None,
+            "code": known.code if known else None,
+        }
+    }
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Return the bytes of a token's text; None where it is a part of a character, whose bytes are not known here."""
+    return None if "\ufffd" in text else list(text.encode())

@@ -1,0 +1,132 @@
+"""The endpoint as an ASGI application: OpenAI's chat and completions API, `/v1/models`, and `/health`.
+
+Owns: routes, who may call, and that an error is always a status with a JSON body. Must not know: sockets, processes,
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import time
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rallypoint.errors import EndpointError, RallyError
+from rallypoint.serving.answering import Answering, Model, respond
+from rallypoint.serving.answers import JSON, error_body, status_of
+from rallypoint.serving.asked import ChatAsked, CompletionAsked
+
+_RETRY_AFTER_S = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may call, and with how much."""
+
+    keys: tuple[str, ...]
+    """Of which a caller must have one; empty: everybody may call who reaches us under one of `hosts`."""
+    hosts: tuple[str, ...]
+    """Names that callers without a key may know us by; a page in a browser that was lured here knows another one."""
+    max_body_bytes: int
+
+    def refusal(self, headers: Headers, path: str) -> EndpointError | None:
+        """Say why a call is refused, if it is."""
+        if not self.keys:
+            host = headers.get("host", "").lower()
+            name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+            if name in self.hosts:
+                return None
+            return EndpointError(403, f"without keys, calls are taken under {', '.join(self.hosts)} only")
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        # Every key is compared, so that the time that it takes tells nothing.
+        is_known = sum(hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.keys) > 0
+        if path == "/health" or (kind.lower() == "bearer" and is_known):
+            return None
+        message = "expected the header 'Authorization: Bearer KEY' with a key that this server was started with"
+        return EndpointError(401, message, code="invalid_api_key")
+
+
+class Guard:
+    """Lets those pass who may call."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a call on, or refuse it."""
+        refusal = self._access.refusal(Headers(scope=scope), scope["path"])
+        await (self._app if refusal is None else _refused(refusal))(scope, receive, send)
+
+
+def make_app(model: Model, access: Access) -> Starlette:
+    """Return the application."""
+    created = int(time.time())
+    card: JSON = {"id": model.name, "object": "model", "created": created, "owned_by": "rallypoint"}
+
+    async def health(request: Request) -> Response:
+        del request
+        failure = model.bridge.failure
+        body: JSON = {
+            "status": "ok" if failure is None else "failed",
+            "error": None if failure is None else str(failure),
+            "model": model.name,
+            "version": model.engine.version,
+            "num_running": model.bridge.num_running,
+            "max_concurrency": model.bridge.max_concurrency,
+            "max_request_tokens": model.engine.max_request_tokens,
+        }
+        return respond(body, 200 if failure is None else 503)
+
+    async def models(request: Request) -> Response:
+        del request
+        return respond({"object": "list", "data": [card]})
+
+    async def one_model(request: Request) -> Response:
+        model.check_name(request.path_params["name"])
+        return respond(card)
+
+    chat = Answering(model, ChatAsked, max_body_bytes=access.max_body_bytes)
+    completions = Answering(model, CompletionAsked, max_body_bytes=access.max_body_bytes)
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+        ],
+        middleware=[Middleware(Guard, access=access)],
+        exception_handlers={HTTPException: _on_http, RallyError: _on_error, Exception: _on_bug},
+    )
+
+
+def _refused(error: RallyError) -> Response:
+    status = status_of(error)
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": str(_RETRY_AFTER_S)}}
+    return respond(error_body(error), status, headers.get(status))
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, RallyError), "it is registered for these"
+    return _refused(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for these"
+    return _refused(EndpointError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer; the server prints the traceback."""
+    del request
+    message = f"{type(error).__name__} in the server, whose own output says more"
+    return _refused(EndpointError(500, message))

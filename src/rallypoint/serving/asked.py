@@ -1,0 +1,255 @@
+"""What clients may ask: the fields of OpenAI's chat and completions requests, and a few of our own.
+
+Owns: which fields are understood, their ranges, and what is said about the others. Must not know: HTTP, engines.
+
+Invariant: a field is obeyed, or it cannot change the answer, or it is refused by name. One that is null counts as
+absent, as clients that send a whole object back expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from rallypoint.errors import EndpointError
+
+IGNORED = frozenset(
+    ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+)
+"""Fields that say nothing about the tokens."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+"""Fields that are not supported -> the values that ask for nothing."""
+
+_MIN_TEMPERATURE = 1e-3
+_MAX_STOP_CHARACTERS = 256
+
+StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
+
+
+def _without_nulls(fields: object) -> object:
+    if isinstance(fields, Mapping):
+        return {name: value for name, value in fields.items() if value is not None}
+    return fields
+
+
+class StreamOptions(BaseModel):
+    """How a stream is written."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    """Whether a last chunk, without choices, counts the tokens."""
+
+
+class TextPart(BaseModel):
+    """Some text of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = Field(description="a string, or a list of parts of type text")
+    name: str = ""
+    """Ignored: chat templates have no place for it."""
+
+    _nulls = model_validator(mode="before")(_without_nulls)
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Asked(BaseModel):
+    """What both kinds of request may say."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    """None: the one that is served."""
+    n: int = Field(1, ge=1)
+    """Answers to each prompt."""
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    """-1 or 0: all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    stop: str | list[StopString] = Field(
+        default_factory=list,
+        max_length=_MAX_STOP_CHARACTERS,
+        description=f"a string or a list of strings, of 1 to {_MAX_STOP_CHARACTERS} characters each",
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    """None: other tokens every time."""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+    _nulls = model_validator(mode="before")(_without_nulls)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that an answer may have, where the client says so."""
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Each of them ends an answer and is not part of it."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token's logprob is asked for."""
+        raise NotImplementedError
+
+    @property
+    def num_alternatives(self) -> int:
+        """Other tokens at each place whose logprobs are asked for."""
+        raise NotImplementedError
+
+
+class ChatAsked(Asked):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that an answer may have; None: as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `Asked`."""
+        return self.logprobs
+
+    @property
+    def num_alternatives(self) -> int:
+        """See `Asked`."""
+        return self.top_logprobs
+
+
+class CompletionAsked(Asked):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="a string, a list of strings, a list of token ids, or a list of lists of token ids; not empty"
+    )
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more prompts, as texts or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # pyright: ignore[reportReturnType] - all are integers when the first one is
+        return self.prompt  # pyright: ignore[reportReturnType]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `Asked`."""
+        return self.logprobs is not None
+
+    @property
+    def num_alternatives(self) -> int:
+        """See `Asked`."""
+        return self.logprobs or 0
+
+
+AskedT = TypeVar("AskedT", bound=Asked)
+
+
+def read_asked(kind: type[AskedT], body: bytes) -> AskedT:
+    """Return what the body of a request asks for.
+
+    Raises:
+        EndpointError: it is no JSON object, or fields are unknown, out of range or not supported; all are named.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise EndpointError(400, f"the body is no JSON in UTF-8: {error}") from None
+    if not isinstance(fields, dict):
+        raise EndpointError(400, f"the body is a JSON {type(fields).__name__}, expected an object")
+    try:
+        asked = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refused(_problems(kind, error.errors(include_url=False, include_input=False))) from None
+    if problems := _unsupported(asked):
+        raise _refused(problems)
+    return asked
+
+
+def _refused(problems: Mapping[str, str]) -> EndpointError:
+    return EndpointError(400, "; ".join(problems.values()), param=next(iter(problems)))
+
+
+def _problems(kind: type[Asked], errors: list[ErrorDetails]) -> dict[str, str]:
+    """Return what is wrong by field; a field with alternatives gets one sentence for all of them."""
+    problems: dict[str, str] = {}
+    for error in errors:
+        place = [str(part) for part in error["loc"]]
+        expected = kind.model_fields[place[0]].description if place[0] in kind.model_fields else None
+        if "content" in place:
+            place, expected = place[: place.index("content") + 1], Message.model_fields["content"].description
+        elif expected:
+            place = place[:1]
+        name = ".".join(place)
+        message = error["msg"][0].lower() + error["msg"][1:].removeprefix("Input ")
+        if error["type"] == "extra_forbidden":
+            message = "is not supported"
+        problems.setdefault(name, f"{name}: expected {expected}" if expected else f"{name}: {message}")
+    return problems
+
+
+def _unsupported(asked: Asked) -> dict[str, str]:
+    problems: dict[str, str] = {}
+    for name, value in (asked.model_extra or {}).items():
+        if name in IGNORED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
+            continue
+        problems[name] = f"{name} is not supported" if name in NEUTRAL else f"{name} is no field of this endpoint"
+    if 0 < asked.temperature < _MIN_TEMPERATURE:
+        problems["temperature"] = f"temperature: expected 0 (greedy) or at least {_MIN_TEMPERATURE}"
+    if asked.num_alternatives:
+        name = "top_logprobs" if isinstance(asked, ChatAsked) else "logprobs"
+        problems[name] = (
+            f"{name}: only the sampled token's logprob is known; expected 0, found {asked.num_alternatives}"
+        )
+    if isinstance(asked, CompletionAsked) and len(asked.prompt) == 0 and not isinstance(asked.prompt, str):
+        problems["prompt"] = f"prompt: expected {CompletionAsked.model_fields['prompt'].description}"
+    if "" in asked.stop_strings:
+        problems["stop"] = f"stop: expected {Asked.model_fields['stop'].description}"
+    return problems

@@ -1,0 +1,108 @@
+"""Between an event loop, where clients are served, and the thread in which an engine steps.
+
+Owns: how many responses are under way, and that all of them end. Must not know: HTTP, texts.
+
+Consumes: requests, from the event loop. Produces: pieces, in the event loop. Waits for: nothing; what is over the
+bound is refused. Unblocked by: the engine. A reader that is slow lets its own pieces pile up, at most as many as its
+request may have tokens, and holds nobody else up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from rallypoint.errors import EndpointError, GenerationError
+from rallypoint.generation import EngineThread, Piece, Request
+
+
+class Bridge:
+    """Passes requests to an engine, and pieces back."""
+
+    def __init__(self, engine: EngineThread, *, max_concurrency: int) -> None:
+        """Let at most so many responses be under way."""
+        self._engine = engine
+        self.max_concurrency = max_concurrency
+        self.num_running = 0
+        """Responses that are under way."""
+        self.failure: GenerationError | None = None
+        """Why nothing can be answered any more."""
+
+    def check_room(self, num: int) -> None:
+        """Say whether so many more responses may be under way.
+
+        Raises:
+            EndpointError: they may not now, or never.
+        """
+        most = self.max_concurrency
+        if num > most:
+            raise EndpointError(400, f"{num} responses are asked for at once, expected at most {most}", param="n")
+        if self.num_running + num > most:
+            raise EndpointError(
+                429,
+                f"{self.num_running} of at most {most} responses are under way; {num} more are asked for, try again",
+                code="rate_limit_exceeded",
+            )
+
+    @contextlib.contextmanager
+    def ask(self, requests: Sequence[Request]) -> Iterator[AsyncIterator[list[tuple[int, Piece]]]]:
+        """Have some responses sampled while the context lasts; what has not ended then is given up.
+
+        Yields what has come since the last time, again and again: pieces, each with its request's place in `requests`.
+        The iteration ends with the last piece of the last request, and raises the error of one that failed.
+
+        Raises:
+            EndpointError: see `check_room`.
+            RequestError: see `GenerationEngine.submit`; nothing is sampled then.
+            GenerationError: the engine has failed.
+        """
+        num = len(requests)
+        self.check_room(num)
+        self.num_running += num
+        ids: list[int] = []
+        try:
+            pieces = _Pieces(num)
+            for place, request in enumerate(requests):
+                ids.append(self._engine.submit(request, functools.partial(pieces.deliver, place)))
+            yield pieces.read()
+        except GenerationError as error:
+            self.failure = error
+            raise
+        finally:
+            for request_id in ids:
+                self._engine.cancel(request_id)
+            self.num_running -= num
+
+
+class _Pieces:
+    """Pieces on their way from the engine's thread to the event loop."""
+
+    def __init__(self, num_open: int) -> None:
+        self._num_open = num_open
+        self._arrived: deque[tuple[int, Piece]] = deque()
+        self._loop, self._is_new = asyncio.get_running_loop(), asyncio.Event()
+
+    def deliver(self, place: int, piece: Piece) -> None:
+        """Take a piece; called in the engine's thread."""
+        self._arrived.append((place, piece))
+        if not self._is_new.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
+                self._loop.call_soon_threadsafe(self._is_new.set)
+
+    async def read(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+        """Yield what has come, until all have ended."""
+        while self._num_open:
+            await self._is_new.wait()
+            self._is_new.clear()  # before the first is taken, so that none is overlooked
+            batch: list[tuple[int, Piece]] = []
+            while self._arrived:
+                place, piece = self._arrived.popleft()
+                if piece.error is not None:
+                    raise piece.error
+                batch.append((place, piece))
+                self._num_open -= piece.finish_reason is not None
+            if batch:
+                yield batch

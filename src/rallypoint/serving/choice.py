@@ -1,0 +1,40 @@
+"""One choice of an answer, as its pieces come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rallypoint.generation import Piece, SamplingParams
+from rallypoint.serving.answers import Delta
+from rallypoint.serving.text import Detokenizer, StopText
+
+
+class Choice:
+    """Turns pieces into text, tokens and a reason to end."""
+
+    def __init__(self, index: int, params: SamplingParams, decode: Callable[[Sequence[int]], str]) -> None:
+        """`index` is the choice's place in the answer, `params` those that it is sampled with."""
+        self.index = index
+        self.num_tokens = 0
+        self._detokenizer, self._text = Detokenizer(decode), StopText(params.stop_strings)
+        self._stop_tokens = frozenset(params.stop_tokens)
+
+    def add(self, pieces: Iterable[Piece]) -> Delta:
+        """Return what has become known by some pieces, the next ones of this choice."""
+        pieces = tuple(pieces)
+        tokens = tuple(token for piece in pieces for token in piece.tokens)
+        self.num_tokens += len(tokens)
+        reason = pieces[-1].finish_reason
+        ends_by_token = reason == "stop" and bool(tokens) and tokens[-1] in self._stop_tokens
+        text = self._text.push(self._detokenizer.push(tokens[:-1] if ends_by_token else tokens))
+        if reason is not None:
+            text += self._text.push(self._detokenizer.finish()) + self._text.finish()
+        return Delta(
+            index=self.index,
+            text=text,
+            tokens=tokens,
+            logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+            sampled_logprobs=tuple(logprob for piece in pieces for logprob in piece.sampled_logprobs),
+            versions=tuple(piece.version for piece in pieces for _ in piece.tokens),
+            finish_reason=None if reason is None else "length" if reason == "length" else "stop",
+        )

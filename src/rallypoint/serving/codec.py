@@ -1,0 +1,64 @@
+"""Text to token ids and back, beside an event loop.
+
+Owns: the tokenizer, and the one thread in which it encodes: tokenizers change their settings while they encode, and a
+long text must not hold the loop up. Must not know: requests, engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rallypoint.errors import EndpointError
+
+TokenIds: TypeAlias = tuple[int, ...]
+
+
+class Codec:
+    """Encodes prompts and decodes answers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenIds:
+        """Return a conversation, as roles and texts, in the chat template, with the cue for the assistant.
+
+        Raises:
+            EndpointError: there is no template, or it has no place for these messages.
+        """
+        if self._tokenizer.chat_template is None:
+            raise EndpointError(400, "this model has no chat template; ask /v1/completions", param="messages")
+        conversation = [{"role": role, "content": text} for role, text in messages]
+
+        def encode() -> TokenIds:
+            ids: list[int] = self._tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
+                conversation, add_generation_prompt=True, return_dict=False
+            )
+            return tuple(ids)
+
+        try:
+            return await self._run(encode)
+        except TemplateError as error:
+            message = f"the messages do not fit the model's chat template: {error}"
+            raise EndpointError(400, message, param="messages") from None
+
+    async def encode(self, text: str) -> TokenIds:
+        """Return a text with what the tokenizer puts around it, such as a token for the beginning."""
+        return await self._run(lambda: tuple(self._tokenizer.encode(text)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """Return what one token looks like; a special one by its name."""
+        return str(self._tokenizer.decode([token]))
+
+    async def _run(self, encode: Callable[[], TokenIds]) -> TokenIds:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
