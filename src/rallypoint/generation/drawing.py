@@ -20,13 +20,10 @@ class Drawing:
         requests = [request for request, _ in rows]
         self._params = [request.params for request in requests]
         self._rules = Rules.of(self._params, device)
-        self._keys = torch.cat(
-            [
-                rollout_keys(
-                    request.params.seed, torch.tensor([request.prompt_index]), torch.tensor([request.sample_index])
-                )
-                for request in requests
-            ]
+        self._keys = rollout_keys(
+            torch.tensor([request.params.seed for request in requests]),
+            torch.tensor([request.prompt_index for request in requests]),
+            torch.tensor([request.sample_index for request in requests]),
         ).to(device)
         self._positions = torch.tensor([len(response) for _, response in rows], device=device)
         penalised = [row for row, params in enumerate(self._params) if params.repetition_penalty != 1]

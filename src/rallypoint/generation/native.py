@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -26,64 +26,23 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rallypoint.errors import NotFiniteError, RequestError
+from rallypoint.errors import RequestError
 from rallypoint.generation.blocks import Block, BlockPool
+from rallypoint.generation.decoder import Backbone, PlainDecoder, ShapeProbe, check_decoder
 from rallypoint.generation.drawing import Drawing
 from rallypoint.generation.layout import Query, QueryRows, tidy
 from rallypoint.generation.prefill import Stretch, StretchRows
-from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.protocol import Piece, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over
-from rallypoint.generation.stopping import StopStrings
+from rallypoint.generation.row import BLOCK_TOKENS, Row
 from rallypoint.models import lm_head
-from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
 
-BLOCK_TOKENS = 32
 _EXACT_TOKENS = 32
 """That go through the model together in the mode `exact`."""
 _PREFILL_TOKENS = 8192
 """Of prompts that are computed in one step; one prompt may have more."""
-
-
-class _Row:
-    """A request on its way."""
-
-    def __init__(self, request_id: int, request: Request, max_new_tokens: int, decode: Decode | None) -> None:
-        self.id, self.request, self.max_new_tokens = request_id, request, max_new_tokens
-        self.tokens: list[int] = []
-        """Of the response; all but the newest have keys and values while the row runs."""
-        self.logprobs: list[float] = []
-        self.sampled_logprobs: list[float] = []
-        self.num_delivered = 0
-        """Tokens that have been handed out."""
-        self.prompt_blocks: list[Block] = []
-        self.own_blocks: list[Block] = []
-        self.stops = StopStrings(request.params, decode)
-
-    def query(self) -> Query:
-        """Return the newest token, to be sent through the model."""
-        num_stored = len(self.tokens) - 1
-        return Query(
-            token=self.tokens[-1],
-            position=len(self.request.tokens) + num_stored,
-            blocks=[*self.prompt_blocks, *self.own_blocks],
-            num_own=num_stored % BLOCK_TOKENS + 1,
-        )
-
-    def piece(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Piece:
-        """Hand out what is new."""
-        new = slice(self.num_delivered, None)
-        self.num_delivered = len(self.tokens)
-        return Piece(
-            request_id=self.id,
-            tokens=tuple(self.tokens[new]),
-            logprobs=tuple(self.logprobs[new]),
-            sampled_logprobs=tuple(self.sampled_logprobs[new]),
-            version=version,
-            finish_reason=reason,
-            error=error,
-        )
 
 
 class NativeEngine:
@@ -119,14 +78,16 @@ class NativeEngine:
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
         self.num_set_back = 0
         """Times that a running request lost its memory to an older one."""
+        self._own_code = Backbone(model)
+        self._decode_tokens: Callable[[QueryRows], Tensor] = self._own_code
         self._pool: BlockPool | None = None
         self._heads = 0
         self._next_id = 0
         self._lock = threading.Lock()
-        self._arrived: deque[_Row] = deque()
+        self._arrived: deque[Row] = deque()
         self._cancelled: set[int] = set()
-        self._waiting: deque[_Row] = deque()
-        self._running: list[_Row] = []
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
         self._late: list[Piece] = []
         # Made for the rows that run, and forgotten when they change.
         self._drawing: Drawing | None = None
@@ -153,7 +114,7 @@ class NativeEngine:
             )
         with self._lock:
             self._next_id += 1
-            row = _Row(self._next_id, request, max_new_tokens, self._decode)
+            row = Row(self._next_id, request, max_new_tokens, self._decode)
             self._arrived.append(row)
         return row.id
 
@@ -210,13 +171,13 @@ class NativeEngine:
             pieces += [row.piece(self.version, "cancelled") for row in gone]
         return pieces
 
-    def _admit(self) -> list[tuple[_Row, int]]:
+    def _admit(self) -> list[tuple[Row, int]]:
         """Have waiting rows join while there is room, oldest first, each with memory for all that it has so far.
 
         Returns:
             Rows, and how many of their prompt's blocks were there already.
         """
-        joined: list[tuple[_Row, int]] = []
+        joined: list[tuple[Row, int]] = []
         num_tokens = 0
         pool = self._pool = self._pool or self._make_pool()
         while self._waiting and len(self._running) < self._max_rows and num_tokens < _PREFILL_TOKENS:
@@ -248,7 +209,7 @@ class NativeEngine:
             self._forget_layout()
         return joined
 
-    def _compute(self, joined: Sequence[tuple[_Row, int]]) -> None:
+    def _compute(self, joined: Sequence[tuple[Row, int]]) -> None:
         """Compute the keys and values that rows lack: of prompts, and of responses that were set back."""
         assert self._pool is not None, "rows have joined"
         stretches: list[Stretch] = []
@@ -279,7 +240,7 @@ class NativeEngine:
         """Return the state after each stretch: [R, E]."""
         assert self._pool is not None, "rows have joined"
         rows = StretchRows(self._pool, stretches)
-        return self._backbone(rows.tokens, rows).index_select(0, rows.ends.to(rows.tokens.device))
+        return self._own_code(rows).index_select(0, rows.ends.to(rows.tokens.device))
 
     def _pass_in_tiles(self, stretches: Sequence[Stretch]) -> Tensor:
         """Return the same, from products of one shape."""
@@ -293,7 +254,7 @@ class NativeEngine:
                 position = stretch.num_past + len(queries) - (ends[-1] + 1 if ends else 0)
                 queries.append(Query(token, position, blocks, place + 1))
             ends.append(len(queries) - 1)
-        states = [self._backbone(layout.tokens, layout) for layout in self._lay_out(queries)]
+        states = [self._decode_tokens(layout) for layout in self._lay_out(queries)]
         return torch.cat(states)[ends]
 
     def _advance(self) -> Tensor | None:
@@ -316,7 +277,7 @@ class NativeEngine:
         self._num_steps_left -= bool(decoding)
         if not self._running:
             return None
-        states = [self._backbone(layout.tokens, layout)[: layout.num_queries] for layout in self._layouts]
+        states = [self._decode_tokens(layout)[: layout.num_queries] for layout in self._layouts]
         for row in self._running[len(decoding) :]:
             state = row.prompt_blocks[-1].last_state
             assert state is not None, "the prompts of those that join are computed first"
@@ -332,7 +293,7 @@ class NativeEngine:
         draws = self._drawing.draw(self._logits(states))
         self._newest = draws.tokens
         drawn = (part.tolist() for part in (draws.tokens, draws.logprobs, draws.sampled_logprobs))
-        ended: list[_Row] = []
+        ended: list[Row] = []
         for row, token, logprob, sampled_logprob in zip(self._running, *drawn, strict=True):
             if math.isnan(logprob):
                 pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
@@ -354,7 +315,7 @@ class NativeEngine:
         if ended:
             self._remove(ended)
 
-    def _grow(self, row: _Row, num_tokens: int) -> None:
+    def _grow(self, row: Row, num_tokens: int) -> None:
         """Have memory for some tokens of a response, if need be that of the row that was submitted last."""
         assert self._pool is not None, "rows run"
         while len(row.own_blocks) * BLOCK_TOKENS < num_tokens:
@@ -367,13 +328,13 @@ class NativeEngine:
             if newest is row:
                 return
 
-    def _set_back(self, rows: Sequence[_Row]) -> None:
+    def _set_back(self, rows: Sequence[Row]) -> None:
         """Take memory from rows and have them wait for their turn, with the tokens that they have."""
         self.num_set_back += len(rows)
         self._waiting = deque(sorted((*rows, *self._waiting), key=lambda row: row.id))
         self._remove(rows)
 
-    def _remove(self, rows: Sequence[_Row]) -> None:
+    def _remove(self, rows: Sequence[Row]) -> None:
         """Have rows run no more."""
         for row in rows:
             assert self._pool is not None, "rows run"
@@ -397,13 +358,6 @@ class NativeEngine:
         tiles = [queries[start : start + self._tile] for start in range(0, len(queries), self._tile)]
         return [QueryRows(self._pool, tile, self._heads, tile=self._tile if self._is_exact else None) for tile in tiles]
 
-    def _backbone(self, tokens: Tensor, rows: QueryRows | StretchRows) -> Tensor:
-        """[T] -> [T, E]."""
-        output = self.model.base_model(
-            input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
-        )
-        return output.last_hidden_state.squeeze(0)
-
     def _logits(self, states: Tensor) -> Tensor:
         """[B, E] -> [B, V]."""
         head, softcap = lm_head(self.model), logit_softcap(self.model.config)
@@ -413,25 +367,14 @@ class NativeEngine:
         return soft_capped(torch.cat([head(tile) for tile in tiles]), softcap)[: len(states)]
 
     def _make_pool(self) -> BlockPool:
-        """Reserve memory for keys and values of the shape that the model's layers have."""
-        probe = _Probe()
+        """Ask the model for the shapes of its layers, and reserve memory for their keys and values."""
+        if PlainDecoder.fits(self.model) and self._decode_tokens is self._own_code:
+            decoder = PlainDecoder(self.model)
+            check_decoder(self.model, decoder)
+            self._decode_tokens = decoder
+        probe = ShapeProbe()
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         self.model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
         (self._heads, kv_heads, head_dim, like), *others = probe.layers
         assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
         return BlockPool(self._num_blocks, BLOCK_TOKENS, len(probe.layers), kv_heads, head_dim, like)
-
-
-class _Probe:
-    """See `Rows`; asks a model for the shapes of its layers."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[int, int, int, Tensor]] = []
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
-    ) -> Tensor:
-        """See `Rows.attend`."""
-        del layer, value, scaling, limits
-        self.layers.append((query.shape[1], key.shape[1], key.shape[2], key))
-        return query

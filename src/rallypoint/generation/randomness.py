@@ -33,9 +33,9 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shifted(bits, 31)
 
 
-def rollout_keys(seed: int, prompt_index: Tensor, sample_index: Tensor) -> Tensor:
-    """Return one key for each rollout: [B], [B] -> [B] int64."""
-    key = _mix(torch.full_like(prompt_index, seed) + _GOLDEN)
+def rollout_keys(seed: int | Tensor, prompt_index: Tensor, sample_index: Tensor) -> Tensor:
+    """Return one key for each rollout: one seed for all or [B], [B], [B] -> [B] int64."""
+    key = _mix(torch.zeros_like(prompt_index) + seed + _GOLDEN)
     key = _mix((key ^ prompt_index) + _GOLDEN)
     return _mix((key ^ sample_index) + _GOLDEN)
 

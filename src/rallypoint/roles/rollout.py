@@ -9,7 +9,7 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import Engine
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
-from rallypoint.generation.native import BLOCK_TOKENS
+from rallypoint.generation.row import BLOCK_TOKENS
 from rallypoint.models import trained_weights
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn

@@ -1,0 +1,53 @@
+"""A request on its way: what it has drawn, and the memory that it has while it runs."""
+
+from __future__ import annotations
+
+from rallypoint.errors import NotFiniteError
+from rallypoint.generation.blocks import Block
+from rallypoint.generation.layout import Query
+from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.requests import Decode
+from rallypoint.generation.stopping import StopStrings
+
+BLOCK_TOKENS = 32
+"""Tokens of a block of keys and values."""
+
+
+class Row:
+    """A request on its way."""
+
+    def __init__(self, request_id: int, request: Request, max_new_tokens: int, decode: Decode | None) -> None:
+        self.id, self.request, self.max_new_tokens = request_id, request, max_new_tokens
+        self.tokens: list[int] = []
+        """Of the response; all but the newest have keys and values while the row runs."""
+        self.logprobs: list[float] = []
+        self.sampled_logprobs: list[float] = []
+        self.num_delivered = 0
+        """Tokens that have been handed out."""
+        self.prompt_blocks: list[Block] = []
+        self.own_blocks: list[Block] = []
+        self.stops = StopStrings(request.params, decode)
+
+    def query(self) -> Query:
+        """Return the newest token, to be sent through the model."""
+        num_stored = len(self.tokens) - 1
+        return Query(
+            token=self.tokens[-1],
+            position=len(self.request.tokens) + num_stored,
+            blocks=[*self.prompt_blocks, *self.own_blocks],
+            num_own=num_stored % BLOCK_TOKENS + 1,
+        )
+
+    def piece(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Piece:
+        """Hand out what is new."""
+        new = slice(self.num_delivered, None)
+        self.num_delivered = len(self.tokens)
+        return Piece(
+            request_id=self.id,
+            tokens=tuple(self.tokens[new]),
+            logprobs=tuple(self.logprobs[new]),
+            sampled_logprobs=tuple(self.sampled_logprobs[new]),
+            version=version,
+            finish_reason=reason,
+            error=error,
+        )
