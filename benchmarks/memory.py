@@ -1,96 +1,200 @@
-"""What `--dry-run` predicts of a worker process's memory, beside what its processes held at their peak.
+"""Memory: what `--dry-run` predicts beside what runs measure, and what each way to save some costs in time.
 
-    python benchmarks/memory.py digits
-    python benchmarks/memory.py digits trainer.num_steps=2 model.create.hidden_size=320
+    python benchmarks/memory.py runs 1M 10M --json memory.json
+    python benchmarks/memory.py ways 10M --dtype bfloat16
 
-Every run is a process of its own with Ray, as a user starts it. Measured is the most that a worker held in private
-memory, without the pages of files and of the object store. What Python, torch, transformers and Ray hold by
-themselves is the same figure of a run with a model of next to nothing, and is taken off.
+`runs` trains two GRPO steps as a user does, each in processes of its own, and reads the run's own metric. `ways` does
+the update of `training.py` in a process for each way: all activations kept, layers checkpointed and, on an accelerator,
+offloaded. What the logits of all tokens at once would take is in `head.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from rallypoint.config import load_config, make_plan
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from update import GROUP_SIZE, SHAPES, Shape, make_model, make_rows
+from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 
-NEXT_TO_NOTHING = (
-    "model.create={hidden_size: 8, num_layers: 1, num_heads: 1, num_key_value_heads: 1, intermediate_size: 8}",
-    "rollout.num_prompts=2",
-    "actor.num_mini_batches=1",
-    "critic.num_mini_batches=1",
-)
-WORKER = "ray::"
+from rallypoint.config import Activations, OptimizerConfig, load_config, make_plan
+from rallypoint.engine import Engine, policy_outputs
+from rallypoint.models import ATTENTION, ModelShard
+from rallypoint.observability import read_metrics
+from rallypoint.observability.memory import MemoryMeter, resident_bytes
+from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
-
-def private_peak(pid: int) -> int | None:
-    """Return the most private memory that a worker process has had, in bytes; None for any other process.
-
-    The kernel keeps the peak of all resident pages; those of files and of shared memory are taken off as they are.
-    """
-    try:
-        name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    status = dict(line.split(":", 1) for line in lines)
-    if not name.startswith(WORKER) or "VmHWM" not in status:
-        return None
-    kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "RssFile", "RssShmem")}
-    return 1024 * (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"])
+PROMPT_TOKENS, RESPONSE_TOKENS = 96, 64
+CAPS = {"1M": 8192, "10M": 4096, "50M": 2048, "50M-32k": 2048}
+"""Tokens of a micro-batch; a step has twice as many."""
+MIB = 2**20
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return [*children, *(deeper for child in children for deeper in descendants(child))]
+def write_material(folder: Path, name: str) -> None:
+    """Write a model with random weights, prompts of one length, and a reward."""
+    shape = SHAPES[name]
+    LlamaForCausalLM(shape.config("sdpa")).save_pretrained(folder / name)
+    words = Tokenizer(WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, shape.vocabulary)}}, unk_token="w1"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ).save_pretrained(folder / name)
+    prompts = [" ".join(f"w{1 + (i * 7 + k) % 500}" for k in range(PROMPT_TOKENS)) for i in range(64)]
+    lines = [json.dumps({"prompt": prompt, "ground_truth": ""}) for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7\n"
+    )
 
 
-def measure(recipe: str, overrides: list[str]) -> int:
-    """Run a recipe to its end and return the largest private peak of its workers, in bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rallypoint.cli.main", "train", recipe, *overrides]
-        command += [f"trainer.runs_dir={folder}", "trainer.name=memory"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        peak = 0
-        while process.poll() is None:
-            peak = max([peak, *(private_peak(pid) or 0 for pid in descendants(process.pid))])
-            time.sleep(0.1)
-        if process.returncode:
-            raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}")
-        return peak
+def overrides(folder: Path, name: str, dtype: str, activations: str) -> list[str]:
+    """Return the config of a run."""
+    cap = CAPS[name]
+    num_prompts = 2 * cap // (GROUP_SIZE * (PROMPT_TOKENS + RESPONSE_TOKENS))
+    return [
+        f"model={{path: {folder / name}, dtype: {dtype}}}",
+        f"data={{train: {folder / 'prompts.jsonl'}, max_prompt_tokens: {PROMPT_TOKENS}}}",
+        f"reward.function={folder / 'reward.py'}:compute_score",
+        f"rollout={{num_prompts: {num_prompts}, group_size: {GROUP_SIZE}, max_response_tokens: {RESPONSE_TOKENS}}}",
+        f"engine={{max_tokens_per_micro_batch: {cap}, activations: {activations}}}",
+        f"trainer={{num_steps: 2, runs_dir: {folder / 'runs'}, name: {name}-{dtype}-{activations}}}",
+    ]
+
+
+def run(folder: Path, name: str, dtype: str, activations: str) -> dict[str, object]:
+    """Train two steps; return predicted and measured MiB of the process."""
+    keys = overrides(folder, name, dtype, activations)
+    command = [sys.executable, "-m", "rallypoint.cli.main", "train", "grpo", *keys]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    records = read_metrics(folder / "runs" / f"{name}-{dtype}-{activations}" / "metrics.jsonl")
+    plan = make_plan(load_config("grpo", keys).config)
+    measured = {
+        memory.role: max(record.get(f"{memory.role}/memory_gib", 0.0) for record in records) * 1024
+        for memory in plan.memory
+    }
+    predicted = plan.process_memory("main") / MIB
+    return {
+        "model": name,
+        "dtype": dtype,
+        "activations": activations,
+        "predicted": predicted,
+        "measured": max(measured.values()),
+        "ratio": predicted / max(measured.values()),
+        "roles": measured,
+    }
+
+
+def runs(wanted: argparse.Namespace) -> list[dict[str, object]]:
+    """Print a line for every run."""
+    print("| model | type | activations | predicted, MiB | measured, MiB | ratio |\n|---|---|---|---:|---:|---:|")
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in wanted.models:
+            write_material(Path(scratch), name)
+            for dtype in wanted.dtype:
+                for activations in wanted.activations:
+                    row = run(Path(scratch), name, dtype, activations)
+                    rows.append(row)
+                    print(
+                        f"| {name} | {dtype} | {activations} | {row['predicted']:.0f} | {row['measured']:.0f} "
+                        f"| {row['ratio']:.2f} |",
+                        flush=True,
+                    )
+    return rows
+
+
+def way(name: str, dtype: torch.dtype, activations: Activations) -> tuple[float, float]:
+    """Return the CPU seconds and the peak MiB of an update of `training.py`, at best of three."""
+    shape = SHAPES[name]
+    model = make_model(shape, dtype, ATTENTION).eval()
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    meter = MemoryMeter(device, resident_bytes(device))
+    engine: Engine[ActorBatch] = Engine(
+        ModelShard.whole(model.to(device)),  # pyright: ignore[reportArgumentType]
+        optimizer=OptimizerConfig(),
+        max_tokens_per_micro_batch=CAPS[name],
+        activations=activations,
+    )
+    batch = make_batch(shape)
+
+    def loss(part: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        return -(policy_outputs(model, part, at, 1.0).logprobs * part.advantages[at].to(device)).sum(), Metrics()
+
+    seconds: list[float] = []
+    for step in (1, 2, 3):
+        # On a CPU that others use, too, its seconds say more than those of a clock.
+        clock = time.process_time if device.type == "cpu" else time.perf_counter
+        began = clock()
+        with meter.measured():
+            engine.train(batch, loss, denominator=batch.num_loss_tokens, step=step, num_steps=3)
+        seconds.append(clock() - began)
+    return min(seconds), meter.take().scalars()["memory_gib"] * 1024
+
+
+def make_batch(shape: Shape) -> ActorBatch:
+    """Return the rows of `training.py` as ours."""
+    tokens, lengths, advantages = make_rows(shape.vocabulary)
+    columns = torch.arange(tokens.shape[1])
+    real = columns < lengths.unsqueeze(1)
+    return ActorBatch(
+        offsets=offsets_from_lengths(lengths),
+        tokens=tokens[real],
+        loss_mask=(real & (columns >= UPDATE_PROMPT_TOKENS))[real],
+        prompt_index=torch.arange(len(lengths)) // GROUP_SIZE,
+        sample_index=torch.arange(len(lengths)) % GROUP_SIZE,
+        old_logprobs=torch.zeros(int(lengths.sum())),
+        reference_logprobs=None,
+        advantages=advantages.unsqueeze(1).expand_as(tokens)[real],
+    )
+
+
+def ways(wanted: argparse.Namespace) -> list[dict[str, object]]:
+    """Print what every way to keep activations takes, each in a process of its own."""
+    print("| model | type | activations | peak, MiB | seconds | memory | time |\n|---|---|---|---:|---:|---:|---:|")
+    rows: list[dict[str, object]] = []
+    for name in wanted.models:
+        for dtype in wanted.dtype:
+            first: tuple[float, float] | None = None
+            for activations in ("keep", "checkpoint", *(("offload",) if torch.accelerator.is_available() else ())):
+                command = [sys.executable, __file__, "way", name, "--dtype", dtype, "--activations", activations]
+                answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+                seconds, peak = float(answer[-2]), float(answer[-1])
+                first = first or (seconds, peak)
+                rows.append({"model": name, "dtype": dtype, "activations": activations, "s": seconds, "mib": peak})
+                print(
+                    f"| {name} | {dtype} | {activations} | {peak:.0f} | {seconds:.2f} | {peak / first[1]:.2f} "
+                    f"| {seconds / first[0]:.2f} |",
+                    flush=True,
+                )
+    return rows
 
 
 def main() -> None:
-    """Print prediction and measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="digits")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    overrides = ["trainer.num_steps=3", *arguments.overrides]
-    plan = make_plan(load_config(arguments.recipe, overrides).config)
-    for memory in plan.memory:
-        print(
-            f"{memory.role:10} weights {memory.weights / 2**20:7.1f}  gradients {memory.gradients / 2**20:7.1f}"
-            f"  optimizer {memory.optimizer / 2**20:7.1f}  activations {memory.activations / 2**20:7.1f}"
-            f"  cache {memory.cache / 2**20:7.1f} MiB"
-        )
-    empty = measure(arguments.recipe, [*overrides, *NEXT_TO_NOTHING])
-    measured = measure(arguments.recipe, overrides) - empty
-    predicted = max(plan.process_memory(pool) for pool in {memory.pool for memory in plan.memory})
-    print(f"a process without a model  {empty / 2**20:8.1f} MiB")
-    print(f"predicted beyond it        {predicted / 2**20:8.1f} MiB")
-    print(f"measured beyond it         {measured / 2**20:8.1f} MiB")
-    print(f"predicted / measured       {predicted / measured:8.2f}")
+    parser.add_argument("what", choices=["runs", "ways", "way"])
+    parser.add_argument("models", nargs="*", choices=SHAPES, default=["1M", "10M", "50M"])
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--activations", nargs="+", default=["keep", "checkpoint"])
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args()
+    if wanted.what == "way":
+        torch.set_num_threads(1)
+        print(*way(wanted.models[0], getattr(torch, wanted.dtype[0]), wanted.activations[0]))
+        return
+    rows = runs(wanted) if wanted.what == "runs" else ways(wanted)
+    if wanted.json:
+        wanted.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

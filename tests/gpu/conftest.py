@@ -24,4 +24,4 @@ def make_model(tmp_path):
         max_positions=512,
         seed=0,
     )
-    return lambda: load_policy(str(tmp_path / "model"), dtype=str(torch.bfloat16).removeprefix("torch."))
+    return lambda: load_policy(str(tmp_path / "model"), dtype=str(torch.bfloat16).removeprefix("torch.")).model

@@ -16,10 +16,22 @@ from rallypoint.config.tree import RoleName, RunConfig
 _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
 """Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
+_HEAP, _CHECKPOINTED_HEAP = 1.5, 2.5
+"""What the C library's heap takes for a pass's tensors on CPUs, over their own size; measured.
+
+It aligns tensors in a way that leaves holes which the next tensor of the same size does not fit into, and the more so
+the more often layers are computed. Giving every tensor pages of its own would save that for 1.3 to 1.7 times the time.
+"""
+_KERNEL_BYTES = {"float32": 10 * 2**20, "bfloat16": 100 * 2**20}
+"""What kernels that are compiled for the shapes of a model take on CPUs; measured."""
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK = 64
-_CHUNK_BYTES = 32 * 2**20
-"""Of the float32 logits that exist at once in a forward or backward pass."""
+_BLOCK_TOKENS = 32
+"""Of keys and values."""
+_PREFILL_TOKENS = 8192
+"""Of prompts that go through the model at once."""
+_CHUNK_BYTES, _KEPT_LOGITS_BYTES = 64 * 2**20, 256 * 2**20
+"""Of the logits that the head makes in one product, and of those that it keeps for the backward pass."""
 _SAMPLED_LOGITS = 5
 """Float32 tensors of [rows, vocabulary] that a token is drawn with: logits, scaled, log-softmax, exp, product."""
 
@@ -67,10 +79,7 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
         trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut
     own = trained if role == "reference" and config.reference_shares_actor else parameters
     shares_actor = role == "rollout" and config.rollout_shares_actor
-    if role == "rollout":
-        activations = _SAMPLED_LOGITS * 4 * shape.vocab_size * _groups_together(config) * config.rollout.group_size
-    else:
-        activations = _forward_bytes(config, shape, role)
+    activations = _sampling_bytes(config, shape) if role == "rollout" else _forward_bytes(config, shape, role)
     if learner is not None:
         training = _training_bytes(config, shape, role, num_parts=learner.num_mini_batches)
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
@@ -90,11 +99,50 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pass:
+    """The largest micro-batch of a role when all rows are as long as they may be."""
+
+    num_rows: int
+    num_prompts: int
+    """Each is computed once for its rows."""
+    row_tokens: int
+    prompt_tokens: int
+    num_scores: int
+    """Of a token, on average over its row."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens that the head is asked about."""
+        return self.num_rows * (self.row_tokens - self.prompt_tokens)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that go through the layers."""
+        return self.num_outputs + self.num_prompts * self.prompt_tokens
+
+    @property
+    def num_attended(self) -> int:
+        """Tokens of all rows."""
+        return self.num_rows * self.row_tokens
+
+    def live_bytes(self, shape: ModelShape, size: int) -> int:
+        """Return the most that a layer needs when it keeps nothing."""
+        attending = self.num_attended * shape.attending_bytes(size, self.num_scores)
+        return max(attending, self.num_computed * shape.live_bytes(size))
+
+    def kept_bytes(self, shape: ModelShape, size: int) -> int:
+        """Return what a layer keeps for its backward pass."""
+        attended = self.num_attended * shape.attended_bytes(size, self.num_scores)
+        return attended + self.num_computed * shape.kept_bytes(size)
+
+
 def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     """Return the most that a full micro-batch needs in a pass without gradients: in a layer, or in the head."""
-    size, tokens = _BYTES[config.model.dtype], _micro_batch_tokens(config, role, num_parts=1)
-    in_layer = tokens * shape.live_bytes(size, _scores_per_token(config))
-    return _on_heap(config, max(in_layer, 0 if role == "critic" else _head_bytes(config, shape, tokens)))
+    size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=1)
+    states = 2 * full.num_outputs * shape.hidden_size * size
+    logits = 0 if role == "critic" else min(full.num_outputs * shape.vocab_size * size, _CHUNK_BYTES)
+    return _on_heap(config, max(full.live_bytes(shape, size), states + logits))
 
 
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:
@@ -102,9 +150,9 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
 
     The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
     """
-    size, tokens = _BYTES[config.model.dtype], _micro_batch_tokens(config, role, num_parts=num_parts)
-    of_layer = tokens * shape.kept_bytes(size, _scores_per_token(config))
-    of_input = tokens * size * shape.hidden_size
+    size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=num_parts)
+    of_layer = full.kept_bytes(shape, size)
+    of_input = full.num_computed * size * shape.hidden_size
     kept, in_layer = {
         "keep": (shape.num_layers * of_layer, 0),
         # One layer at a time is computed again from its input.
@@ -112,34 +160,46 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
         # Inputs go and come one at a time, beside the layer that is at work.
         "offload": (min(2, shape.num_layers) * of_input, of_layer),
     }[config.engine.activations]
-    final_norm = tokens * shape.hidden_size * (4 + 4 + size)
-    at_head = final_norm + (0 if role == "critic" else _head_bytes(config, shape, tokens))
+    # Input and output of the last norm, the states that the head sees and their gradient, and the head itself.
+    at_head = 2 * size * shape.hidden_size * (full.num_computed + full.num_outputs)
+    if role != "critic":
+        logits = full.num_outputs * shape.vocab_size * size
+        at_head += min(logits, _KEPT_LOGITS_BYTES + _CHUNK_BYTES)
+        at_head += shape.vocab_size * shape.hidden_size * (4 + size)  # the gradient of its weight, and a part of that
     # Gradients of the MLP's two halves and of the residual stream.
-    at_layer = in_layer + tokens * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
-    return _on_heap(config, kept + max(at_head, at_layer))
+    at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
+    return _on_heap(config, kept + max(at_head, at_layer), checkpointed=config.engine.activations != "keep")
 
 
-def _head_bytes(config: RunConfig, shape: ModelShape, tokens: int) -> int:
-    """Return what logprobs of the responses need: a chunk of logits, states and gradients of the head's weight."""
-    size = _BYTES[config.model.dtype]
-    num_outputs = tokens * config.rollout.max_response_tokens // config.max_row_tokens
-    # Logits as they are multiplied, in float32, and their softmax.
-    of_row = shape.vocab_size * (8 + (size if size < 4 else 0))
-    chunk = min(num_outputs, max(1, _CHUNK_BYTES // (4 * shape.vocab_size))) * of_row
-    weight = shape.vocab_size * shape.hidden_size * (4 + 2 * size)
-    return chunk + weight + 2 * num_outputs * shape.hidden_size * size
+def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the most that sampling needs besides its cache: for prompts, or to draw a token for every row."""
+    size, prompt, num_groups = _BYTES[config.model.dtype], config.data.max_prompt_tokens, _groups_together(config)
+    num_prompts = max(1, min(num_groups, _PREFILL_TOKENS // prompt))
+    prompts = _Pass(num_prompts, num_prompts, prompt, prompt, _scores_per_token(config, prompt))
+    logits = _SAMPLED_LOGITS * 4 * shape.vocab_size * num_groups * config.rollout.group_size
+    return _on_heap(config, max(logits, prompts.live_bytes(shape, size)))
 
 
-def _micro_batch_tokens(config: RunConfig, role: RoleName, *, num_parts: int) -> int:
-    """Return the tokens of the largest micro-batch when all rows are as long as they may be."""
-    row = config.max_row_tokens
-    num_rows = -(-config.num_rows // num_parts // config.num_parts(role))
-    most_together = max(1, config.engine.max_tokens_per_micro_batch // row)
-    num_micro_batches = -(-num_rows // most_together)
-    return -(-num_rows // num_micro_batches) * row // config.mesh(role)["sp"]
+def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int) -> _Pass:
+    """Return the largest micro-batch; `num_parts` is of mini-batches an epoch."""
+    row, num_ranks = config.max_row_tokens, config.num_parts(role)
+    num_rows = -(-config.num_rows // num_parts // num_ranks)
+    most = max(1, config.engine.max_tokens_per_micro_batch // row)
+    # Rows of a prompt that are left together where rows are dealt out to mini-batches and ranks.
+    together = min(max(1, config.rollout.group_size // (num_parts * num_ranks)), most)
+    num_units = -(-num_rows // together)
+    units = -(-num_units // -(-num_units // (most // together)))
+    sp = config.mesh(role)["sp"]
+    return _Pass(
+        num_rows=-(-units * together // sp),
+        num_prompts=units if sp == 1 else units * together // sp,
+        row_tokens=row,
+        prompt_tokens=config.data.max_prompt_tokens,
+        num_scores=_scores_per_token(config, row),
+    )
 
 
-def _scores_per_token(config: RunConfig) -> int:
+def _scores_per_token(config: RunConfig, row: int) -> int:
     """Return how many tokens every head has scores for, on average over a row.
 
     The longest rows go through the fused kernel, which keeps none, and on accelerators all do. Elsewhere a block of
@@ -147,20 +207,28 @@ def _scores_per_token(config: RunConfig) -> int:
     """
     if config.cluster.device != "cpu":
         return 0
-    longest = min(config.max_row_tokens, _LONGEST_WITH_SCORES)
+    longest = min(row, _LONGEST_WITH_SCORES)
     stops = [*range(_QUERIES_PER_BLOCK, longest, _QUERIES_PER_BLOCK), longest]
     return sum(stop * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)) // longest
 
 
 def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
-    """Keys and values of the rows that a process decodes together: prompts once a group, responses once a row.
+    """Return the blocks of keys and values of a process.
 
-    Those of prompts exist twice, as the first pass left them and as rectangles.
+    An accelerator reserves all that there are. On a CPU what is never written takes no memory: what is counted are
+    prompts once a group and responses once a row.
     """
     rollout = config.rollout
-    tokens = 2 * config.data.max_prompt_tokens + rollout.group_size * rollout.max_response_tokens
-    per_token = 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim
-    return per_token * _groups_together(config) * tokens
+    num_groups = _groups_together(config)
+    num_rows = num_groups * rollout.group_size
+    tokens = rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * _BLOCK_TOKENS)
+    if config.cluster.device == "cpu":
+        prompt, response = (
+            -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS
+            for longest in (config.data.max_prompt_tokens, rollout.max_response_tokens)
+        )
+        tokens = min(tokens, num_groups * prompt + num_rows * response)
+    return 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim * tokens
 
 
 def _groups_together(config: RunConfig) -> int:
@@ -171,9 +239,8 @@ def _groups_together(config: RunConfig) -> int:
     )
 
 
-def _on_heap(config: RunConfig, num_bytes: int) -> int:
-    """Return what tensors of a pass take of a process: on CPUs more than they have, because freed blocks stay."""
-    return round(num_bytes * (_HEAP if config.cluster.device == "cpu" else 1.0))
-
-
-_HEAP = 1.2
+def _on_heap(config: RunConfig, num_bytes: int, *, checkpointed: bool = False) -> int:
+    """Return what tensors of a pass take of a process; on CPUs more than they have."""
+    if config.cluster.device != "cpu":
+        return num_bytes
+    return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + _KERNEL_BYTES[config.model.dtype]

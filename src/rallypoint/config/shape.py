@@ -91,27 +91,38 @@ class ModelShape:
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         return 2 * query / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.mlp_size))
 
-    def kept_bytes(self, size: int, num_scores: int) -> int:
-        """Return what a layer keeps of a token for the backward pass.
+    def kept_bytes(self, size: int) -> int:
+        """Return what a layer keeps of a token for the backward pass, outside its attention.
 
-        Norms keep their input, a float32 for each, and what they return; attention its queries, keys and values, the
-        scores of earlier tokens, and its output; the MLP four tensors.
+        Norms keep their input, a float32 for each, and what they return; attention what it returns; the MLP four
+        tensors. `size` is the bytes of a number.
+        """
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        norms = 2 * (2 * self.hidden_size * size + 4)
+        if self.query_key_norm:  # what these return is not kept
+            norms += (query + key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
+        return norms + size * (query + 4 * self.mlp_size)
+
+    def attended_bytes(self, size: int, num_scores: int) -> int:
+        """Return what the attention of a layer keeps of a token of a row: query, key, value, and scores.
+
+        Tokens that rows share are computed once, and attended to in every row.
 
         Args:
             size: bytes of a number.
             num_scores: tokens that every head has a score for.
         """
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norms = 2 * (2 * self.hidden_size * size + 4)
-        if self.query_key_norm:  # what these return is not kept
-            norms += (query + key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
-        return norms + size * (2 * query + 2 * key_value + self.num_heads * num_scores + 4 * self.mlp_size)
+        return size * (query + 2 * key_value + self.num_heads * num_scores)
 
-    def live_bytes(self, size: int, num_scores: int) -> int:
-        """Return the most that exists of a token at one time while a layer runs, and keeps nothing."""
+    def live_bytes(self, size: int) -> int:
+        """Return the most that exists of a token while a layer runs and keeps nothing, outside its attention."""
+        return size * (2 * self.hidden_size + 3 * self.mlp_size)
+
+    def attending_bytes(self, size: int, num_scores: int) -> int:
+        """Return the most that exists of a token of a row at one time while attention runs and keeps nothing."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = 3 * (query + 2 * key_value) + 2 * self.num_heads * num_scores
-        return size * (2 * self.hidden_size + max(attention, 3 * self.mlp_size))
+        return size * (3 * (query + 2 * key_value) + 2 * self.num_heads * num_scores)
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:

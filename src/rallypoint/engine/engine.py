@@ -74,7 +74,7 @@ class Engine(Generic[BatchT]):
 
     def sleep(self) -> None:
         """Move weights, and what the optimizer remembers of them, to CPU memory until `wake`."""
-        self._sleeping_weights.sleep(self.model.parameters())
+        self._sleeping_weights.sleep(self.weights.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self._sleeping_state.sleep(self.optimizer.tensors)

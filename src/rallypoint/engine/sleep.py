@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 class Sleeper:
@@ -40,8 +39,7 @@ class Sleeper:
         """Copy the memory behind some tensors to page-locked CPU memory, and free it; who sleeps sleeps on."""
         if self._held:
             return
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        storages = {storage.data_ptr(): storage for tensor in local if (storage := tensor.untyped_storage()).nbytes()}
+        storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
         for storage in storages.values():
             on_accelerator = storage.device.type != "cpu"
             held = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_accelerator)

@@ -1,13 +1,14 @@
 """How much memory the calls of a role take: of its accelerator, or of its process where there is none.
 
-Roles that share a process take turns, and none gives back what it holds: the peak during a call counts what the
-others hold, too. On CPUs it counts the private pages of the process, those that the C library's heap keeps for later
-among them, beyond what was there before the first role came to life.
+Roles that share a process take turns, and keep their weights meanwhile: the peak during a call counts what the others
+hold, too. On CPUs it counts the private pages of the process, those that the C library's heap keeps for later among
+them, beyond what was there before the first role came to life.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,16 @@ class MemoryMeter:
         """Return `memory_gib` of the calls since it was last taken; nothing where it cannot be measured."""
         peak, self._peak = self._peak, 0
         return Metrics({"memory_gib": Maximum(peak / 2**30)} if peak > 0 else {})
+
+
+def give_back(device: torch.device) -> None:
+    """Return what the C library keeps of freed memory to the system, so that the next role does not pay for it.
+
+    On an accelerator torch's own allocator serves all roles of a process, and keeps nothing from them.
+    """
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes(device: torch.device) -> int:

@@ -35,8 +35,9 @@ class ReferenceWorker(TurnTaker):
             padded=config.engine.rows == "padded",
             tick=context.tick,
         )
-        if config.reference.sleep:
-            self.turns.sleep_between(self.engine)
+        # Who shares the actor's weights wakes the actor.
+        if config.actor.sleep if shares_actor else config.reference.sleep:
+            self.turns.sleep_between(context.shared[ACTOR_ENGINE] if shares_actor else self.engine)
 
     @shard
     @in_turn()

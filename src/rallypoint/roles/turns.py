@@ -11,7 +11,7 @@ import torch
 
 from rallypoint.cluster import WorkerContext, collect
 from rallypoint.engine import Engine
-from rallypoint.observability.memory import MemoryMeter, resident_bytes
+from rallypoint.observability.memory import MemoryMeter, give_back, resident_bytes
 from rallypoint.types import Metrics
 
 TakerT = TypeVar("TakerT", bound="TurnTaker")
@@ -26,9 +26,9 @@ class Turns:
 
     def __init__(self, context: WorkerContext) -> None:
         """Begin before the role loads anything: what is there now counts for none of the roles of the process."""
-        device = torch.device(context.device)
-        baseline = context.shared.setdefault(_BASELINE, resident_bytes(device))
-        self._meter = MemoryMeter(device, baseline)
+        self._device = torch.device(context.device)
+        baseline = context.shared.setdefault(_BASELINE, resident_bytes(self._device))
+        self._meter = MemoryMeter(self._device, baseline)
         self._sleeper: Engine[Any] | None = None
 
     def sleep_between(self, engine: Engine[Any]) -> None:
@@ -40,14 +40,14 @@ class Turns:
     def turn(self, *, to_train: bool = False) -> Iterator[None]:
         """Hold the process for a call; what the optimizer remembers wakes `to_train` only."""
         with self._meter.measured():
-            if self._sleeper is None:
-                yield
-                return
-            self._sleeper.wake(to_train=to_train)
+            if self._sleeper is not None:
+                self._sleeper.wake(to_train=to_train)
             try:
                 yield
             finally:
-                self._sleeper.sleep()
+                if self._sleeper is not None:
+                    self._sleeper.sleep()
+        give_back(self._device)
 
     def metrics(self) -> Metrics:
         """Return the peak of the turns since this was last asked."""

@@ -125,10 +125,11 @@ def test_memory_by_hand(here: Path):
     assert actor.optimizer == 3 * 4 * plan.num_parameters
     assert (reference.gradients, reference.optimizer, reference.cache) == (0, 0, 0)
     # Keys and values (2) of 2 bytes, in 2 layers, of 2 heads of 16: 256 bytes a token. Each of 2 ranks has 4 prompts,
-    # but decodes 8 rows = 2 groups together: 2 x (twice 8 prompt + 4 x 8 response) tokens.
-    assert rollout.cache == 256 * 2 * (2 * 8 + 4 * 8)
-    # Five float32 tensors of 8 rows and a vocabulary of 20.
-    assert rollout.activations == 5 * 4 * 8 * 20
+    # but decodes 8 rows = 2 groups together: a block of 32 tokens for each prompt and each response.
+    assert rollout.cache == 256 * 32 * (2 + 8)
+    # A GPU reserves blocks for 8 rows of 16 tokens that begin two blocks each.
+    on_gpu = {m.role: m for m in make_plan(load("cluster.device=cuda", "rollout.max_batch_rows=8")).memory}
+    assert on_gpu["rollout"].cache == 2 * 256 * 8 * (16 + 2 * 32)
     assert rollout.total == rollout.cache + rollout.activations
     assert actor.held == actor.weights + actor.gradients + actor.optimizer
     assert actor.total == actor.held + actor.activations
@@ -146,12 +147,23 @@ def test_activations_by_hand(here: Path):
         tie_embeddings=False,
         query_key_norm=False,
     )
-    # Numbers of 4 bytes: norms 2 x (2 x 10 + 1), queries and output 2 x 10, keys and values 2 x 5, 2 heads x 6 scores,
-    # MLP 4 x 20.
-    assert shape.kept_bytes(4, num_scores=6) == 4 * (42 + 20 + 10 + 12 + 80)
+    # Numbers of 4 bytes: norms 2 x (2 x 10 + 1), what attention returns 2 x 5, MLP 4 x 20.
+    assert shape.kept_bytes(4) == 4 * (42 + 10 + 80)
     # In bfloat16 one number of each norm is still float32.
-    assert shape.kept_bytes(2, num_scores=6) == 2 * (40 + 20 + 10 + 12 + 80) + 2 * 4
-    assert shape.live_bytes(4, num_scores=6) == 4 * (20 + max(3 * 20 + 2 * 12, 60))
+    assert shape.kept_bytes(2) == 2 * (40 + 10 + 80) + 2 * 4
+    # Queries 2 x 5, keys and values 2 x 5, 2 heads x 6 scores.
+    assert shape.attended_bytes(4, num_scores=6) == 4 * (10 + 10 + 12)
+    assert shape.live_bytes(4) == 4 * (20 + 3 * 20)
+    assert shape.attending_bytes(4, num_scores=6) == 4 * (3 * 20 + 2 * 12)
+
+
+def test_what_rows_of_a_group_share_is_computed_once(here: Path):
+    common = ("recipe=grpo", "cluster={device: cuda, pools: {main: [1]}}", "actor.num_mini_batches=1")
+    common += ("data.max_prompt_tokens=48", "engine.max_tokens_per_micro_batch=448")
+    groups = make_plan(load(*common, "rollout={num_prompts: 2, group_size: 8, max_response_tokens: 8}"))
+    pairs = make_plan(load(*common, "rollout={num_prompts: 8, group_size: 2, max_response_tokens: 8}"))
+    # Either way 8 of 16 rows of 56 tokens make a micro-batch: 1 or 4 prompts of 48 tokens, and 8 responses of 8.
+    assert (48 + 64) / (4 * 48 + 64) < groups.memory[0].activations / pairs.memory[0].activations < 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -168,8 +180,8 @@ def test_a_layer_keeps_for_the_backward_pass_what_the_plan_says(here: Path, arch
         return bytes_kept_by_a_forward_pass(model, lengths)
 
     per_token = (kept(3) - kept(1)) / 2 / sum(lengths)
-    shape = read_shape(here / "model1")
-    assert per_token == pytest.approx(shape.kept_bytes({"float32": 4, "bfloat16": 2}[dtype], 16), rel=0.02)
+    shape, size = read_shape(here / "model1"), {"float32": 4, "bfloat16": 2}[dtype]
+    assert per_token == pytest.approx(shape.kept_bytes(size) + shape.attended_bytes(size, 16), rel=0.02)
 
 
 def bytes_kept_by_a_forward_pass(model, lengths: list[int]) -> int:
@@ -222,7 +234,7 @@ def test_checkpoints_of_layers_keep_their_inputs_and_offloaded_ones_hardly_those
 
 
 def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):
-    sizes = "model.create={hidden_size: 512, num_layers: 1, num_heads: 8, num_key_value_heads: 8}"
+    sizes = "model.create={hidden_size: 1024, num_layers: 1, num_heads: 16, num_key_value_heads: 16}"
     small = (sizes, "rollout={num_prompts: 2, group_size: 1}", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
     actor = make_plan(load(*small)).memory[0]
     assert (actor.num_ranks, actor.activations) == (2, actor.gradients)
