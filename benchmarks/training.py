@@ -1,15 +1,17 @@
 """Forward and backward of the actor's update: seconds, memory, and the share of the machine's peak.
 
     python benchmarks/training.py                                      # every size and precision; many minutes
-    python benchmarks/training.py --shapes 10M --dtypes bfloat16 --times 5
+    python benchmarks/training.py --shapes 10M --dtypes bfloat16 --rows 32 --times 5
     python benchmarks/training.py --trl-python ~/trl/bin/python --json training.json
 
-Sides: `ours`; `logits`, which is ours with the logits of all tokens of a micro-batch at once; and TRL's own loss, if
-an interpreter that has trl is named. Each is a process of its own, on the same rows; they take turns, update by
-update. Seconds are medians of the updates during which others used less than a tenth of the machine, or of the
+Sides: `ours`, which computes a prompt once for its eight rollouts; `apart`, which is ours without that; and TRL's own
+loss, if an interpreter that has trl is named. Each is a process of its own, on the same rows; they take turns, update
+by update. Seconds are medians of the updates during which others used less than a tenth of the machine, or of the
 calmest three, and how busy others were stands beside them. Memory is what an update takes at most beyond the loaded
-model, gradients included. FLOPs are torch's own count of a row alone, without padding, attention as a full square;
-MFU is their rate against the best matrix product of this precision, measured between the turns.
+model, gradients included. MFU is the rate of the operations that a side needs for its rows (torch's own count,
+without padding, attention as a full square, tokens that are computed once counted once) against the best matrix
+product of this precision, measured between the turns; both per second of CPU, which others hardly disturb where there
+is one thread. What --json names is added to, model by model.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import TypeAlias
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
-from update import PROMPT_TOKENS, SHAPES, Shape, make_rows
+from update import GROUP_SIZE, MAX_ROWS, PROMPT_TOKENS, SHAPES, Shape, make_rows
 
 Sample: TypeAlias = tuple[float, float, float]
 """Seconds, seconds of CPU, and the share of all cores that others used meanwhile."""
@@ -53,7 +55,7 @@ class Row:
     """Share of all cores that others used meanwhile."""
     peak_mib: float
     peak_gflops: float
-    """Of the matrix product, per second."""
+    """Of the matrix product, per second of CPU."""
     mfu: float
     samples: list[Sample]
     """Of every update."""
@@ -68,9 +70,10 @@ class Row:
 class Side:
     """A process that waits for its turn."""
 
-    def __init__(self, python: str, name: str, shape: str, dtype: str, threads: int, at_once: int) -> None:
+    def __init__(self, python: str, name: str, shape: str, dtype: str, at_once: int, threads: int, rows: int) -> None:
         self.name, self.at_once = name, at_once
-        command = [python, UPDATE, name, shape, dtype, "--threads", str(threads), "--at-once", str(at_once)]
+        command = [python, UPDATE, name, shape, dtype]
+        command += ["--threads", str(threads), "--rows", str(rows), "--at-once", str(at_once)]
         # Without this, idle threads of one side would burn the cores while another has its turn.
         environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
         self._process = subprocess.Popen(
@@ -117,18 +120,18 @@ def calm(samples: list[Sample]) -> list[Sample]:
     return [sample for sample in by_foreign if sample[2] < CALM] or by_foreign[:3]
 
 
-def count_flops(shape: Shape) -> float:
+def count_flops(shape: Shape, num_rows: int, *, shared_prompts: bool) -> float:
     """Return the FLOPs of one update: forward and backward of every row, and of the head for its trained tokens."""
-    lengths = make_rows(2)[1]
+    lengths = make_rows(2, num_rows)[1]
     with torch.device("meta"):
         model = LlamaForCausalLM(shape.config("eager"))
     # A row's FLOPs are a polynomial of second degree in its length, without a constant: two lengths tell it.
     first, second = (backbone_flops(model, length) / length for length in (64, 128))
     quadratic = (second - first) / 64
     linear = first - quadratic * 64
-    backbone = sum(linear * length + quadratic * length**2 for length in lengths.tolist())
-    head = 6 * shape.hidden * shape.vocabulary * int((lengths - PROMPT_TOKENS).sum())
-    return backbone + head
+    num_saved = PROMPT_TOKENS * (num_rows - num_rows // GROUP_SIZE) if shared_prompts else 0
+    backbone = linear * (int(lengths.sum()) - num_saved) + quadratic * int(lengths.square().sum())
+    return backbone + 6 * shape.hidden * shape.vocabulary * int((lengths - PROMPT_TOKENS).sum())
 
 
 def backbone_flops(model: LlamaForCausalLM, length: int) -> int:
@@ -145,25 +148,22 @@ def backbone_flops(model: LlamaForCausalLM, length: int) -> int:
 
 
 def product_gflops(dtype: torch.dtype, size: int = 2048, times: int = 4) -> float:
-    """Return the best rate of a square matrix product."""
+    """Return the best rate of a square matrix product, per second of CPU."""
     left, right = (torch.randn(size, size, dtype=dtype) for _ in range(2))
     seconds: list[float] = []
     for _ in range(times):
-        began = time.perf_counter()
+        began = time.process_time()
         left @ right.T
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     return 2 * size**3 / min(seconds) / 1e9
 
 
 def measure(shape: str, dtype: str, wanted: argparse.Namespace) -> list[Row]:
     """Let the sides take turns, and return a line for each."""
-    sides = [
-        Side(sys.executable, name, shape, dtype, wanted.threads, wanted.tokens_at_once) for name in ("ours", "logits")
-    ]
+    shared = (wanted.threads, wanted.rows)
+    sides = [Side(sys.executable, name, shape, dtype, wanted.tokens_at_once, *shared) for name in ("ours", "apart")]
     if wanted.trl_python:
-        sides += [
-            Side(wanted.trl_python, "trl", shape, dtype, wanted.threads, rows) for rows in wanted.trl_rows_at_once
-        ]
+        sides += [Side(wanted.trl_python, "trl", shape, dtype, rows, *shared) for rows in wanted.trl_rows_at_once]
     for side in sides:
         side.update(keep=False)
     gflops = 0.0
@@ -173,9 +173,9 @@ def measure(shape: str, dtype: str, wanted: argparse.Namespace) -> list[Row]:
             side.update()
     for side in sides:
         side.close()
-    flops = count_flops(SHAPES[shape])
     rows: list[Row] = []
     for side in sides:
+        flops = count_flops(SHAPES[shape], wanted.rows, shared_prompts=side.name == "ours")
         kept = calm(side.samples)
         seconds, cpu_s, foreign = (statistics.median(numbers) for numbers in zip(*kept, strict=True))
         rows.append(
@@ -189,7 +189,7 @@ def measure(shape: str, dtype: str, wanted: argparse.Namespace) -> list[Row]:
                 foreign=foreign,
                 peak_mib=side.peak_mib,
                 peak_gflops=gflops,
-                mfu=flops / seconds / gflops / 1e9,
+                mfu=flops / cpu_s / gflops / 1e9,
                 samples=side.samples,
             )
         )
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--times", type=int, default=7, help="updates of each side that are measured")
+    parser.add_argument("--rows", type=int, default=MAX_ROWS, help="of an update; a multiple of 8")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens-at-once", type=int, default=4096, help="tokens of a micro-batch of ours")
     parser.add_argument("--trl-python", help="interpreter with trl")
@@ -209,7 +210,7 @@ def main() -> None:
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
     print(f"{platform.processor() or platform.machine()}, {wanted.threads} threads, torch {torch.__version__}\n")
-    print("| model | precision | side (at once) | seconds | CPU s | peak MiB | MFU | product GFLOP/s | others |")
+    print("| model | precision | side (at once) | seconds | CPU s | peak MiB | MFU | product GFLOP/CPU s | others |")
     print("|---|---|---|---|---|---|---|---|---|")
     rows: list[Row] = []
     for shape in wanted.shapes:
@@ -218,7 +219,10 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
     if wanted.json:
-        wanted.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        before = json.loads(wanted.json.read_text()) if wanted.json.exists() else []
+        measured = {(row.shape, row.dtype) for row in rows}
+        kept = [row for row in before if (row["shape"], row["dtype"]) not in measured]
+        wanted.json.write_text(json.dumps(kept + [dataclasses.asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

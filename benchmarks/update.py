@@ -3,7 +3,7 @@
     python benchmarks/update.py ours 10M bfloat16 --threads 2 --at-once 4096
 
 Each line on stdin asks for one update; each line on stdout is a JSON object about it. The side `trl` needs no
-rallypoint, so that it can run in an environment of its own; `logits` is ours with the logits of all tokens at once.
+rallypoint, so that it can run in an environment of its own; `apart` is ours with every row computed by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-NUM_ROWS, GROUP_SIZE, PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 128, 8, 32, 128
+MAX_ROWS, GROUP_SIZE, PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 128, 8, 32, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +57,15 @@ SHAPES = {
 }
 
 
-def make_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_rows(vocabulary: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (tokens [B, 160], lengths [B], advantages [B]) of the same rows for every side; half end early."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (NUM_ROWS, PROMPT_TOKENS + MAX_RESPONSE_TOKENS), generator=generator)
+    tokens = torch.randint(vocabulary, (MAX_ROWS, PROMPT_TOKENS + MAX_RESPONSE_TOKENS), generator=generator)
     tokens[:, :PROMPT_TOKENS] = tokens[::GROUP_SIZE, :PROMPT_TOKENS].repeat_interleave(GROUP_SIZE, 0)
-    early = torch.randint(16, MAX_RESPONSE_TOKENS, (NUM_ROWS,), generator=generator)
-    ends_early = torch.rand(NUM_ROWS, generator=generator) < 0.5
+    early = torch.randint(16, MAX_RESPONSE_TOKENS, (MAX_ROWS,), generator=generator)
+    ends_early = torch.rand(MAX_ROWS, generator=generator) < 0.5
     lengths = PROMPT_TOKENS + torch.where(ends_early, early, MAX_RESPONSE_TOKENS)
-    return tokens, lengths, torch.randn(NUM_ROWS, generator=generator)
+    return tokens[:num_rows], lengths[:num_rows], torch.randn(MAX_ROWS, generator=generator)[:num_rows]
 
 
 def make_model(shape: Shape, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
@@ -73,42 +73,37 @@ def make_model(shape: Shape, dtype: torch.dtype, attention: str) -> LlamaForCaus
     return LlamaForCausalLM(shape.config(attention)).to(dtype)  # pyright: ignore[reportArgumentType]
 
 
-def ours(shape: Shape, dtype: torch.dtype, at_once: int, *, all_logits: bool) -> Callable[[], None]:
-    """Packed rows, at most `at_once` tokens in a micro-batch."""
+def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart: bool) -> Callable[[], None]:
+    """Packed rows, at most `at_once` tokens in a micro-batch; `apart` computes a prompt for each of its rows."""
     from rallypoint.algorithms import entropy_bonus, policy_loss
     from rallypoint.data.packing import pack_groups
-    from rallypoint.engine import TokenOutputs, policy_outputs
-    from rallypoint.engine.forward import hidden_states, trained_positions
+    from rallypoint.engine import policy_outputs
+    from rallypoint.engine.forward import trained_positions
     from rallypoint.models import ATTENTION
     from rallypoint.models.norm import replace_norms
     from rallypoint.types import ActorBatch, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_norms(model)
-    tokens, lengths, advantages = make_rows(shape.vocabulary)
+    tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
     loss_mask = real & (torch.arange(tokens.shape[1]) >= PROMPT_TOKENS)
     batch = ActorBatch(
         offsets=offsets_from_lengths(lengths),
         tokens=tokens[real],
         loss_mask=loss_mask[real],
-        prompt_index=torch.arange(NUM_ROWS) // GROUP_SIZE,
-        sample_index=torch.arange(NUM_ROWS) % GROUP_SIZE,
+        prompt_index=torch.arange(num_rows) // (1 if apart else GROUP_SIZE),
+        sample_index=torch.arange(num_rows) % GROUP_SIZE,
         old_logprobs=torch.full((int(lengths.sum()),), -float(torch.tensor(shape.vocabulary).log())),
         reference_logprobs=None,
         advantages=advantages.unsqueeze(1).expand_as(tokens)[real],
     )
 
-    def with_all_logits(part: ActorBatch, at: torch.Tensor) -> TokenOutputs:
-        everything = model.lm_head(hidden_states(model, part, at)).float().log_softmax(-1)
-        logprobs = everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
-        return TokenOutputs(logprobs, -(everything.exp() * everything).sum(-1))
-
     def update() -> None:
         for rows in pack_groups(batch.lengths.tolist(), batch.prompt_index.tolist(), at_once):
             part = batch.rows(rows)
             at = trained_positions(part)
-            outputs = with_all_logits(part, at) if all_logits else policy_outputs(model, part, at, 1.0)
+            outputs = policy_outputs(model, part, at, 1.0)
             mask = torch.ones(len(at), dtype=torch.bool)
             loss = policy_loss(
                 outputs.logprobs,
@@ -125,7 +120,7 @@ def ours(shape: Shape, dtype: torch.dtype, at_once: int, *, all_logits: bool) ->
     return update
 
 
-def trl(shape: Shape, dtype: torch.dtype, at_once: int) -> Callable[[], None]:
+def trl(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int) -> Callable[[], None]:
     """TRL's own loss on its own padded rows, `at_once` rows at a time, without gradient checkpointing."""
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -148,16 +143,16 @@ def trl(shape: Shape, dtype: torch.dtype, at_once: int) -> Callable[[], None]:
             beta=0.0,
             report_to=[],
         ),
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * NUM_ROWS}),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * num_rows}),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>"),
     )
     trainer.current_gradient_accumulation_steps = 1  # its training loop sets it, which we are not in
     model.train()
-    tokens, lengths, advantages = make_rows(shape.vocabulary)
+    tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)
     mask = (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)).long()
 
     def update() -> None:
-        for rows in torch.arange(NUM_ROWS).split(at_once):
+        for rows in torch.arange(num_rows).split(at_once):
             inputs = {
                 "prompt_ids": tokens[rows, :PROMPT_TOKENS],
                 "prompt_mask": mask[rows, :PROMPT_TOKENS],
@@ -178,10 +173,11 @@ def memory_mib(field: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("side", choices=["ours", "logits", "trl"])
+    parser.add_argument("side", choices=["ours", "apart", "trl"])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=MAX_ROWS)
     parser.add_argument("--at-once", type=int, required=True, help="tokens (ours) or rows (trl) of a micro-batch")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
@@ -189,9 +185,9 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not look like an answer
     shape, dtype = SHAPES[wanted.shape], getattr(torch, wanted.dtype)
     if wanted.side == "trl":
-        update = trl(shape, dtype, wanted.at_once)
+        update = trl(shape, dtype, wanted.rows, wanted.at_once)
     else:
-        update = ours(shape, dtype, wanted.at_once, all_logits=wanted.side == "logits")
+        update = ours(shape, dtype, wanted.rows, wanted.at_once, apart=wanted.side == "apart")
     loaded = memory_mib("VmRSS")
     for _ in sys.stdin:
         began, cpu_began = time.perf_counter(), time.process_time()
