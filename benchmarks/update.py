@@ -57,7 +57,7 @@ SHAPES = {
 }
 
 
-def make_rows(vocabulary: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_rows(vocabulary: int, num_rows: int = MAX_ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (tokens [B, 160], lengths [B], advantages [B]) of the same rows for every side; half end early."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (MAX_ROWS, PROMPT_TOKENS + MAX_RESPONSE_TOKENS), generator=generator)
