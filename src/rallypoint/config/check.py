@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rallypoint.config.fields import shown, values_of
-from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, tensor_parallel_misfit
+from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, misfit_of
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import LoRAConfig, RunConfig, unread_sections
@@ -32,7 +32,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _placement(config)
     yield from _mesh(config)
     yield from _sleep(config)
-    yield from _tensor_parallel(config)
+    yield from _shared_models(config)
     yield from _cluster(config)
     yield from _without_effect(config, origins)
 
@@ -254,6 +254,12 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
                 f"{role}.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory "
                 "already; leave it at false",
             )
+        elif role != "rollout" and config.mesh(role)["dp_shard"] > 1:
+            yield Problem(
+                (f"{role}.sleep", f"{role}.mesh.dp_shard"),
+                f"{role}.sleep=true cannot be combined with {role}.mesh.dp_shard={config.mesh(role)['dp_shard']} yet, "
+                "which leaves each rank a part of the weights already; leave one of them out",
+            )
         elif [placement.pool for placement in config.roles.values()].count(pool) == 1:
             yield Problem(
                 (f"{role}.sleep", f"{role}.placement.pool"),
@@ -262,7 +268,7 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
+def _shared_models(config: RunConfig) -> Iterator[Problem]:
     """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
     for role, mesh in (
         ("actor", config.actor.mesh),
@@ -271,16 +277,18 @@ def _tensor_parallel(config: RunConfig) -> Iterator[Problem]:
     ):
         tp, own_path = mesh.tp, config.critic.path if role == "critic" else None
         shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
-        if tp == 1 or shape is None or role not in config.roles:
+        if shape is None or role not in config.roles:
             continue
-        if shape.model_type not in TENSOR_PARALLEL_FAMILIES:
+        if tp > 1 and shape.model_type not in TENSOR_PARALLEL_FAMILIES:
             yield Problem(
                 (f"{role}.mesh.tp",),
                 f"{role}.mesh.tp={tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
                 f"those of type {', '.join(TENSOR_PARALLEL_FAMILIES)} can",
             )
-        elif misfit := tensor_parallel_misfit(tp, shape.shared_by_tensor_parallel_ranks):
+        elif misfit := misfit_of(tp, shape.shared_by_tensor_parallel_ranks):
             yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
+        elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // tp}):
+            yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

@@ -18,22 +18,22 @@ TENSOR_PARALLEL_FAMILIES = (
 """Types of models that ranks can share by tensor parallelism, as config.json names them."""
 
 
-def tensor_parallel_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
-    """Return why `tp` ranks cannot share a model, and how many could; None when they can.
+def misfit_of(num_ranks: int, sizes: Mapping[str, int]) -> str | None:
+    """Return why some ranks cannot share a model, and how many could; None when they can.
 
-    >>> tensor_parallel_misfit(3, {"attention heads": 18, "key/value heads": 8})
+    >>> misfit_of(3, {"attention heads": 18, "key/value heads": 8})
     '3 does not divide 8 key/value heads; choose 1 or 2'
 
     Args:
-        tp: ranks that share it.
+        num_ranks: that share it, along tp or sp.
         sizes: what is dealt out to them in equal parts -> how many of it there are.
     """
-    left_over = [f"{size} {what}" for what, size in sizes.items() if size % tp]
+    left_over = [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]
     if not left_over:
         return None
     common = math.gcd(*sizes.values())
     choices = [str(size) for size in range(1, common + 1) if common % size == 0]
-    return f"{tp} does not divide {_listed(left_over, 'and')}; choose {_listed(choices, 'or')}"
+    return f"{num_ranks} does not divide {_listed(left_over, 'and')}; choose {_listed(choices, 'or')}"
 
 
 def _listed(items: Sequence[str], word: str) -> str:

@@ -4,7 +4,7 @@ from rallypoint.models.adapter import fresh, is_adapter, merge_adapters, open_ad
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
 from rallypoint.models.gather import gather
-from rallypoint.models.load import lm_head, load_critic, load_policy, named_weights, reload, value_head
+from rallypoint.models.load import DTYPES, lm_head, load_critic, load_policy, named_weights, reload, value_head
 from rallypoint.models.lora import LoRALinear, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part
 from rallypoint.models.prefix import SharedPrefixes
@@ -15,6 +15,7 @@ from rallypoint.models.writer import save_model, save_tensors
 
 __all__ = [
     "ATTENTION",
+    "DTYPES",
     "LoRALinear",
     "ModelShard",
     "PackedRows",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rallypoint.config.mesh_fit import tensor_parallel_misfit
+from rallypoint.config.mesh_fit import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.models.families import Cut, Family
 from rallypoint.models.part import Part
@@ -68,7 +68,7 @@ def _check_heads(model: PreTrainedModel, tp: Collective) -> None:
         "attention heads": cast("int", model.config.num_attention_heads),
         "key/value heads": cast("int", model.config.num_key_value_heads),
     }
-    if misfit := tensor_parallel_misfit(tp.size, heads):
+    if misfit := misfit_of(tp.size, heads):
         raise ModelError(f"{type(model).__name__}: tp={misfit}")
 
 
@@ -146,7 +146,7 @@ class _Cutter:
 
     def _own(self, size: int, what: str) -> range:
         """Return this rank's equal part of a size."""
-        if misfit := tensor_parallel_misfit(self._tp.size, {what: size}):
+        if misfit := misfit_of(self._tp.size, {what: size}):
             raise ModelError(f"{self._model_name}: tp={misfit}")
         part = size // self._tp.size
         return range(part * self._tp.rank, part * (self._tp.rank + 1))

@@ -18,6 +18,7 @@ from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import CheckpointError
 from rallypoint.models import (
+    DTYPES,
     ModelShard,
     Part,
     Read,
@@ -83,7 +84,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         flops = sum(self._flops.forward_backward(p.lengths.tolist(), p.num_loss_tokens) for p in batches.parts)
         # Over the ranks it becomes what all did over what all could have done; sp and tp peers share one rank's rows.
         sizes = self.engine.shard.mesh.sizes
-        peak = device_peak(self.engine.model.device, self.engine.model.dtype) * sizes["sp"] * sizes["tp"]
+        peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
         return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
 
     @broadcast

@@ -134,6 +134,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.pools.main=[6] actor.mesh.tp=3",
         ("actor.mesh.tp=3 does not divide 4 attention heads, 2 key/value heads and 256 columns", "choose 1 or 2"),
     ),
+    "fit: heads and sequence parallelism": (
+        "cluster.pools.main=[6] actor.mesh.sp=3",
+        ("actor.mesh.sp=3 does not divide 4 attention heads of a tp rank", "choose 1, 2 or 4"),
+    ),
     "fit: a family without a plan and tensor parallelism": (
         "model.create=null model.path=cohere actor.mesh.tp=2",
         ("actor.mesh.tp=2: models of type 'cohere' cannot be shared", "those of type gemma, gemma2,", "qwen3_moe can"),
