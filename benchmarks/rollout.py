@@ -7,7 +7,7 @@
 Each side is a process of its own, and they take turns. `native` is rallypoint's engine, `exact` the same in its mode
 of that name; `yardstick` a loop of a page over a static cache with batched products (all rows, all tokens, nobody
 leaves); `generate` and `batching` are transformers' generate with a dynamic cache and its continuous batching. `even`
-lets every rollout have all 128 tokens. `skewed` draws 512 lengths from a lognormal distribution between 16 and 512,
+lets every rollout have all 128 tokens. `skewed` draws 512 lengths from a lognormal distribution between 16 and 480,
 64 prompts x 8, and runs at most 128 at a time; beside it stands `even512`, as many rollouts of the mean length of
 those, so that their ratio, token by token, is what the skew costs. Seconds are medians; `cpu_s` counts all threads and
 hardly depends on what else runs; memory is the peak over what it was with the weights loaded, with the cache.
@@ -42,7 +42,7 @@ def make_lengths(mix: str) -> list[int]:
     if mix == "even":
         return [MAX_NEW_TOKENS] * 128
     generator = torch.Generator().manual_seed(0)
-    skewed = torch.empty(512).log_normal_(4.5, 0.8, generator=generator).clamp(16, 512).long()
+    skewed = torch.empty(512).log_normal_(4.5, 0.8, generator=generator).clamp(16, 480).long()
     return skewed.tolist() if mix == "skewed" else [int(skewed.float().mean())] * 512
 
 

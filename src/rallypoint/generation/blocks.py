@@ -22,7 +22,7 @@ from torch import Tensor
 class Block:
     """Some consecutive tokens of one row, or of several rows that begin alike."""
 
-    __slots__ = ("index", "is_finite", "last_state", "num_rows", "parent", "tokens")
+    __slots__ = ("index", "last_state", "num_rows", "parent", "tokens")
 
     def __init__(self, index: int, parent: Block | None = None, tokens: tuple[int, ...] = ()) -> None:
         self.index = index
@@ -31,8 +31,6 @@ class Block:
         """Of a shared block: what precedes it, and what it holds; together they are its name. () if it is private."""
         self.num_rows = 0
         """Running rows that look at it."""
-        self.is_finite = True
-        """False: what it holds is not finite, and must be overwritten before another row has its memory."""
         self.last_state: Tensor | None = None
         """[E]: the hidden state of its last token, where a prompt ends here."""
 
@@ -54,8 +52,7 @@ class BlockPool:
             like: a tensor of the type and on the device of keys and values.
         """
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        # Zeros: what lies behind the end of a row is multiplied by 0, so it must be finite.
-        self.states = like.new_zeros(2, num_layers, num_blocks, kv_heads, block_tokens, head_dim)
+        self.states = like.new_empty(2, num_layers, num_blocks, kv_heads, block_tokens, head_dim)
         """[2 (keys, values), layers, blocks, K, tokens, D]."""
         self._at: list[Block | None] = [None] * num_blocks
         self._shared: dict[tuple[Block | None, tuple[int, ...]], Block] = {}
@@ -168,11 +165,11 @@ class BlockPool:
     def _place(self, block: Block) -> Block:
         self._at[block.index] = block
         self._num_used += 1
+        # What lies behind the end of a row is multiplied by 0, so it must be finite.
+        self.states[:, :, block.index] = 0
         return block
 
     def _release(self, block: Block) -> None:
-        if not block.is_finite:
-            self.states[:, :, block.index] = 0
         self._at[block.index] = None
         self._num_used -= 1
         self._is_free(block.index)

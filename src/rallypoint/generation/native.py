@@ -297,8 +297,6 @@ class NativeEngine:
         for row, token, logprob, sampled_logprob in zip(self._running, *drawn, strict=True):
             if math.isnan(logprob):
                 pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
-                for block in (*row.prompt_blocks, *row.own_blocks):
-                    block.is_finite = False
                 ended.append(row)
                 continue
             row.tokens.append(token)
