@@ -221,7 +221,8 @@ def _count(queries: Sequence[Query]) -> dict[Block, int]:
 
 
 def _class(num_queries: int) -> int:
-    return (num_queries - 1).bit_length()
+    """Return the power of two that holds a number of queries; up to 8 are one class, for each band costs two calls."""
+    return max(3, (num_queries - 1).bit_length())
 
 
 def _class_width(num_queries: int) -> int:
