@@ -72,8 +72,13 @@ class DeviceMesh:
             timeout_s: how long to wait for the others, and later for each operation.
             device: where tensors will be.
 
-        Raises what `meet` raises.
+        Raises what `meet` raises, and:
+
+        Raises:
+            ValueError: there is no such axis.
         """
+        if unknown := sizes.keys() - set(AXES):
+            raise ValueError(f"{name}: a mesh has the axes {', '.join(AXES)}, not {', '.join(sorted(unknown))}")
         grid = Mesh({axis: sizes.get(axis, 1) for axis in AXES})
         if grid.size == 1:
             return cls.solo()

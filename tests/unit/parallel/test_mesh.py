@@ -18,6 +18,11 @@ def test_a_mesh_of_one_rank_needs_no_place_to_meet():
     assert {group.size for group in (mesh.everyone, mesh.replicas, mesh.shard, mesh.sp, mesh.tp)} == {1}
 
 
+def test_an_axis_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="axes dp_replicate, dp_shard, sp, tp, not dp"):
+        DeviceMesh.connect(None, "actor", 0, {"dp": 2})
+
+
 def test_every_axis_joins_the_ranks_that_differ_on_it_only(on_mesh):
     def call(mesh):
         groups = (mesh.everyone, mesh.replicas, mesh.shard, mesh.sp, mesh.tp)

@@ -46,7 +46,7 @@ def spec(tmp_path):
 
 @pytest.fixture
 def context(ticks):
-    return WorkerContext("actor", 0, Mesh({"dp": 1}), 1, "cpu", {}, lambda: ticks.append(1))
+    return WorkerContext("actor", 0, Mesh({"dp_replicate": 1}), 1, "cpu", {}, lambda: ticks.append(1))
 
 
 @pytest.fixture
