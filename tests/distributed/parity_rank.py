@@ -96,25 +96,26 @@ def make_batch(role: str) -> ActorBatch | CriticBatch:
 
 def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Metrics]:
     """Return what PPO minimises: policy loss, entropy bonus and KL, or the value loss."""
-    everything = torch.ones(len(at), dtype=torch.bool)
+    device = shard.model.device
+    everything = torch.ones(len(at), dtype=torch.bool, device=device)
     if isinstance(part, ActorBatch):
         outputs = policy_outputs(shard.model, part, at, 0.9, shard.mesh.sp)
         policy = policy_loss(
             outputs.logprobs,
-            part.old_logprobs[at],
-            part.advantages[at],
+            part.old_logprobs[at].to(device),
+            part.advantages[at].to(device),
             everything,
             clip_low=0.2,
             clip_high=0.3,
             dual_clip=None,
         )
         assert part.reference_logprobs is not None
-        kl = kl_loss(outputs.logprobs, part.reference_logprobs[at], everything, estimator="k3")
+        kl = kl_loss(outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator="k3")
         total = policy.sum - 0.1 * entropy_bonus(outputs.entropy, everything).sum + 0.1 * kl.sum
     else:
         assert isinstance(part, CriticBatch)
         values = critic_values(shard.model, part, at, shard.mesh.sp)
-        total = value_loss(values, part.values[at], part.returns[at], everything, clip=0.2).sum
+        total = value_loss(values, part.values[at].to(device), part.returns[at].to(device), everything, clip=0.2).sum
     return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
 
 
