@@ -233,8 +233,8 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (f"{role}.mesh", f"{role}.placement.num_ranks", "cluster.pools"),
                 f"{role}.mesh: {shown} makes {math.prod(sizes.values())} ranks, but the role has {ranks} "
-                f"(in pool {placement.pool!r}); expected sizes whose product is {ranks}, with dp_replicate=null one "
-                f"that divides it, or {role}.placement.num_ranks={math.prod(sizes.values())}",
+                f"(in pool {placement.pool!r}); expected sizes whose product "
+                f"divides {ranks}, or {role}.placement.num_ranks={math.prod(sizes.values())}",
             )
         if sizes["dp_shard"] > 1 and config.cluster.runtime == "inline":
             yield Problem(
@@ -245,26 +245,26 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sleep(config: RunConfig) -> Iterator[Problem]:
-    """Yield roles that sleep without making room for anybody."""
+    """Yield what there is to say against sleeping between turns."""
+    if not config.engine.sleep:
+        return
+    if config.cluster.device == "cpu":
+        yield Problem(
+            ("engine.sleep", "cluster.device"),
+            "engine.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory already; "
+            "leave it at false",
+        )
+    elif not config.sleeping:
+        yield Problem(
+            ("engine.sleep", "cluster.pools"),
+            "engine.sleep=true has nothing to gain: every role has a pool of its own; leave it at false",
+        )
     for role in sorted(config.sleeping):
-        pool = config.roles[role].pool
-        if config.cluster.device == "cpu":
+        if (num_shards := config.mesh(role)["dp_shard"]) > 1:
             yield Problem(
-                (f"{role}.sleep", "cluster.device"),
-                f"{role}.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory "
-                "already; leave it at false",
-            )
-        elif role != "rollout" and config.mesh(role)["dp_shard"] > 1:
-            yield Problem(
-                (f"{role}.sleep", f"{role}.mesh.dp_shard"),
-                f"{role}.sleep=true cannot be combined with {role}.mesh.dp_shard={config.mesh(role)['dp_shard']} yet, "
-                "which leaves each rank a part of the weights already; leave one of them out",
-            )
-        elif [placement.pool for placement in config.roles.values()].count(pool) == 1:
-            yield Problem(
-                (f"{role}.sleep", f"{role}.placement.pool"),
-                f"{role}.sleep=true has nothing to gain: no other role takes turns with it on pool {pool!r}; leave it "
-                "at false",
+                (f"{role}.mesh.dp_shard", "engine.sleep"),
+                f"{role}.mesh.dp_shard={num_shards} cannot be combined with engine.sleep=true yet, but leaves each "
+                "rank a part of the weights already; leave one of them out",
             )
 
 

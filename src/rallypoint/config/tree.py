@@ -23,9 +23,6 @@ Names = Annotated[
 ]
 
 
-_SLEEP = "Weights and optimizer lie in CPU memory while other roles of its processes have their turn."
-
-
 class PlacementConfig(Section):
     """Where a role runs."""
 
@@ -36,11 +33,8 @@ class PlacementConfig(Section):
 
 
 class MeshConfig(Section):
-    """How the ranks of a role divide its model and its rows."""
+    """How the ranks of a role divide its model and its rows; ranks that these leave hold copies (dp_replicate)."""
 
-    dp_replicate: int | None = key(
-        None, at_least=1, help="Copies of the model, each with rows of its own; null: as many as the ranks make."
-    )
     dp_shard: int = key(1, at_least=1, help="Ranks that share one copy (FSDP2), each with rows of its own.")
     sp: int = key(1, at_least=1, help="Ranks that share the tokens of the same rows (Ulysses).")
     tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
@@ -79,7 +73,6 @@ class ActorConfig(Section):
     entropy_coef: float = key(0.0, at_least=-1, at_most=1, help="Weight of the entropy bonus in the loss.")
     optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
-    sleep: bool = key(False, help=_SLEEP)
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
@@ -98,7 +91,6 @@ class CriticConfig(Section):
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the critic runs.")
-    sleep: bool = key(False, help=_SLEEP)
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
@@ -106,7 +98,6 @@ class ReferenceConfig(Section):
     """The frozen copy that the KL is measured to; present when kl is on."""
 
     placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
-    sleep: bool = key(False, help=_SLEEP)
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
 
@@ -154,7 +145,6 @@ class LoRAConfig(Section):
     alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
     rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
     target_modules: Names = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
-    init: Literal["kaiming", "gaussian"] = key("kaiming", help="First values of A, as in PEFT; B begins with zeros.")
     path: str | None = key(None, help="Adapter to start the actor from; its folder has the other keys.")
 
 
@@ -235,6 +225,9 @@ class EngineConfig(Section):
     activations: Activations = key(
         "keep",
         help="What a layer leaves for the backward pass: all, its input (checkpointing), or that in CPU memory.",
+    )
+    sleep: bool = key(
+        False, help="Roles that share a pool keep weights and optimizer in CPU memory while others have their turn."
     )
 
 
@@ -355,9 +348,13 @@ class RunConfig(Section):
 
     @property
     def sleeping(self) -> frozenset[RoleName]:
-        """The roles that sleep between their turns."""
-        sections = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
-        return frozenset(role for role in self.roles if role in sections and sections[role].sleep)
+        """The roles that sleep between their turns, with engine.sleep: those that share a pool, but for rollout."""
+        pools = [placement.pool for placement in self.roles.values()]
+        return frozenset(
+            role
+            for role, placement in self.roles.items()
+            if self.engine.sleep and role != "rollout" and pools.count(placement.pool) > 1
+        )
 
     @property
     def rollout_shares_actor(self) -> bool:
@@ -368,7 +365,7 @@ class RunConfig(Section):
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
         alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))
-        wanted = bool(self.model.lora and self.kl) and not self.actor.sleep
+        wanted = bool(self.model.lora and self.kl) and not self.engine.sleep
         return wanted and alone and self._lives_with_actor("reference")
 
     def _lives_with_actor(self, role: RoleName) -> bool:
@@ -385,7 +382,7 @@ class RunConfig(Section):
         sections = {"actor": self.actor.mesh, "critic": self.critic.mesh, "reference": self.reference.mesh}
         mesh = sections.get(role, MeshConfig())
         inner = {"dp_shard": mesh.dp_shard, "sp": mesh.sp, "tp": mesh.tp}
-        return {"dp_replicate": mesh.dp_replicate or max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
+        return {"dp_replicate": max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
 
     def num_parts(self, role: RoleName) -> int:
         """Return over how many of a role's ranks rows are split; the others work on the same rows."""

@@ -94,7 +94,7 @@ def fill_adapters(shard: ModelShard, adapters: Adapters, *, seed: int) -> None:
     tensors = shard.tensors()
     for name in adapted_layers(shard.model):
         part = shard.parts[name + A]
-        values = first_values(name, part.shape, adapters.lora.init, seed)
+        values = first_values(name, part.shape, seed)
         tensors[name + A].copy_(values[part.within(Part.whole(part.shape))])
         tensors[name + B].zero_()
 

@@ -140,21 +140,18 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
     return TensorParts(parts, frozenset(summed))
 
 
-def first_values(name: str, shape: Sequence[int], init: str, seed: int) -> Tensor:
+def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """Return the first values of A of a layer, as in PEFT: they depend on the seed and the layer's name only.
 
-    Uniform in +-1/sqrt(M) ("kaiming"), or normal with deviation 1/rank ("gaussian"). B begins with zeros.
+    Uniform in +-1/sqrt(M). B begins with zeros.
 
     Args:
         name: of the layer.
         shape: [rank, M], of all of A.
-        init: "kaiming" or "gaussian".
         seed: of the run.
     """
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
     rank, num_inputs = shape
-    if init == "gaussian":
-        return torch.empty(rank, num_inputs).normal_(0.0, 1 / rank, generator=generator)
     bound = num_inputs**-0.5
     return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
 

@@ -32,7 +32,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         model = spec.load_policy(context, spec.meet(context))
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer)
         context.shared[ACTOR_ENGINE] = self.engine
-        if spec.config.actor.sleep:
+        if "actor" in spec.config.sleeping:
             self.turns.sleep_between(self.engine)
 
     @shard

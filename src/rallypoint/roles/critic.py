@@ -38,7 +38,7 @@ class CriticWorker(LearnerWorker[CriticBatch]):
             seed=config.seed,
         )
         super().__init__(context, spec, model, path, config.critic.optimizer)
-        if config.critic.sleep:
+        if "critic" in config.sleeping:
             self.turns.sleep_between(self.engine)
 
     @shard

@@ -36,7 +36,7 @@ class ReferenceWorker(TurnTaker):
             tick=context.tick,
         )
         # Who shares the actor's weights wakes the actor.
-        if config.actor.sleep if shares_actor else config.reference.sleep:
+        if ("actor" if shares_actor else "reference") in config.sleeping:
             self.turns.sleep_between(context.shared[ACTOR_ENGINE] if shares_actor else self.engine)
 
     @shard

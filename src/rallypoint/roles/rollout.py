@@ -30,7 +30,7 @@ class RolloutWorker(TurnTaker):
         if shares_actor:
             engine: Engine[ActorBatch] = context.shared[ACTOR_ENGINE]
             model = engine.model
-            if config.actor.sleep:
+            if "actor" in config.sleeping:
                 self.turns.sleep_between(engine)
         else:
             model = spec.load_policy(context).model

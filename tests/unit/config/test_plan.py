@@ -211,7 +211,7 @@ def test_roles_of_a_process_hold_their_weights_together_and_take_turns_with_the_
 
 def test_roles_that_sleep_hold_nothing_while_others_have_their_turn(here: Path):
     awake = make_plan(load("cluster.device=cuda"))
-    asleep = make_plan(load("cluster.device=cuda", "actor.sleep=true", "critic.sleep=true", "reference.sleep=true"))
+    asleep = make_plan(load("cluster.device=cuda", "engine.sleep=true"))
     actor, rollout, reference, critic = asleep.memory
     assert asleep.turn_memory("actor") == actor.total == awake.memory[0].total
     # Rollouts are sampled from the actor's weights, which wake for them alone.

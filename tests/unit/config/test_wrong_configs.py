@@ -148,11 +148,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: mesh and ranks": (
         "actor.mesh.tp=3",
-        ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product is 2"),
-    ),
-    "fit: replicas and ranks": (
-        "actor.mesh.tp=2 actor.mesh.dp_replicate=2",
-        ("actor.mesh: dp_replicate=2 x tp=2 makes 4 ranks, but the role has 2", "actor.placement.num_ranks=4"),
+        ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product divides 2"),
     ),
     "fit: shards and threads": (
         "actor.mesh.dp_shard=2 cluster.runtime=inline",
@@ -172,12 +168,16 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("cluster.rendezvous=ray contradicts cluster.runtime=inline", "leave it at auto"),
     ),
     "sleep where it is": (
-        "actor.sleep=true",
-        ("actor.sleep=true has nothing to gain with cluster.device=cpu", "leave it at false"),
+        "engine.sleep=true",
+        ("engine.sleep=true has nothing to gain with cluster.device=cpu", "leave it at false"),
     ),
     "sleep alone": (
-        "cluster.device=cuda actor.sleep=true cluster.pools.second=[2] actor.placement.pool=second",
-        ("no other role takes turns with it on pool 'second'",),
+        "cluster.device=cuda engine.sleep=true recipe=grpo cluster.pools.second=[2] actor.placement.pool=second",
+        ("every role has a pool of its own",),
+    ),
+    "sleep in shards": (
+        "cluster.device=cuda engine.sleep=true actor.mesh.dp_shard=2",
+        ("actor.mesh.dp_shard=2 cannot be combined with engine.sleep=true yet",),
     ),
     "offload to where it is": (
         "engine.activations=offload",

@@ -126,8 +126,6 @@ def test_first_values_depend_on_the_seed_and_the_name_of_the_layer_only(make_fol
     values = torch.cat([w.flatten() * math.sqrt(w.shape[1]) for name, w in first.items() if "lora_A" in name])
     assert values.abs().max() <= 1
     assert values.std().item() == pytest.approx(3**-0.5, rel=0.05)
-    gaussian = torch.cat([w.flatten() for name, w in of(0, init="gaussian").items() if "lora_A" in name])
-    assert gaussian.std().item() == pytest.approx(1 / 32, rel=0.05)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
