@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("engine.sleep=true has nothing to gain with cluster.device=cpu", "leave it at false"),
     ),
     "sleep alone": (
-        "cluster.device=cuda engine.sleep=true recipe=grpo cluster.pools.second=[2] actor.placement.pool=second",
+        "cluster.device=cuda engine.sleep=true recipe=grpo kl=null cluster.pools.b=[2] actor.placement.pool=b",
         ("every role has a pool of its own",),
     ),
     "sleep in shards": (
