@@ -19,7 +19,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class Vigil:
             note = f"their stacks could not be saved: {error}"
         with self._lock:
             self._calls = dict.fromkeys(self._calls, self._awake_s)
-        for host in hung:
+        for number, host in enumerate(hung):
             others = [f"pid {other.info.pid} on {other.info.node}" for other in hung if other is not host]
             also = f"so did {', '.join(others)}; " if others else ""
             it = self._executed(host, calls)
@@ -166,6 +166,10 @@ class Vigil:
                     pid=host.info.pid,
                 )
             )
+            if number + 1 < len(hung):
+                # Of several the first is to be named, so its end is heard of before the next one's.
+                owed = [one.future() for call in calls for one in call.pending if one.host is host]
+                wait(owed, timeout=self.beat_s)
 
     def _executed(self, host: Host, calls: Iterable[Call[Any]]) -> Invocation:
         """Return what a host was doing when it stopped, as far as is known."""

@@ -1,6 +1,7 @@
 """Hosts and answers that a test plays by hand."""
 
 from concurrent.futures import Future
+from threading import Timer
 
 import pytest
 
@@ -34,6 +35,7 @@ class FakeHost:
         self.role, self.roles = role, {role: pid % 10}
         self.progress, self.executing, self.stopped = 0, None, False
         self.killed, self.num_asked, self.owes = None, 0, []
+        self.dies_after_s = 0.0
 
     def pulse(self):
         self.num_asked += 1
@@ -47,6 +49,12 @@ class FakeHost:
 
     def kill(self, why):
         self.killed = why
+        if self.dies_after_s:
+            Timer(self.dies_after_s, self.die, [why]).start()
+        else:
+            self.die(why)
+
+    def die(self, why):
         for one in self.owes:
             if not one.handle.done():
                 one.handle.set_exception(why)

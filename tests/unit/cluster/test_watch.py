@@ -128,6 +128,18 @@ def test_all_that_are_silent_are_named(ward, stage):
         call.result()
 
 
+def test_of_several_the_first_rank_is_named_however_late_its_end_is_heard_of(ward, stage):
+    it = ward(1, 2, 3)
+    call = it.wait_for(stage.call(it.hosts))
+    for host in it.hosts[:2]:
+        host.stopped = True
+    it.hosts[0].dies_after_s = 0.2
+    it.pass_s(12)
+    with pytest.raises(WorkerHungError) as caught:
+        call.result()
+    assert (caught.value.rank, caught.value.pid) == (0, 1)
+
+
 def test_calls_on_healthy_hosts_go_on_beside_one_that_hangs(ward, stage):
     it = ward(1, 2)
     hung, healthy = it.wait_for(stage.call(it.hosts[:1])), it.wait_for(stage.call(it.hosts[1:]))
