@@ -29,7 +29,8 @@ SHARDS = {
     "3 ranks, one with nothing to train": [[1], [0, 2, 3, 4], [5, 6, 7]],
 }
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-CONFIG = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5)
+CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
+EPS = 1e-3
 
 
 def make_batch() -> ActorBatch:
@@ -58,7 +59,7 @@ def connect(rendezvous: Rendezvous, name: str, rank: int, size: int) -> DeviceMe
 
 def make_engine(model_folder: str, dtype: torch.dtype, cap: int, mesh: DeviceMesh) -> Engine[ActorBatch]:
     model = load_policy(model_folder, dtype="float32").model.to(dtype)
-    return Engine(ModelShard.whole(model, mesh), optimizer=CONFIG, max_tokens_per_micro_batch=cap)
+    return Engine(ModelShard.whole(model, mesh), optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap)
 
 
 def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -> Metrics:

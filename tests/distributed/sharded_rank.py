@@ -48,7 +48,8 @@ KINDS = {
     "critic": (LlamaForTokenClassification, False),
 }
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-CONFIG = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5)
+CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
+EPS = 1e-3
 
 
 def make_model(kind, dtype):
@@ -111,7 +112,7 @@ def make_engine(kind, dtype, mesh, cap):
     tensor = cut_model(model, FAMILIES["llama"], mesh.tp)
     sharding = shard_model(model, mesh, tensor)
     parts = shard_parts(tensor.parts, mesh.shard)
-    engine = Engine(ModelShard(model, parts, mesh, sharding), optimizer=CONFIG, max_tokens_per_micro_batch=cap)
+    engine = Engine(ModelShard(model, parts, mesh, sharding), optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap)
     return engine, parts
 
 
@@ -140,7 +141,7 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
 def load_and_save(mesh, model_folder, batch, rows, into, dtype="float64"):
     """Two steps of a model whose parts are read from a file; the whole of it is written again, with its masters."""
     shard = load_policy(model_folder, dtype=dtype, mesh=mesh)
-    engine = Engine(shard, optimizer=CONFIG, max_tokens_per_micro_batch=40)
+    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=40)
     part = batch.rows(rows)
     for step in (1, 2):
         loss = loss_of(engine.model, mesh)

@@ -4,10 +4,10 @@ from rallypoint.config.check import Problem
 from rallypoint.config.fields import Section, leaves, section_of, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.plan import Plan, RoleMemory, make_plan
-from rallypoint.config.source import describe, shipped_recipes, to_yaml
-from rallypoint.config.tree import (
+from rallypoint.config.sections import (
     Activations,
     ActorConfig,
+    CheckConfig,
     ClusterConfig,
     CreateModelConfig,
     CriticConfig,
@@ -19,15 +19,15 @@ from rallypoint.config.tree import (
     OptimizerConfig,
     PlacementConfig,
     PPOConfig,
-    RoleName,
     RolloutConfig,
-    RunConfig,
-    unread_sections,
 )
+from rallypoint.config.source import describe, shipped_recipes, to_yaml
+from rallypoint.config.tree import RoleName, RunConfig, unread_sections
 
 __all__ = [
     "Activations",
     "ActorConfig",
+    "CheckConfig",
     "ClusterConfig",
     "CreateModelConfig",
     "CriticConfig",

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rallypoint.config.fields import shown, values_of
 from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, misfit_of
+from rallypoint.config.sections import LoRAConfig
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
-from rallypoint.config.tree import LoRAConfig, RunConfig, unread_sections
+from rallypoint.config.tree import RunConfig, unread_sections
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

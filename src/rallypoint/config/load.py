@@ -117,7 +117,7 @@ def _explain(detail: ErrorDetails, source: Source) -> tuple[str, str]:
     known = leaves(RunConfig)
     owner = next((name for name in known if dotted == name or dotted.startswith(f"{name}.")), dotted)
     info = known.get(owner)
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and len(parts) == len(detail["loc"]):
         meaning = f": {info.description.rstrip('.')}" if info and info.description else ""
         return dotted, f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"
     origin = origin_of(source.origins, dotted)
@@ -140,13 +140,21 @@ def expected(info: FieldInfo) -> str:
     labels = "labels with their values, such as {zone: west}"
     pools = "pool names with process counts, such as {main: [2]}"
     kinds |= {
-        tuple: "a name or a list of names",
+        tuple: _items(info),
         dict: labels if info.annotation == dict[str, str] else pools,
     }
     words = _words(info)
     kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
     unit = f" ({unit_of(info)})" if unit_of(info) else ""
     return kind + _range(info) + unit + (" or null" if type(None) in options else "")
+
+
+def _items(info: FieldInfo) -> str:
+    """Say what a list holds: names, or so many numbers in a range."""
+    kinds = get_args(info.annotation)
+    if not kinds or str in kinds:
+        return "a name or a list of names"
+    return f"{len(kinds)} numbers, each{_range(FieldInfo.from_annotation(kinds[0]))}, such as {shown(info.default)}"
 
 
 def _expected_section(parts: Sequence[str], found: object) -> str:

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rallypoint.config.tree import CreateModelConfig, LoRAConfig, RunConfig
+from rallypoint.config.sections import CreateModelConfig, LoRAConfig
+from rallypoint.config.tree import RunConfig
 
 _DIGITS_VOCABULARY = 20
 
@@ -187,7 +188,7 @@ def _created_shape(made: CreateModelConfig) -> ModelShape:
         head_dim=made.hidden_size // made.num_heads,
         intermediate_size=made.intermediate_size,
         vocab_size=_DIGITS_VOCABULARY,
-        tie_embeddings=made.tie_embeddings,
+        tie_embeddings=False,
         query_key_norm=made.architecture == "qwen3",
         model_type=made.architecture,
     )

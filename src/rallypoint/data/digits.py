@@ -90,7 +90,7 @@ def make_digits(
     num_digits: int,
     num_train_prompts: int,
     num_validation_prompts: int,
-    seed: int,
+    seed: int = 0,
 ) -> tuple[Path, Path]:
     """Write train.parquet and validation.parquet, and return their paths.
 

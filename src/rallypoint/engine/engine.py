@@ -44,6 +44,7 @@ class Engine(Generic[BatchT]):
         max_tokens_per_micro_batch: int,
         padded: bool = False,
         activations: Activations = "keep",
+        eps: float = 1e-8,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model over.
@@ -54,6 +55,7 @@ class Engine(Generic[BatchT]):
             max_tokens_per_micro_batch: the hard cap.
             padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
             activations: what a layer leaves for the backward pass.
+            eps: is added to AdamW's denominator; a larger one keeps the division well conditioned.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.
         """
         self.shard, self.model = shard, shard.model
@@ -62,7 +64,9 @@ class Engine(Generic[BatchT]):
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         are_masters = self._sharding.half is not None
-        self.optimizer = None if optimizer is None else make_optimizer(self.weights, optimizer, are_masters=are_masters)
+        self.optimizer = (
+            make_optimizer(self.weights, optimizer, eps=eps, are_masters=are_masters) if optimizer else None
+        )
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick

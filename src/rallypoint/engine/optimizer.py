@@ -122,7 +122,9 @@ def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     return move
 
 
-def make_optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig, *, are_masters: bool = False) -> AdamW:
+def make_optimizer(
+    weights: Mapping[str, Tensor], config: OptimizerConfig, *, eps: float, are_masters: bool = False
+) -> AdamW:
     """Return AdamW over those weights that are trained; decay is for matrices only, as is usual."""
     trained = [weight for weight in weights.values() if weight.requires_grad]
     groups = [
@@ -132,8 +134,8 @@ def make_optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig, *, ar
     return AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        betas=config.betas,
+        eps=eps,
         fused=True,
         are_masters=are_masters,
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.algorithms import KL, kl_penalty
-from rallypoint.config import RunConfig
-from rallypoint.config.tree import CheckConfig
+from rallypoint.config import CheckConfig, RunConfig
 from rallypoint.errors import OffPolicyError
 from rallypoint.types import JudgedBatch, Maximum, Mean, Metrics
 

@@ -117,7 +117,6 @@ def _data_paths(config: RunConfig, folder: RunFolder) -> tuple[tuple[str, ...], 
             num_digits=generate.num_digits,
             num_train_prompts=generate.num_train_prompts,
             num_validation_prompts=generate.num_validation_prompts,
-            seed=generate.seed,
         )
     except ValueError as error:
         raise DataError(f"data.generate: {error}") from error
@@ -136,6 +135,7 @@ def _created_model(config: RunConfig, folder: RunFolder) -> Path:
             make_digits_tokenizer(),
             max_positions=config.max_row_tokens,
             seed=config.seed,
+            tie_embeddings=False,
             **made.model_dump(),
         )
         partial.rename(folder.model)

@@ -50,7 +50,6 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
             model,
             optimizer=optimizer,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
-            padded=spec.config.engine.rows == "padded",
             activations=spec.config.engine.activations,
             tick=context.tick,
         )

@@ -32,7 +32,6 @@ class ReferenceWorker(TurnTaker):
             model,
             optimizer=None,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
-            padded=config.engine.rows == "padded",
             tick=context.tick,
         )
         # Who shares the actor's weights wakes the actor.

@@ -37,7 +37,7 @@ def test_each_value_knows_where_it_was_set(here: Path):
     origins = load_config("mine.yaml", ["trainer.num_steps=9"]).origins
     assert origins["actor.optimizer.lr"] == "mine.yaml:4"
     assert origins["actor.optimizer.warmup_ratio"] == "base.yaml:11"
-    assert origins["actor.optimizer.beta1"] == "default"
+    assert origins["actor.optimizer.betas"] == "default"
     assert origins["trainer.num_steps"] == "command line"
     assert set(origins) == {name for name, _ in values_of(load().config)}
 

@@ -12,8 +12,9 @@ from rallypoint.models import adapted_layers, lm_head, load_policy
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Metrics
 
+CONFIG = OptimizerConfig(lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, max_grad_norm=1e9)
 # A large eps keeps Adam's division well conditioned: noise in a gradient of zero is not blown up to a step of lr.
-CONFIG = OptimizerConfig(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-4, weight_decay=0.1, max_grad_norm=1e9)
+EPS = 1e-4
 LORA = LoRAConfig(rank=3, alpha=5.0, rslora=True)
 NUM_STEPS = 3
 
@@ -48,9 +49,7 @@ def by_rows(batch, logits_of):
 
 
 def adamw(weights):
-    return torch.optim.AdamW(
-        weights, lr=CONFIG.lr, betas=(CONFIG.beta1, CONFIG.beta2), eps=CONFIG.eps, weight_decay=CONFIG.weight_decay
-    )
+    return torch.optim.AdamW(weights, lr=CONFIG.lr, betas=CONFIG.betas, eps=EPS, weight_decay=CONFIG.weight_decay)
 
 
 def engine_steps(shard, batch):
@@ -63,7 +62,7 @@ def engine_steps(shard, batch):
         taken = logprobs.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
         return -(taken * part.advantages[at]).sum(), Metrics({})
 
-    engine = Engine(shard, optimizer=CONFIG, max_tokens_per_micro_batch=20)
+    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=20)
     for step in range(1, NUM_STEPS + 1):
         engine.train(batch, loss, denominator=batch.num_loss_tokens, step=step, num_steps=NUM_STEPS)
     return {name: weight.detach().clone() for name, weight in shard.trained().items()}

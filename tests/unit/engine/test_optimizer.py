@@ -46,7 +46,7 @@ def weights_of(model):
 def make(dtype=torch.float32, lr=0.1, **config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(dtype)
-    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config))
+    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config), eps=1e-8)
 
 
 def backward(model, seed):

@@ -17,14 +17,17 @@ from rallypoint.models import ModelShard, load_policy, named_weights
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, merge
 
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 # A large eps keeps Adam's division well conditioned: noise in a gradient of zero is not blown up to a step of lr.
-CONFIG = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+EPS = 1e-3
 LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def engine_of(model, cap=1000, mesh=None, config=CONFIG, padded=False):
-    return Engine(ModelShard.whole(model, mesh), optimizer=config, max_tokens_per_micro_batch=cap, padded=padded)
+    return Engine(
+        ModelShard.whole(model, mesh), optimizer=config, eps=EPS, max_tokens_per_micro_batch=cap, padded=padded
+    )
 
 
 def outcome(engine, metrics):

@@ -1,0 +1,36 @@
+"""The frame around the training step: checkpoints, checks, length, names."""
+
+from __future__ import annotations
+
+from rallypoint.config.fields import Section, key
+
+
+class CheckpointConfig(Section):
+    """State that a run can be resumed from."""
+
+    every_steps: int | None = key(
+        None, at_least=1, unit="steps", help="Also after the last step and when interrupted; null for those only."
+    )
+    keep: int = key(2, at_least=1, help="Older checkpoints are removed.")
+
+
+class CheckConfig(Section):
+    """Bounds of the checks that every run makes of itself."""
+
+    ratio_tolerance: float = key(
+        1e-2, above=0, help="Largest |ratio - 1| in the first update of a step, where it must be 1."
+    )
+    rollout_gap: float = key(
+        0.5, above=0, unit="nats", help="Largest mean difference between rollout_ and old_logprobs of a step."
+    )
+
+
+class TrainerConfig(Section):
+    """The frame around the training step."""
+
+    num_steps: int = key(100, at_least=1, unit="steps", help="Training steps of the whole run.")
+    runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
+    name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
+    num_logged_rollouts: int = key(
+        8, at_least=0, unit="rollouts", help="Rollouts written to rollouts/ at each step; 0 for none."
+    )

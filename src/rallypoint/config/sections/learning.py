@@ -1,0 +1,117 @@
+"""What trains, and how: the policy, its critic and its reference, advantages, penalties and passes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from rallypoint.config.fields import Section, key, section
+from rallypoint.config.sections.places import MeshConfig, PlacementConfig
+
+Activations = Literal["keep", "checkpoint", "offload"]
+Decay = Annotated[float, Field(ge=0, le=0.99999)]
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, above=0, at_most=1, help="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = key("constant", help="Decay after the warmup.")
+    warmup_ratio: float = key(0.0, at_least=0, at_most=0.9, help="Part of the run that lr rises in, linearly from 0.")
+    min_lr_ratio: float = key(0.0, at_least=0, at_most=1, help="Where the decay ends, as a part of lr.")
+    betas: Annotated[tuple[Decay, Decay], Strict(False)] = key(
+        (0.9, 0.95), help="Decay of the gradient's running mean, and of its running square."
+    )
+    weight_decay: float = key(0.0, at_least=0, at_most=1, help="Decoupled weight decay, on matrices only.")
+    max_grad_norm: float = key(1.0, above=0, help="Global gradient norm above which gradients are scaled down.")
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """The same keys; a critic wants a higher rate."""
+
+    lr: float = key(1e-5, above=0, at_most=1, help="Peak learning rate.")
+
+
+class ActorConfig(Section):
+    """The policy being trained."""
+
+    num_epochs: int = key(1, at_least=1, at_most=100, help="Passes over the rollouts of a step.")
+    num_mini_batches: int = key(1, at_least=1, help="Optimizer steps per pass.")
+    clip_low: float = key(0.2, above=0, at_most=1, help="The ratio is clipped below 1 - clip_low.")
+    clip_high: float = key(0.2, above=0, at_most=10, help="The ratio is clipped above 1 + clip_high.")
+    dual_clip: float | None = key(
+        None, above=1, help="Bound of the ratio for negative advantages (arXiv 1912.09729); null for none."
+    )
+    entropy_coef: float = key(0.0, at_least=-1, at_most=1, help="Weight of the entropy bonus in the loss.")
+    optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
+    placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+
+
+class CriticConfig(Section):
+    """The value function; used by recipe ppo."""
+
+    path: str | None = key(
+        None, help="Hugging Face folder of a token classifier with one label, or of any model; null: the actor's."
+    )
+    num_epochs: int = key(1, at_least=1, at_most=100, help="Passes over the rollouts of a step.")
+    num_mini_batches: int = key(1, at_least=1, help="Optimizer steps per pass.")
+    clip: float | None = key(
+        0.2,
+        above=0,
+        help="How far a value may move from its old one before the loss is clipped; null for no bound.",
+    )
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic.")
+    placement: PlacementConfig = section(PlacementConfig, help="Where the critic runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+
+
+class ReferenceConfig(Section):
+    """The frozen copy that the KL is measured to; present when kl is on."""
+
+    placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+
+
+class PPOConfig(Section):
+    """Generalised advantage estimation; used by recipe ppo."""
+
+    discount: float = key(1.0, at_least=0, at_most=1, help="Discount of later rewards (gamma).")
+    gae_lambda: float = key(1.0, at_least=0, at_most=1, help="Between one-step (0) and whole-return (1) estimates.")
+    whiten_advantages: bool = key(True, help="Scale the advantages of a step to mean 0 and deviation 1.")
+
+
+class GRPOConfig(Section):
+    """Group-relative advantages; used by recipe grpo."""
+
+    normalize_std: bool = key(True, help="Divide by the group's deviation; false is Dr. GRPO (arXiv 2503.20783).")
+    token_discount: float | None = key(
+        None,
+        at_least=0,
+        at_most=1,
+        help="Compare rewards token by token, and discount those after a token by this; null compares their sums.",
+    )
+
+
+class KLConfig(Section):
+    """Penalty for leaving the reference."""
+
+    coef: float = key(1e-3, above=0, at_most=100, help="Weight of the penalty.")
+    estimator: Literal["k1", "k2", "k3"] = key("k3", help="Schulman's estimators of the KL per token.")
+    placement: Literal["reward", "loss"] = key("loss", help="Subtracted from the rewards or added to the loss.")
+
+
+class EngineConfig(Section):
+    """The training engine of actor, critic and reference."""
+
+    max_tokens_per_micro_batch: int = key(
+        16_384, at_least=1, unit="tokens", help="Hard cap of one forward pass; bounds the activations."
+    )
+    activations: Activations = key(
+        "keep",
+        help="What a layer leaves for the backward pass: all, its input (checkpointing), or that in CPU memory.",
+    )
+    sleep: bool = key(
+        False, help="Roles that share a pool keep weights and optimizer in CPU memory while others have their turn."
+    )

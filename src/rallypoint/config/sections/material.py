@@ -1,0 +1,71 @@
+"""What a run is made of: its model, its prompts, its reward."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Strict
+
+from rallypoint.config.fields import Section, key, section
+
+Names = Annotated[
+    tuple[str, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
+
+
+class CreateModelConfig(Section):
+    """A small model with random weights and a tokenizer for digits, made when the run starts."""
+
+    architecture: Literal["llama", "qwen3"] = key("llama", help="Family, as in transformers.")
+    hidden_size: int = key(64, at_least=8, at_most=1024, help="Width.")
+    num_layers: int = key(2, at_least=1, at_most=32, help="Decoder layers.")
+    num_heads: int = key(4, at_least=1, at_most=64, help="Attention heads.")
+    num_key_value_heads: int = key(4, at_least=1, at_most=64, help="Key/value heads; must divide num_heads.")
+    intermediate_size: int = key(256, at_least=8, at_most=8192, help="Width inside the MLP.")
+    initializer_range: float = key(0.02, above=0, at_most=1, help="Standard deviation of the initial weights.")
+
+
+class LoRAConfig(Section):
+    """Low-rank updates of linear layers (arXiv 2106.09685), in PEFT's format; everything else is frozen."""
+
+    rank: int = key(32, at_least=1, help="Rows of A and columns of B.")
+    alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
+    rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
+    target_modules: Names = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
+    path: str | None = key(None, help="Adapter to start the actor from; its folder has the other keys.")
+
+
+class ModelConfig(Section):
+    """Which model is trained: exactly one of path and create."""
+
+    path: str | None = key(None, help="Hugging Face folder (or hub name) of a causal language model.")
+    create: CreateModelConfig | None = section(None, help="Make a small random model instead of loading one.")
+    dtype: Literal["float32", "bfloat16"] = key("float32", help="Type of weights and computation.")
+    trust_remote_code: bool = key(False, help="Run Python code that the model folder brings along.")
+    lora: LoRAConfig | None = section(None, help="Train adapters of actor and critic instead of all weights.")
+
+
+class GenerateDataConfig(Section):
+    """A data set of digit tasks, made when the run starts."""
+
+    task: Literal["sort", "sequence", "sum"] = key("sort", help="What is to be done with the digits.")
+    num_digits: int = key(6, at_least=2, at_most=12, help="Length of an answer.")
+    num_train_prompts: int = key(20_000, at_least=1, unit="prompts", help="Rows of train.parquet.")
+    num_validation_prompts: int = key(512, at_least=1, unit="prompts", help="Rows of validation.parquet.")
+
+
+class DataConfig(Section):
+    """Prompts: exactly one of train and generate."""
+
+    train: Names = key((), help="Parquet or jsonl files, or one such file.")
+    validation: Names = key((), help="The same for validation; empty for none.")
+    generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
+    max_prompt_tokens: int = key(512, at_least=1, unit="tokens", help="Longest prompt, chat template included.")
+    on_too_long: Literal["error", "drop"] = key("error", help="What happens to a longer prompt; drops are counted.")
+    shuffle: bool = key(True, help="A new order in every epoch, from the seed; false keeps the file's order.")
+
+
+class RewardConfig(Section):
+    """How rollouts are scored."""
+
+    function: str = key(help="`file.py:compute_score`, or `digits` for the one that ships.")

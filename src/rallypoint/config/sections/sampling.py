@@ -1,0 +1,40 @@
+"""What is sampled, in a step and in between, for validation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rallypoint.config.fields import Section, key, section
+from rallypoint.config.sections.places import PlacementConfig
+
+
+class RolloutConfig(Section):
+    """What is sampled in a step."""
+
+    num_prompts: int = key(64, at_least=1, unit="prompts", help="P: prompts per training step.")
+    group_size: int = key(8, at_least=1, unit="rollouts", help="G: rollouts per prompt.")
+    max_response_tokens: int = key(256, at_least=1, unit="tokens", help="A rollout ends here at the latest.")
+    temperature: float = key(
+        1.0, above=0, at_most=10, help="Sampling temperature; the policy that is trained is the one at it."
+    )
+    engine: Literal["native", "hf"] = key(
+        "native", help="What samples: our own engine, or transformers' generate, which is slow and plainly right."
+    )
+    exact: bool = key(
+        False, help="Whether logits are the same bits in any company (docs/rollouts.md); several times slower."
+    )
+    max_batch_rows: int = key(
+        1024, at_least=1, unit="rows", help="Rows that one process decodes together; bounds the KV cache."
+    )
+    cache_tokens: int | None = key(
+        None, at_least=64, unit="tokens", help="Size of the KV cache of a process; null: all rows at their longest."
+    )
+    placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
+
+
+class ValidationConfig(Section):
+    """Scores on prompts that are never trained on."""
+
+    every_steps: int = key(20, at_least=1, unit="steps", help="Also before the first and after the last step.")
+    max_prompts: int | None = key(None, at_least=1, unit="prompts", help="Use the first so many; null for all.")
+    temperature: float = key(1.0, at_least=0, at_most=10, help="0 is greedy.")
