@@ -11,7 +11,7 @@ from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
 from rallypoint.models.sharding import shard_model, shard_parts
-from rallypoint.models.writer import save_model, save_tensors
+from rallypoint.models.writer import Writing, save_model, save_tensors
 
 __all__ = [
     "ATTENTION",
@@ -24,6 +24,7 @@ __all__ = [
     "Rows",
     "SharedPrefixes",
     "TensorFiles",
+    "Writing",
     "adapted_layers",
     "create_model",
     "fresh",

@@ -30,7 +30,7 @@ from rallypoint.models.lora import (
 from rallypoint.models.part import Part
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
-from rallypoint.models.writer import save_tensors
+from rallypoint.models.writer import Writing, save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -120,13 +120,14 @@ def fresh(lora: LoRAConfig) -> LoRAConfig:
     return found.model_copy(update={"path": None, "target_modules": endings})
 
 
-def save_adapter(shard: ModelShard, folder: Path, *, base: str) -> None:
+def save_adapter(shard: ModelShard, folder: Path, *, base: str, how: Writing | None = None) -> None:
     """Write the adapters of a model, and what else of it is trained: every rank of its mesh calls, rank 0 writes.
 
     Args:
         shard: with adapters.
         folder: is made if it is not there.
         base: folder or hub name of the model without them; a folder is written as an absolute path.
+        how: None as `Writing` does by default.
 
     Raises:
         CheckpointError: the disk is full or not writable.
@@ -140,6 +141,7 @@ def save_adapter(shard: ModelShard, folder: Path, *, base: str) -> None:
         {_PREFIX + name: tensor for name, tensor in trained.items()},
         {_PREFIX + name: shard.parts[name] for name in trained},
         shard.mesh,
+        how=how,
     )
     if shard.mesh.rank > 0:
         return

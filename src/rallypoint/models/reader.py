@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rallypoint.errors import ModelError
@@ -133,6 +134,22 @@ class TensorFiles:
             if not torch.equal(reads[0].into, reads[1].into):
                 return False
         return True
+
+    def checksum(self, name: str) -> str:
+        """Return the xxh3_64 of a tensor's bytes.
+
+        Raises:
+            ModelError: the disk fails, or a file has become shorter.
+        """
+        entry, digest = self.entries[name], xxhash.xxh3_64()
+        end = entry.start + math.prod(entry.shape) * entry.dtype.itemsize
+        try:
+            for start in range(entry.start, end, CHUNK_BYTES):
+                data = os.pread(self._files[entry.path], min(CHUNK_BYTES, end - start), start)
+                digest.update(data)
+        except OSError as error:
+            raise ModelError(f"{entry.path}: {name} cannot be read: {error}; {_REMEDY}") from error
+        return digest.hexdigest()
 
     def _read(self, read: Read, buffer: _Buffer) -> None:
         entry, part = self.entries[read.name], read.part

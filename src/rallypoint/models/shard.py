@@ -55,6 +55,11 @@ class ModelShard:
         """Whether this rank holds all of the model."""
         return all(part.is_whole for part in self.parts.values())
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether training changes adapters, and what stands beside them, instead of all weights."""
+        return any(map(is_adapter_weight, self.parts))
+
     def trained(self) -> dict[str, Tensor]:
         """Return what this rank holds of all that training changes: of adapters, if it has some."""
         tensors = self.tensors()

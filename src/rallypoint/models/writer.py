@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -48,8 +48,26 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def save_model(shard: ModelShard, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writing:
+    """How files are written."""
+
+    durable: bool = True
+    """Whether they survive a machine that loses its power."""
+    seen: Callable[[str, memoryview], None] | None = None
+    """Called with every tensor's name in the file and its bytes, as they are written."""
+
+
+def save_model(
+    shard: ModelShard, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES, how: Writing | None = None
+) -> None:
     """Write a model as an ordinary Hugging Face folder: every rank of its mesh calls, rank 0 writes.
+
+    Args:
+        shard: the model.
+        folder: is made if it is not there.
+        max_file_bytes: of the tensors in one file.
+        how: None as `Writing` does by default.
 
     Raises:
         CheckpointError: the disk is full or not writable; no partial file stays behind.
@@ -65,12 +83,26 @@ def save_model(shard: ModelShard, folder: Path, *, max_file_bytes: int = MAX_FIL
         with _explained(folder, stored):
             folder.mkdir(parents=True, exist_ok=True)
             _save_config(shard, folder)
-            _write_model(folder, specs, stored, max_file_bytes)
+            _write_model(folder, specs, stored, max_file_bytes, how or Writing())
     _exhaust(stored)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], mesh: DeviceMesh) -> None:
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+    mesh: DeviceMesh,
+    *,
+    how: Writing | None = None,
+) -> None:
     """Write tensors of which every rank holds a part to one file: every rank of the mesh calls, rank 0 writes.
+
+    Args:
+        path: of the file.
+        tensors: what this rank holds.
+        parts: of the whole tensors, which rectangle each of them is.
+        mesh: the ranks.
+        how: None as `Writing` does by default.
 
     Raises:
         CheckpointError: the disk is full or not writable; no partial file stays behind.
@@ -79,7 +111,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], parts: Mapping[str, 
     whole = gather(tensors, parts, mesh)
     if mesh.rank == 0:
         with _explained(path, whole):
-            _write({path: specs}, whole)
+            _write({path: specs}, whole, how or Writing())
     _exhaust(whole)
 
 
@@ -103,7 +135,7 @@ def _save_config(shard: ModelShard, folder: Path) -> None:
 
 
 def _write_model(
-    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int
+    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int, how: Writing
 ) -> None:
     files: list[dict[str, Spec]] = [{}]
     for name, spec in specs.items():
@@ -111,10 +143,10 @@ def _write_model(
             files.append({})
         files[-1][name] = spec
     if len(files) == 1:
-        _write({folder / SINGLE: specs}, tensors)
+        _write({folder / SINGLE: specs}, tensors, how)
         return
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    _write({folder / name: file for name, file in zip(names, files, strict=True)}, tensors)
+    _write({folder / name: file for name, file in zip(names, files, strict=True)}, tensors, how)
     index = {
         "metadata": {"total_size": sum(spec.num_bytes for spec in specs.values())},
         "weight_map": {tensor: name for name, file in zip(names, files, strict=True) for tensor in file},
@@ -122,7 +154,7 @@ def _write_model(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(files: Mapping[Path, Mapping[str, Spec]], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _write(files: Mapping[Path, Mapping[str, Spec]], tensors: Iterable[tuple[str, Tensor]], how: Writing) -> None:
     """Write tensors, in whatever order they come, into files that appear when all of them are on the disk."""
     places: dict[str, tuple[int, int, Spec]] = {}
     with contextlib.ExitStack() as cleanup:
@@ -142,11 +174,16 @@ def _write(files: Mapping[Path, Mapping[str, Spec]], tensors: Iterable[tuple[str
                 f"{name}: another tensor than {spec}"
             )
             if spec.num_bytes:
-                flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-                _put(descriptor, flat.numpy().data, start)
+                data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+                _put(descriptor, data, start)
+            else:
+                data = memoryview(b"")
+            if how.seen is not None:
+                how.seen(name, data)
         assert not places, f"tensors that did not come: {sorted(places)[:5]}"
         for descriptor in descriptors.values():
-            os.fsync(descriptor)
+            if how.durable:
+                os.fsync(descriptor)
         for path in descriptors:
             path.with_name(f".{path.name}.partial").replace(path)
 

@@ -1,0 +1,182 @@
+"""Published weights as a folder that other programs can read: an ordinary one of Hugging Face or PEFT, and a manifest.
+
+Owns: what is in the folder, and that it is whole or not there. Must not know: who reads it, or when it may go. A reader
+needs nothing of ours: safetensors for the tensors, JSON for the manifest, and xxh3 to check the one by the other.
+
+    published/version_000012/
+        config.json  model.safetensors              of all weights; several files and an index when they are large
+        adapter_config.json  adapter_model.safetensors      of adapters, instead
+        manifest.json                               comes last
+
+    {"format": 1, "version": 12, "kind": "model",
+     "tensors": {"model.norm.weight": {"file": "model.safetensors", "dtype": "BF16", "shape": [64], "xxh3_64": "..."}}}
+
+A tensor's checksum is the xxh3_64, in hex, of its bytes in the file. It is taken of the bytes in memory as they are
+written. Nothing is flushed to the disk: a machine that loses its power publishes again when it resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import xxhash
+
+from rallypoint.errors import CheckpointError, ModelError, WeightsMismatchError
+from rallypoint.models import ModelShard, TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
+from rallypoint.models.folder import find_weights
+from rallypoint.models.reader import TYPES
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_ADAPTER = "adapter_model.safetensors"
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a folder of published weights says of itself."""
+
+    version: int
+    is_adapter: bool
+    tensors: Mapping[str, Mapping[str, object]]
+    """Name of a tensor -> its file, dtype, shape and xxh3_64."""
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """Return where a version lies.
+
+    >>> version_folder(Path("published"), 12)
+    PosixPath('published/version_000012')
+    """
+    return folder / f"version_{version:06d}"
+
+
+def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
+    """Write what training changes of a model, and return where: every rank of its mesh calls, rank 0 writes.
+
+    Args:
+        shard: the model; of one with adapters only these are written.
+        folder: that has the versions; one of the same number is replaced.
+        version: of the weights.
+        base: folder or hub name of the model, which adapters name.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; nothing partial is left.
+    """
+    final = version_folder(folder, version)
+    partial = folder / f".{final.name}.partial"
+    checksums: dict[str, str] = {}
+
+    def seen(name: str, data: memoryview) -> None:
+        checksums[name] = xxhash.xxh3_64_hexdigest(data)
+
+    how = Writing(durable=False, seen=seen)
+    is_first = shard.mesh.rank == 0
+    with _replacing(partial, final) if is_first else contextlib.nullcontext():
+        if shard.has_adapters:
+            save_adapter(shard, partial, base=base, how=how)
+        else:
+            save_model(shard, partial, how=how)
+        if is_first:
+            _write_manifest(partial, version, checksums, is_adapter=shard.has_adapters)
+    return final
+
+
+def verify(folder: Path, version: int) -> Manifest:
+    """Compare every tensor with the manifest.
+
+    Args:
+        folder: of one version.
+        version: that it must be of.
+
+    Raises:
+        WeightsMismatchError: it is missing, incomplete or damaged, or of another version.
+    """
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = Manifest(int(found["version"]), found["kind"] == "adapter", dict(found["tensors"]))
+        expected = {name: str(tensor["xxh3_64"]) for name, tensor in manifest.tensors.items()}
+        known = found["format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsMismatchError(f"{folder}: its {MANIFEST} cannot be read: {error}") from error
+    if known != _FORMAT:
+        raise WeightsMismatchError(f"{folder}: expected format {_FORMAT}, found {known}")
+    if manifest.version != version:
+        raise WeightsMismatchError(f"{folder}: expected weights of version {version}, found {manifest.version}")
+    try:
+        with _open(folder, is_adapter=manifest.is_adapter) as files:
+            wrong = sorted(expected.keys() ^ files.entries.keys()) or [
+                name for name, checksum in expected.items() if files.checksum(name) != checksum
+            ]
+    except ModelError as error:
+        raise WeightsMismatchError(f"version {version} was damaged on its way: {error}") from error
+    if wrong:
+        raise WeightsMismatchError(
+            f"{folder}: version {version} was damaged on its way: {', '.join(wrong[:5])} "
+            f"{'differs' if len(wrong) == 1 else 'differ'} from {MANIFEST}"
+        )
+    return manifest
+
+
+def read(shard: ModelShard, folder: Path, version: int) -> None:
+    """Replace weights by those of a folder, once all of it has been verified.
+
+    Args:
+        shard: of the same model, whole or a part of it.
+        folder: of one version.
+        version: that it must be of.
+
+    Raises:
+        WeightsMismatchError: see `verify`; or the folder is of another model.
+    """
+    manifest = verify(folder, version)
+    try:
+        if manifest.is_adapter:
+            read_adapter(shard, folder)
+        else:
+            reload(str(folder), shard)
+    except ModelError as error:
+        raise WeightsMismatchError(f"version {version} is of another model: {error}") from error
+
+
+def _open(folder: Path, *, is_adapter: bool) -> TensorFiles:
+    return TensorFiles([folder / _ADAPTER]) if is_adapter else find_weights(str(folder)).open()
+
+
+def _write_manifest(folder: Path, version: int, checksums: Mapping[str, str], *, is_adapter: bool) -> None:
+    with _open(folder, is_adapter=is_adapter) as files:
+        tensors = {
+            name: {
+                "file": entry.path.name,
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "xxh3_64": checksums[name],
+            }
+            for name, entry in files.entries.items()
+        }
+    manifest = {
+        "format": _FORMAT,
+        "version": version,
+        "kind": "adapter" if is_adapter else "model",
+        "tensors": tensors,
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(partial: Path, final: Path) -> Iterator[None]:
+    """Have a folder appear under its name when it is whole."""
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        yield
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    except OSError as error:
+        raise CheckpointError(f"{final}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
