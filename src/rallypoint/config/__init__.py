@@ -1,9 +1,9 @@
 """The config: a frozen, typed tree that is checked whole before anything starts."""
 
-from rallypoint.config.check import Problem
 from rallypoint.config.fields import Section, leaves, section_of, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.plan import Plan, RoleMemory, make_plan
+from rallypoint.config.problem import Problem
 from rallypoint.config.sections import (
     Activations,
     ActorConfig,

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rallypoint.config.check_sampling import sampling_contradictions
 from rallypoint.config.fields import shown, values_of
 from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, misfit_of
+from rallypoint.config.problem import Problem
 from rallypoint.config.sections import LoRAConfig
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import RunConfig, unread_sections
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """What is wrong, and the keys that it follows from (the first is the one to change)."""
-
-    keys: tuple[str, ...]
-    text: str
 
 
 def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
@@ -28,6 +21,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _either_or(config)
     yield from _algorithm(config)
     yield from _batch(config)
+    yield from sampling_contradictions(config)
     yield from _created_model(config)
     yield from _lora(config)
     yield from _placement(config)
@@ -129,12 +123,6 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             f"engine.max_tokens_per_micro_batch={cap} is less than one row can have: expected at least "
             f"{config.max_row_tokens} (data.max_prompt_tokens={config.data.max_prompt_tokens} + "
             f"rollout.max_response_tokens={config.rollout.max_response_tokens})",
-        )
-    if config.rollout.max_batch_rows < config.rollout.group_size:
-        yield Problem(
-            ("rollout.max_batch_rows", "rollout.group_size"),
-            f"rollout.max_batch_rows={config.rollout.max_batch_rows} is less than one group: expected at least "
-            f"rollout.group_size={config.rollout.group_size}",
         )
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 _MAX_SHOWN = 120
+
+# YAML has lists only: a tuple is made from one, though all other types are taken strictly.
+Texts = Annotated[
+    tuple[str, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
+"""One text, or a list of them."""
 
 
 class Section(BaseModel):

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rallypoint.config import check
+from rallypoint.config.check import contradictions
 from rallypoint.config.fields import Section, leaves, section_of, shown, unit_of, values_of
+from rallypoint.config.problem import Problem
 from rallypoint.config.source import Source, origin_of, read
 from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
@@ -39,7 +40,7 @@ class LoadedConfig:
 
 
 def load_config(
-    name: str, overrides: Sequence[str] = (), *, look: Callable[[RunConfig], Iterable[check.Problem]] | None = None
+    name: str, overrides: Sequence[str] = (), *, look: Callable[[RunConfig], Iterable[Problem]] | None = None
 ) -> LoadedConfig:
     """Read, merge and check a config.
 
@@ -53,7 +54,7 @@ def load_config(
     """
     source = read(name, overrides)
     problems: dict[str, str] = {}
-    contradictions: list[str] = []
+    misfits: list[str] = []
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
@@ -64,12 +65,12 @@ def load_config(
             values = _without(values, detail["loc"])
         config = _repaired(values, problems)
     if config is not None:
-        found = [*check.contradictions(config, source.origins), *(look(config) if look else ())]
+        found = [*contradictions(config, source.origins), *(look(config) if look else ())]
         for problem in found:
             if not any(_overlap(own, bad) for own in problem.keys for bad in problems):
-                contradictions.append(_with_origins(problem, source))
-    if problems or contradictions or config is None:
-        raise ConfigError((*problems.values(), *contradictions))
+                misfits.append(_with_origins(problem, source))
+    if problems or misfits or config is None:
+        raise ConfigError((*problems.values(), *misfits))
     origins = {dotted: source.origins.get(dotted, "default") for dotted, _ in values_of(config)}
     return LoadedConfig(source.name, config, origins)
 
@@ -103,7 +104,7 @@ def _overlap(first: str, second: str) -> bool:
     return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
 
 
-def _with_origins(problem: check.Problem, source: Source) -> str:
+def _with_origins(problem: Problem, source: Source) -> str:
     places = {place for name in problem.keys if (place := origin_of(source.origins, name)) is not None}
     return f"{problem.text} ({', '.join(sorted(places))})" if places else problem.text
 
@@ -150,10 +151,10 @@ def expected(info: FieldInfo) -> str:
 
 
 def _items(info: FieldInfo) -> str:
-    """Say what a list holds: names, or so many numbers in a range."""
+    """Say what a list holds: texts, or so many numbers in a range."""
     kinds = get_args(info.annotation)
     if not kinds or str in kinds:
-        return "a name or a list of names"
+        return "text or a list of texts"
     return f"{len(kinds)} numbers, each{_range(FieldInfo.from_annotation(kinds[0]))}, such as {shown(info.default)}"
 
 

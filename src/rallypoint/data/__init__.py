@@ -8,7 +8,7 @@ from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_d
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.files import check_dataset_path
 from rallypoint.data.stream import PromptStream
-from rallypoint.data.tokenizer import EncodedPrompts, encode_prompts, load_tokenizer, make_digits_tokenizer
+from rallypoint.data.tokenizer import EncodedPrompts, decoder, encode_prompts, load_tokenizer, make_digits_tokenizer
 
 __all__ = [
     "Dataset",
@@ -19,6 +19,7 @@ __all__ = [
     "Message",
     "PromptStream",
     "check_dataset_path",
+    "decoder",
     "encode_prompts",
     "load_dataset",
     "load_tokenizer",

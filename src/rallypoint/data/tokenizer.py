@@ -7,7 +7,7 @@ is needed and not before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -113,6 +113,11 @@ def load_tokenizer(
             f"name it with the key 'eos_token' in {config_file}"
         )
     return tokenizer
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Return what turns token ids into text, without special tokens."""
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _looks_like_path(name: str) -> bool:

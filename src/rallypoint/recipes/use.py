@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import LoRAConfig, RunConfig, load_config
-from rallypoint.data import EncodedPrompts, Example, encode_prompts, load_dataset, load_tokenizer
+from rallypoint.data import EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.environments.reward import load_reward
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
@@ -19,6 +19,7 @@ from rallypoint.generation import NativeEngine, Request, SamplingParams, generat
 from rallypoint.models import ModelShard, is_adapter, load_policy, open_adapter
 from rallypoint.recipes.material import check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
+from rallypoint.roles.source import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
@@ -250,7 +251,7 @@ def _engine(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> NativeEngin
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
     model = trained.load().model
     check_vocabulary(trained.path, tokenizer, model.config)
-    return NativeEngine(model, max_rows=rows)
+    return NativeEngine(model, max_rows=rows, decode=decoder(tokenizer))
 
 
 def _params(
@@ -261,10 +262,18 @@ def _params(
     max_new_tokens: int,
     seed: int,
 ) -> SamplingParams:
-    return SamplingParams(
+    """Return how tokens are drawn: as in training, where the model comes from a run, but for what is asked for."""
+    stops = stop_tokens(trained.model_path, tokenizer)
+    asked = SamplingParams(
+        group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_tokens=stops
+    )
+    if trained.config is None:
+        return asked
+    usual = sampling_params(trained.config.rollout, seed=seed, stop_tokens=stops)
+    return dataclasses.replace(
+        usual,
         group_size=group_size,
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min(usual.min_new_tokens, max_new_tokens),
         temperature=temperature,
-        seed=seed,
-        stop_tokens=stop_tokens(trained.model_path, tokenizer),
     )

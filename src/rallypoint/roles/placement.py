@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from rallypoint.cluster import Layout, Mesh, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
+from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import PlacementError
 from rallypoint.models import ModelShard, load_policy
 from rallypoint.parallel import DeviceMesh
@@ -91,6 +92,12 @@ class WorkerSpec:
             lora=model.lora,
             seed=self.config.seed,
         )
+
+    def decoder(self) -> Callable[[Sequence[int]], str] | None:
+        """Return what turns tokens into the text that stop texts are looked for in; None if there are none."""
+        if not self.config.rollout.stop:
+            return None
+        return decoder(load_tokenizer(self.model_path, trust_remote_code=self.config.model.trust_remote_code))
 
     def meet(self, context: WorkerContext) -> DeviceMesh:
         """Connect to the other ranks of the role; the result must be kept, for the others connect to it."""

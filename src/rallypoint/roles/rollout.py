@@ -9,6 +9,7 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import Engine
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
+from rallypoint.generation.requests import Decode
 from rallypoint.generation.row import BLOCK_TOKENS
 from rallypoint.models import trained_weights
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -35,7 +36,7 @@ class RolloutWorker(TurnTaker):
         else:
             model = spec.load_policy(context).model
         self._model, self._tick, self._shares_actor = model, context.tick, shares_actor
-        self._engine = make_engine(config, model)
+        self._engine = make_engine(config, model, spec.decoder())
         self._engine.sleep()
 
     @shard
@@ -62,17 +63,18 @@ class RolloutWorker(TurnTaker):
         self._engine.load(version, None)
 
 
-def make_engine(config: RunConfig, model: PreTrainedModel) -> GenerationEngine:
-    """Return the engine that the config names, for a model in this process."""
+def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None = None) -> GenerationEngine:
+    """Return the engine that the config names, for a model in this process; stop texts need `decode`."""
     rollout = config.rollout
     if rollout.engine == "hf":
-        return HFEngine(model)
+        return HFEngine(model, decode=decode)
     num_rows = min(rollout.max_batch_rows, -(-rollout.num_prompts // config.num_ranks("rollout")) * rollout.group_size)
     return NativeEngine(
         model,
         max_rows=rollout.max_batch_rows,
         cache_tokens=rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * BLOCK_TOKENS),
         mode="exact" if rollout.exact else "fast",
+        decode=decode,
     )
 
 

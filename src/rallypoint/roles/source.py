@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RunConfig
+from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import EncodedPrompts, Example, PromptStream
 from rallypoint.environments.reward import RewardFunction
 from rallypoint.environments.scoring import Scored, describe_failures, score_rollouts
@@ -83,7 +83,7 @@ class RolloutSource:
         self._config, self._train, self._validation = config, train, validation
         self._tokenizer, self._reward, self._say = tokenizer, reward, say
         self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
-        self._stop_tokens = stop_tokens
+        self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
 
@@ -99,7 +99,7 @@ class RolloutSource:
         rows = [self._stream.example_index(admission) for admission in admissions]
         prompts = _prompts([self._train.token_ids[row] for row in rows], first)
         with span("rollout"):
-            batch = await self.rollouts.sample(prompts, self._params(self._config.seed))
+            batch = await self.rollouts.sample(prompts, self._params)
         self.num_admitted += len(prompts)
         if len(batch) and int(batch.versions.min()) != self.rollouts.version:
             raise StalenessError(f"sampled from version {int(batch.versions.min())}, newest {self.rollouts.version}")
@@ -116,21 +116,12 @@ class RolloutSource:
         limit = self._config.validation.max_prompts
         token_ids, examples = self._validation.token_ids[:limit], self._validation.examples[:limit]
         params = dataclasses.replace(
-            self._params(self._config.seed + _VALIDATION_STREAM),
+            self._params,
+            seed=self._config.seed + _VALIDATION_STREAM,
             group_size=1,
             temperature=self._config.validation.temperature,
         )
         return self._score(await self.rollouts.sample(_prompts(token_ids, 0), params), examples)
-
-    def _params(self, seed: int) -> SamplingParams:
-        rollout = self._config.rollout
-        return SamplingParams(
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
-            seed=seed,
-            stop_tokens=self._stop_tokens,
-        )
 
     def _score(self, batch: RolloutBatch, examples: Sequence[Example]) -> Sampled:
         texts = self._tokenizer.batch_decode(
@@ -150,8 +141,13 @@ class RolloutSource:
         scores = scored.batch.scores
         num_rows, num_tokens = len(batch), batch.num_loss_tokens
         hidden = torch.isin(batch.tokens[batch.loss_mask], self._hidden_tokens)
+        narrowed: dict[str, Mean] = {}
+        if batch.sampled_logprobs is not None:
+            gain = (batch.sampled_logprobs - batch.rollout_logprobs)[batch.loss_mask]
+            narrowed["rollout/narrowing"] = Mean(float(gain.double().sum()), num_tokens)
         return Metrics(
             {
+                **narrowed,
                 "reward/mean": Mean(float(scores.sum()), len(scores)),
                 "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
                 "reward/failed": Sum(len(scored.failures)),
@@ -178,6 +174,23 @@ class RolloutSource:
             )
             for place, row in enumerate(scored.kept_rows[:limit])
         )
+
+
+def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:
+    """Return how a config has rollouts drawn."""
+    return SamplingParams(
+        group_size=rollout.group_size,
+        max_new_tokens=rollout.max_response_tokens,
+        min_new_tokens=rollout.min_response_tokens,
+        temperature=rollout.temperature,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        stop_strings=rollout.stop,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+    )
 
 
 def _prompts(token_ids: Sequence[Sequence[int]], first_index: int) -> Prompts:

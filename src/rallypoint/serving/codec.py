@@ -14,6 +14,7 @@ from typing import TypeAlias
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rallypoint.data import decoder
 from rallypoint.errors import EndpointError
 
 TokenIds: TypeAlias = tuple[int, ...]
@@ -24,6 +25,8 @@ class Codec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self.decode = decoder(tokenizer)
+        """Returns the text of tokens, without special ones."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenIds:
@@ -51,10 +54,6 @@ class Codec:
     async def encode(self, text: str) -> TokenIds:
         """Return a text with what the tokenizer puts around it, such as a token for the beginning."""
         return await self._run(lambda: tuple(self._tokenizer.encode(text)))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
         """Return what one token looks like; a special one by its name."""

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "type: section for a number": ("seed.x=1", ("seed={x: 1}", "a whole number")),
     "type: number for a section": ("actor=3", ("actor=3", "a section with the keys num_epochs")),
     "type: true for a section": ("kl=true", ("kl=true", "{} switches it on")),
-    "type: number for paths": ("data.train=3", ("data.train=3", "a name or a list of names")),
+    "type: number for paths": ("data.train=3", ("data.train=3", "text or a list of texts")),
     "type: pools": ("cluster.pools.main=2", ("cluster.pools.main=2", "such as {main: [2]}")),
     "type: processes": ("cluster.pools.main=[a]", ("cluster.pools.main=['a'] (command line)", "{main: [2]}")),
     "type: object of python": ("seed=!!python/object:os.system", ("seed (command line)", "python/object:os.system")),
@@ -134,6 +134,17 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
     # Keys that do not fit together.
     "fit: ranks and bundles": ("actor.placement.num_ranks=3", ("num_ranks=3", "cluster.pools.main=[2] makes 2")),
+    "fit: shortest and longest response": (
+        "rollout.min_response_tokens=9 rollout.max_response_tokens=8",
+        ("rollout.min_response_tokens=9 is more than rollout.max_response_tokens=8", "at most that"),
+    ),
+    "fit: an empty stop text": ("rollout.stop=['.','']", ("rollout.stop=['.', ''] has an empty text", "leave it out")),
+    "fit: one token to choose from": (
+        "rollout.top_k=1",
+        ("rollout.top_k=1 makes the 4 rollouts", "at least 2, or null"),
+    ),
+    "range: no token to choose from": ("rollout.top_p=0", ("rollout.top_p=0", "above 0, at most 1")),
+    "type: number for a stop text": ("rollout.stop=[3]", ("rollout.stop=[3]", "text or a list of texts")),
     "fit: heads and tensor-parallel ranks": (
         "cluster.pools.main=[6] actor.mesh.tp=3",
         ("actor.mesh.tp=3 does not divide 4 attention heads, 2 key/value heads and 256 columns", "choose 1 or 2"),

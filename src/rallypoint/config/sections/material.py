@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Strict
-
-from rallypoint.config.fields import Section, key, section
-
-Names = Annotated[
-    tuple[str, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-]
+from rallypoint.config.fields import Section, Texts, key, section
 
 
 class CreateModelConfig(Section):
@@ -31,7 +25,7 @@ class LoRAConfig(Section):
     rank: int = key(32, at_least=1, help="Rows of A and columns of B.")
     alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
     rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
-    target_modules: Names = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
+    target_modules: Texts = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
     path: str | None = key(None, help="Adapter to start the actor from; its folder has the other keys.")
 
 
@@ -57,8 +51,8 @@ class GenerateDataConfig(Section):
 class DataConfig(Section):
     """Prompts: exactly one of train and generate."""
 
-    train: Names = key((), help="Parquet or jsonl files, or one such file.")
-    validation: Names = key((), help="The same for validation; empty for none.")
+    train: Texts = key((), help="Parquet or jsonl files, or one such file.")
+    validation: Texts = key((), help="The same for validation; empty for none.")
     generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
     max_prompt_tokens: int = key(512, at_least=1, unit="tokens", help="Longest prompt, chat template included.")
     on_too_long: Literal["error", "drop"] = key("error", help="What happens to a longer prompt; drops are counted.")

@@ -8,7 +8,6 @@ from pydantic import Strict
 
 from rallypoint.config.fields import Section, key
 
-# YAML has lists only: a tuple is made from one, though all other types are taken strictly.
 ProcessesPerNode = Annotated[tuple[int, ...], Strict(False)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rallypoint.config.fields import Section, key, section
+from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.sections.places import PlacementConfig
 
 
@@ -17,6 +17,18 @@ class RolloutConfig(Section):
     temperature: float = key(
         1.0, above=0, at_most=10, help="Sampling temperature; the policy that is trained is the one at it."
     )
+    top_k: int | None = key(None, at_least=1, help="Only the k likeliest tokens are drawn; null for all.")
+    top_p: float = key(
+        1.0, above=0, at_most=1, help="Only the fewest likeliest tokens with at least this probability are drawn."
+    )
+    min_p: float = key(
+        0.0, at_least=0, at_most=1, help="Only tokens with at least this part of the likeliest one's probability."
+    )
+    repetition_penalty: float = key(
+        1.0, at_least=0.01, at_most=100, help="Divides the logits of tokens that prompt or response have; 1 is none."
+    )
+    stop: Texts = key((), help="A rollout ends with the token that completes one of these texts.")
+    min_response_tokens: int = key(0, at_least=0, unit="tokens", help="No rollout ends before, by stop token or text.")
     engine: Literal["native", "hf"] = key(
         "native", help="What samples: our own engine, or transformers' generate, which is slow and plainly right."
     )
@@ -37,4 +49,4 @@ class ValidationConfig(Section):
 
     every_steps: int = key(20, at_least=1, unit="steps", help="Also before the first and after the last step.")
     max_prompts: int | None = key(None, at_least=1, unit="prompts", help="Use the first so many; null for all.")
-    temperature: float = key(1.0, at_least=0, at_most=10, help="0 is greedy.")
+    temperature: float = key(1.0, at_least=0, at_most=10, help="0 is greedy; all else is drawn as in training.")

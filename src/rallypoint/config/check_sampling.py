@@ -1,0 +1,36 @@
+"""Contradictions between keys that say how rollouts are drawn; see `check.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rallypoint.config.problem import Problem
+from rallypoint.config.tree import RunConfig
+
+
+def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
+    """Yield what does not fit together in the section `rollout`."""
+    rollout = config.rollout
+    if rollout.min_response_tokens > rollout.max_response_tokens:
+        yield Problem(
+            ("rollout.min_response_tokens", "rollout.max_response_tokens"),
+            f"rollout.min_response_tokens={rollout.min_response_tokens} is more than rollout.max_response_tokens="
+            f"{rollout.max_response_tokens}; expected at most that",
+        )
+    if "" in rollout.stop:
+        yield Problem(
+            ("rollout.stop",),
+            f"rollout.stop={list(rollout.stop)} has an empty text, which every response begins with; leave it out",
+        )
+    if rollout.top_k == 1 and rollout.group_size > 1:
+        yield Problem(
+            ("rollout.top_k", "rollout.group_size"),
+            f"rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (rollout.group_size) the same; "
+            "expected at least 2, or null",
+        )
+    if rollout.max_batch_rows < rollout.group_size:
+        yield Problem(
+            ("rollout.max_batch_rows", "rollout.group_size"),
+            f"rollout.max_batch_rows={rollout.max_batch_rows} is less than one group: expected at least "
+            f"rollout.group_size={rollout.group_size}",
+        )

@@ -1,0 +1,40 @@
+"""What the config says of sampling reaches every token, and training still sees the model's own distribution."""
+
+import json
+
+from rallypoint.observability import read_metrics
+
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+NARROW = (
+    "rollout={top_k: 9, top_p: 0.95, min_p: 0.01, repetition_penalty: 1.1, min_response_tokens: 2}",
+    "rollout.stop=['7', '3']",
+    "trainer={num_steps: 2, num_logged_rollouts: 32}",
+    "validation.temperature=0",
+)
+
+
+def ends_where_it_must(text: str) -> bool:
+    """A stop text ends a response, unless that has fewer than two tokens; at the latest five do."""
+    place = min((place for digit in "73" if (place := text.find(digit)) >= 0), default=len(text))
+    return len(text) >= 2 and (len(text) == 2 or place >= len(text) - 1 or "<" in text)
+
+
+def test_rollouts_are_drawn_as_the_config_says_by_both_engines_alike(runs, weights_of):
+    native = runs.run("native", *INLINE, *NARROW)
+    plain = runs.run("plain", *INLINE, *NARROW, "rollout.engine=hf")
+    rollouts = [(run.path / "rollouts" / "step_000001.jsonl").read_text() for run in (native, plain)]
+    assert rollouts[0] == rollouts[1]
+    texts = [json.loads(line)["response"] for line in rollouts[0].splitlines()]
+    assert len(texts) == 32
+    assert all(map(ends_where_it_must, texts)), texts
+    assert any(len(text) < 5 and text[-1] in "73" for text in texts), texts
+
+
+def test_logprobs_stay_those_of_the_model_as_trained(runs):
+    run = runs.run("narrow", *INLINE, *NARROW)
+    steps = [record for record in read_metrics(run.metrics) if "reward/mean" in record]
+    assert all(record["rollout/logprob_gap_max"] < 1e-4 for record in steps)
+    assert all(record["rollout/narrowing"] > 0.1 for record in steps)
+    assert all(record["actor/ratio_error"] < 1e-4 for record in steps)
+    wide = runs.run("wide", *INLINE, "trainer.num_steps=1")
+    assert all("rollout/narrowing" not in record for record in read_metrics(wide.metrics))
