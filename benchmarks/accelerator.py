@@ -97,7 +97,7 @@ def measure(name: str, device: torch.device, activations: str, times: int, num_r
     batch = make_batch(model.config.vocab_size, num_rows, length)
 
     def loss(rows: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        logprobs, mask = policy_outputs(model, rows, at, 1.0).logprobs, torch.ones(len(at), dtype=torch.bool)
+        logprobs, mask = policy_outputs(engine.shard, rows, at, 1.0).logprobs, torch.ones(len(at), dtype=torch.bool)
         old, weights = rows.old_logprobs[at].to(device), rows.advantages[at].to(device)
         clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
         return policy_loss(logprobs, old, weights, mask.to(device), **clips).sum, Metrics()

@@ -129,7 +129,7 @@ def way(name: str, dtype: torch.dtype, activations: Activations) -> tuple[float,
     batch = make_batch(shape)
 
     def loss(part: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        return -(policy_outputs(model, part, at, 1.0).logprobs * part.advantages[at].to(device)).sum(), Metrics()
+        return -(policy_outputs(engine.shard, part, at, 1.0).logprobs * part.advantages[at].to(device)).sum(), Metrics()
 
     seconds: list[float] = []
     for step in (1, 2, 3):

@@ -59,7 +59,7 @@ def work(name: str, dtype: str, rendezvous_file: str, rank: int, size: int) -> N
     part, denominator = deal(batch, size, 0.001)[0][rank], batch.num_loss_tokens
 
     def loss(rows: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        logprobs, mask = policy_outputs(model, rows, at, 1.0).logprobs, torch.ones(len(at), dtype=torch.bool)
+        logprobs, mask = policy_outputs(engine.shard, rows, at, 1.0).logprobs, torch.ones(len(at), dtype=torch.bool)
         clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
         return policy_loss(logprobs, rows.old_logprobs[at], rows.advantages[at], mask, **clips).sum, Metrics()
 

@@ -79,12 +79,13 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
     from rallypoint.data.packing import pack_groups
     from rallypoint.engine import policy_outputs
     from rallypoint.engine.forward import trained_positions
-    from rallypoint.models import ATTENTION
+    from rallypoint.models import ATTENTION, ModelShard
     from rallypoint.models.norm import replace_norms
     from rallypoint.types import ActorBatch, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_norms(model)
+    shard = ModelShard.whole(model)
     tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
     loss_mask = real & (torch.arange(tokens.shape[1]) >= PROMPT_TOKENS)
@@ -103,7 +104,7 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
         for rows in pack_groups(batch.lengths.tolist(), batch.prompt_index.tolist(), at_once):
             part = batch.rows(rows)
             at = trained_positions(part)
-            outputs = policy_outputs(model, part, at, 1.0)
+            outputs = policy_outputs(shard, part, at, 1.0)
             mask = torch.ones(len(at), dtype=torch.bool)
             loss = policy_loss(
                 outputs.logprobs,

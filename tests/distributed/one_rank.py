@@ -67,10 +67,10 @@ def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -
 
     def loss(part: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         if engine.model.dtype == torch.float64:
-            everything = lm_head(engine.model)(hidden_states(engine.model, part, at)).log_softmax(-1)
+            everything = lm_head(engine.model)(hidden_states(engine.shard, part, at)).log_softmax(-1)
             logprobs = everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
         else:
-            logprobs = policy_outputs(engine.model, part, at, 1.0).logprobs
+            logprobs = policy_outputs(engine.shard, part, at, 1.0).logprobs
         ratio = (logprobs - part.old_logprobs[at]).exp().clamp(0.8, 1.2)
         total = -(ratio * part.advantages[at] + 0.3 * logprobs).sum()
         return total, Metrics({"loss": Mean(float(total.detach()), len(at))})

@@ -100,7 +100,7 @@ def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Met
     device = shard.model.device
     everything = torch.ones(len(at), dtype=torch.bool, device=device)
     if isinstance(part, ActorBatch):
-        outputs = policy_outputs(shard.model, part, at, 0.9, shard.mesh.sp)
+        outputs = policy_outputs(shard, part, at, 0.9)
         policy = policy_loss(
             outputs.logprobs,
             part.old_logprobs[at].to(device),
@@ -115,7 +115,7 @@ def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Met
         total = policy.sum - 0.1 * entropy_bonus(outputs.entropy, everything).sum + 0.1 * kl.sum
     else:
         assert isinstance(part, CriticBatch)
-        values = critic_values(shard.model, part, at, shard.mesh.sp)
+        values = critic_values(shard, part, at)
         total = value_loss(values, part.values[at].to(device), part.returns[at].to(device), everything, clip=0.2).sum
     return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
 

@@ -90,15 +90,15 @@ def make_batch():
     )
 
 
-def outputs_of(model, mesh):
-    if isinstance(model, LlamaForTokenClassification):
-        return lambda part, at: critic_values(model, part, at, mesh.sp)
-    return lambda part, at: policy_outputs(model, part, at, 0.7, mesh.sp).logprobs
+def outputs_of(shard):
+    if isinstance(shard.model, LlamaForTokenClassification):
+        return lambda part, at: critic_values(shard, part, at)
+    return lambda part, at: policy_outputs(shard, part, at, 0.7).logprobs
 
 
-def loss_of(model, mesh):
+def loss_of(shard):
     def loss(part, at):
-        outputs = outputs_of(model, mesh)(part, at)
+        outputs = outputs_of(shard)(part, at)
         ratio = (outputs - part.old_logprobs[at]).exp().clamp(0.8, 1.2)
         total = -(ratio * part.advantages[at] + 0.3 * outputs).sum()
         return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
@@ -122,9 +122,7 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
     part = batch.rows(rows)
     losses, norms = [], []
     for step in (1, 2, 3):
-        metrics = engine.train(
-            part, loss_of(engine.model, mesh), denominator=batch.num_loss_tokens, step=step, num_steps=3
-        )
+        metrics = engine.train(part, loss_of(engine.shard), denominator=batch.num_loss_tokens, step=step, num_steps=3)
         loss, norm = metrics.get("loss", Mean(0.0, 0.0)), metrics["grad_norm"]
         assert isinstance(loss, Mean)
         assert isinstance(norm, Last)
@@ -133,7 +131,7 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
         norms.append(norm.scalar)
     tensors = {name: weight.detach() for name, weight in engine.weights.items()}
     tensors |= {f"start of {name}": torch.tensor(where.starts) for name, where in parts.items()}
-    values = engine.evaluate(part, outputs_of(engine.model, mesh)).values[part.loss_mask]
+    values = engine.evaluate(part, outputs_of(engine.shard)).values[part.loss_mask]
     numbers = {"losses": losses, "norms": norms}
     return tensors | {name: torch.tensor(n, dtype=torch.float64) for name, n in numbers.items()} | {"outputs": values}
 
@@ -144,7 +142,7 @@ def load_and_save(mesh, model_folder, batch, rows, into, dtype="float64"):
     engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=40)
     part = batch.rows(rows)
     for step in (1, 2):
-        loss = loss_of(engine.model, mesh)
+        loss = loss_of(engine.shard)
         engine.train(part, loss, denominator=batch.num_loss_tokens, step=step, num_steps=2)
     save_model(shard, into)
     assert engine.optimizer is not None
@@ -159,13 +157,13 @@ def fail_in_turn(mesh, batch, rows):
     said = []
     engine, _ = make_engine("policy", torch.float32, mesh, 39)
     try:
-        engine.train(batch.rows(rows), loss_of(engine.model, mesh), denominator=1, step=1, num_steps=1)
+        engine.train(batch.rows(rows), loss_of(engine.shard), denominator=1, step=1, num_steps=1)
     except (RowTooLongError, PeerFailedError) as error:
         said.append(type(error).__name__)
     engine, _ = make_engine("policy", torch.float32, mesh, 40)
 
     def loss(part, at):
-        total, metrics = loss_of(engine.model, mesh)(part, at)
+        total, metrics = loss_of(engine.shard)(part, at)
         return total * (float("nan") if mesh.rank == 1 else 1.0), metrics
 
     try:
@@ -183,7 +181,7 @@ def lose_a_rank(mesh, batch, rows):
     def loss(part, at):
         if mesh.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return loss_of(engine.model, mesh)(part, at)
+        return loss_of(engine.shard)(part, at)
 
     noticed = "nothing"
     try:

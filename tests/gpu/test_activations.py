@@ -31,7 +31,7 @@ def trained(model, activations):
     )
 
     def loss(part, at):
-        return -policy_outputs(model, part, at, 1.0).logprobs.sum(), Metrics()
+        return -policy_outputs(engine.shard, part, at, 1.0).logprobs.sum(), Metrics()
 
     torch.accelerator.reset_peak_memory_stats()
     engine.train(batch, loss, denominator=batch.num_loss_tokens, step=1, num_steps=1)

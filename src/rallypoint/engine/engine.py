@@ -168,7 +168,7 @@ class Engine(Generic[BatchT]):
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
         """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
-        states = hidden_states(self.model, part, positions, self._mesh.sp)
+        states = hidden_states(self.shard, part, positions)
         return states.sum() + self._sharding.touch()
 
     @torch.no_grad()

@@ -16,18 +16,14 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
-from rallypoint.models import PackedRows, SharedPrefixes, lm_head, value_head
+from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import head_outputs
 from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
-from rallypoint.parallel import Collective, Solo
 from rallypoint.types import Sequences
-
-_ALONE = Solo()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,12 +48,13 @@ def trained_positions(batch: Sequences) -> Tensor:
     return torch.nonzero(batch.loss_mask).flatten()
 
 
-def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor, sp: Collective = _ALONE) -> Tensor:
+def hidden_states(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Run the backbone over a packed stream and return the states that chose some tokens: [N, E].
 
-    What rows of a group begin with is computed once. Of the ranks in `sp`, which share the stream, each returns the
+    What rows of a group begin with is computed once. Of the ranks along `sp`, which share the stream, each returns the
     states of its own slice of the positions; they do compute it for every row.
     """
+    model, sp = shard.model, shard.mesh.sp
     device, part = model.device, TokenSlice.of(batch.num_tokens, positions, sp)
     offsets, tokens = part.filled(batch.offsets, batch.tokens)
     sources = positions[part.positions] - 1
@@ -77,22 +74,21 @@ def hidden_states(model: PreTrainedModel, batch: Sequences, positions: Tensor, s
     return output.last_hidden_state.squeeze(0).index_select(0, sources.to(device))
 
 
-def policy_outputs(
-    model: PreTrainedModel, batch: Sequences, positions: Tensor, temperature: float, sp: Collective = _ALONE
-) -> TokenOutputs:
+def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
     """Return logprobs and entropies of the tokens at some positions, at a sampling temperature.
 
-    The ranks in `sp` share the work, and each returns all numbers.
+    The ranks along `sp` share the work, and each returns all numbers.
 
     Raises:
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
+    model = shard.model
     head, softcap = lm_head(model), logit_softcap(model.config)
     # A subclass may do more than multiply by its weight.
     if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
         raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
-    part = TokenSlice.of(batch.num_tokens, positions, sp)
-    states = hidden_states(model, batch, positions, sp)
+    part = TokenSlice.of(batch.num_tokens, positions, shard.mesh.sp)
+    states = hidden_states(shard, batch, positions)
     targets = batch.tokens[positions[part.positions]].to(states.device)
     if isinstance(head, VocabParallelLinear):
         logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature, softcap=softcap)
@@ -101,11 +97,11 @@ def policy_outputs(
     return TokenOutputs(part.join(logprobs), part.join(entropy))
 
 
-def critic_values(model: PreTrainedModel, batch: Sequences, positions: Tensor, sp: Collective = _ALONE) -> Tensor:
+def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Return the value of the state in which each token was chosen: [N] float32 (float64 of a float64 model).
 
-    For `sp` see `policy_outputs`.
+    The ranks along `sp` share the work, and each returns all numbers.
     """
-    values = value_head(model)(hidden_states(model, batch, positions, sp)).squeeze(-1)
+    values = value_head(shard.model)(hidden_states(shard, batch, positions)).squeeze(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return TokenSlice.of(batch.num_tokens, positions, sp).join(values)
+    return TokenSlice.of(batch.num_tokens, positions, shard.mesh.sp).join(values)

@@ -39,9 +39,9 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
-        model, sp, temperature = self.engine.model, self.engine.shard.mesh.sp, self.config.rollout.temperature
+        model, temperature = self.engine.shard, self.config.rollout.temperature
         return [
-            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature, sp).logprobs)
+            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
             for part in parts
         ]
 
@@ -63,8 +63,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""
         actor, kl = self.config.actor, self.config.kl
-        sp = self.engine.shard.mesh.sp
-        outputs = policy_outputs(self.engine.model, part, at, self.config.rollout.temperature, sp)
+        outputs = policy_outputs(self.engine.shard, part, at, self.config.rollout.temperature)
         device = outputs.logprobs.device
         everything = torch.ones(len(at), dtype=torch.bool, device=device)
         policy = policy_loss(

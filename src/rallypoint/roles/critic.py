@@ -45,13 +45,13 @@ class CriticWorker(LearnerWorker[CriticBatch]):
     @in_turn()
     def values(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the value of every state in which a trained token of some parts of a batch was chosen."""
-        model, sp = self.engine.model, self.engine.shard.mesh.sp
-        return [self.engine.evaluate(part, lambda rows, at: critic_values(model, rows, at, sp)) for part in parts]
+        model = self.engine.shard
+        return [self.engine.evaluate(part, lambda rows, at: critic_values(model, rows, at)) for part in parts]
 
     def loss(self, part: CriticBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: half the squared error, clipped."""
         del on_policy
-        values = critic_values(self.engine.model, part, at, self.engine.shard.mesh.sp)
+        values = critic_values(self.engine.shard, part, at)
         loss = value_loss(
             values,
             part.values[at].to(values.device),

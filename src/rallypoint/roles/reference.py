@@ -42,9 +42,9 @@ class ReferenceWorker(TurnTaker):
     @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
-        model, sp, temperature = self.engine.model, self.engine.shard.mesh.sp, self._temperature
+        model, temperature = self.engine.shard, self._temperature
         return [
-            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature, sp).logprobs)
+            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
             for part in parts
         ]
 

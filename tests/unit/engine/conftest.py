@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.engine.forward import hidden_states
-from rallypoint.models import create_model, lm_head, load_policy
+from rallypoint.models import ModelShard, create_model, lm_head, load_policy
 from rallypoint.types import ActorBatch, Mean, Metrics, offsets_from_lengths
 
 
@@ -81,8 +81,10 @@ def policy_gradient() -> Callable:
     """Return a function from a model to its loss, in the model's own precision throughout."""
 
     def of(model):
+        shard = ModelShard.whole(model)
+
         def loss(part, at):
-            everything = lm_head(model)(hidden_states(model, part, at)).log_softmax(-1)
+            everything = lm_head(model)(hidden_states(shard, part, at)).log_softmax(-1)
             logprobs = everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
             ratio = (logprobs - part.old_logprobs[at]).exp()
             total = -(ratio.clamp(0.8, 1.2) * part.advantages[at] + 0.3 * logprobs).sum()

@@ -44,7 +44,7 @@ def test_logprobs_and_entropies_equal_a_loop_over_tokens(make_folder, make_batch
     expected = token_by_token(folder, batch, temperature)
     for name, wanted in zip(("logprobs", "entropy"), expected, strict=True):
         actual = engine.evaluate(
-            batch, lambda part, at, name=name: getattr(policy_outputs(engine.model, part, at, temperature), name)
+            batch, lambda part, at, name=name: getattr(policy_outputs(engine.shard, part, at, temperature), name)
         )
         torch.testing.assert_close(actual.values, wanted, rtol=1e-4, atol=1e-5)
         assert (actual.values[~batch.loss_mask] == 0).all()
@@ -55,7 +55,8 @@ def test_values_are_of_the_state_in_which_each_token_was_chosen(make_folder, mak
     with torch.no_grad():
         critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     batch = make_batch(LENGTHS)
-    values = engine_of(critic, 64).evaluate(batch, lambda part, at: critic_values(critic, part, at)).values
+    engine = engine_of(critic, 64)
+    values = engine.evaluate(batch, lambda part, at: critic_values(engine.shard, part, at)).values
     critic.set_attn_implementation("eager")
     for row in range(len(batch)):
         start, stop = batch.offsets[row : row + 2].tolist()
@@ -86,8 +87,9 @@ def test_numbers_come_back_in_the_order_of_the_batch_for_every_cap(make_policy, 
 
 def test_logprobs_do_not_depend_on_the_cap(make_policy, make_batch):
     model, batch = make_policy(torch.float32), make_batch(LENGTHS)
+    shard = ModelShard.whole(model)
     by_cap = [
-        engine_of(model, cap).evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs).values
+        engine_of(model, cap).evaluate(batch, lambda part, at: policy_outputs(shard, part, at, 1.0).logprobs).values
         for cap in (30, 40, 1000)
     ]
     for other in by_cap[1:]:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import ModelError
+from rallypoint.models import ModelShard
 from rallypoint.models.head import CHUNK_BYTES, head_outputs
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -202,4 +203,4 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(make_policy, make_batch):
     model, batch = make_policy(), make_batch([4])
     model.lm_head = Scaled(16, 20, bias=False)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM has a Scaled for its head; expected a plain nn\.Linear"):
-        policy_outputs(model, batch, torch.tensor([1, 2]), 1.0)
+        policy_outputs(ModelShard.whole(model), batch, torch.tensor([1, 2]), 1.0)

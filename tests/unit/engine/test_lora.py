@@ -58,7 +58,7 @@ def engine_steps(shard, batch):
     model = shard.model
 
     def loss(part, at):
-        logprobs = lm_head(model)(hidden_states(model, part, at)).log_softmax(-1)
+        logprobs = lm_head(model)(hidden_states(shard, part, at)).log_softmax(-1)
         taken = logprobs.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
         return -(taken * part.advantages[at]).sum(), Metrics({})
 

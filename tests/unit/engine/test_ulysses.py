@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassificat
 
 from rallypoint.engine import critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
-from rallypoint.models import ATTENTION
+from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.ulysses import TokenSlice
-from rallypoint.parallel import Solo
+from rallypoint.parallel import DeviceMesh, Solo
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -35,11 +35,11 @@ def make_model(kind=LlamaForCausalLM, dtype=torch.float64, num_key_value_heads=3
     return model
 
 
-def step(model, batch, sp):
+def step(model, batch, mesh):
     """(logprobs, entropies, gradients) of a loss of both; a rank has its share of the gradients."""
     model = copy.deepcopy(model)
     at = trained_positions(batch)
-    outputs = policy_outputs(model, batch, at, 0.7, sp)
+    outputs = policy_outputs(ModelShard.whole(model, mesh), batch, at, 0.7)
     (outputs.logprobs.exp() * batch.advantages[at] + 0.1 * outputs.entropy).sum().backward()
     return [outputs.logprobs, outputs.entropy], gradients_of(model)
 
@@ -63,8 +63,8 @@ def assert_equal(found, expected, dtype):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_number_of_ranks_has_the_outputs_and_gradients_of_one(on_mesh, make_batch, num_ranks, dtype):
     model, batch = make_model(dtype=dtype), make_batch([6, 1, 13, 0, 30, 2, 7])
-    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=num_ranks)
-    assert_equal(found, step(model, batch, Solo()), dtype)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=num_ranks)
+    assert_equal(found, step(model, batch, DeviceMesh.solo()), dtype)
 
 
 @pytest.mark.parametrize("num_key_value_heads", [12, 6, 4, 2, 1])
@@ -73,40 +73,40 @@ def test_key_value_heads_may_be_fewer_than_ranks_and_need_not_divide_by_them(
     on_mesh, make_batch, num_ranks, num_key_value_heads
 ):
     model, batch = make_model(num_key_value_heads=num_key_value_heads), make_batch([5, 8, 3])
-    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=num_ranks)
-    assert_equal(found, step(model, batch, Solo()), torch.float64)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=num_ranks)
+    assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
 
 
 @pytest.mark.parametrize("lengths", [[2], [3, 2], [700, 5]], ids=str)
 def test_tokens_may_be_fewer_than_ranks_and_a_row_may_lie_on_all_ranks(on_mesh, make_batch, lengths):
     model, batch = make_model(), make_batch(lengths, seed=2)
     assert batch.num_loss_tokens
-    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=4)
-    assert_equal(found, step(model, batch, Solo()), torch.float64)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=4)
+    assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
 
 
 def test_ranks_may_have_only_tokens_that_are_not_trained(on_mesh, make_batch):
     model, batch = make_model(), make_batch([9, 9, 9, 9], masked_rows=[0, 1, 3])
-    found = on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=4)
-    assert_equal(found, step(model, batch, Solo()), torch.float64)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=4)
+    assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
 
 
 def test_a_critic_has_the_values_and_gradients_of_one_rank(on_mesh, make_batch):
     model, batch = make_model(LlamaForTokenClassification), make_batch([6, 1, 13])
 
-    def call(sp):
+    def call(mesh):
         critic, at = copy.deepcopy(model), trained_positions(batch)
-        values = critic_values(critic, batch, at, sp)
+        values = critic_values(ModelShard.whole(critic, mesh), batch, at)
         (values * batch.advantages[at]).sum().backward()
         return [values], gradients_of(critic)
 
-    assert_equal(on_mesh(lambda mesh: call(mesh.sp), sp=3), call(Solo()), torch.float64)
+    assert_equal(on_mesh(call, sp=3), call(DeviceMesh.solo()), torch.float64)
 
 
 def test_a_stream_without_tokens_has_gradients_of_zero(on_mesh, make_batch):
     model, batch = make_model(), make_batch([])
     for num_ranks in (1, 2):
-        for outputs, gradients in on_mesh(lambda mesh: step(model, batch, mesh.sp), sp=num_ranks):
+        for outputs, gradients in on_mesh(lambda mesh: step(model, batch, mesh), sp=num_ranks):
             assert [len(output) for output in outputs] == [0, 0]
             assert not any(gradient.any() for gradient in gradients.values())
 
@@ -116,7 +116,7 @@ def test_heads_that_do_not_divide_are_refused_by_every_rank(on_mesh, make_batch)
 
     def call(mesh):
         with pytest.raises(ValueError, match="sp=5 does not divide 12 attention heads"):
-            step(model, batch, mesh.sp)
+            step(model, batch, mesh)
 
     on_mesh(call, sp=5)
 

@@ -11,7 +11,7 @@ from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, SamplingParams, generate, stream
-from rallypoint.models import named_weights
+from rallypoint.models import ModelShard, named_weights
 
 LENGTHS = [3, 9, 1, 17]
 TEXT = "0123456789abcdefghij"
@@ -78,7 +78,7 @@ def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distri
     batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
     with torch.no_grad():
         at = trained_positions(batch)
-        expected = policy_outputs(make_policy(), batch, at, wanted.temperature or 1.0).logprobs
+        expected = policy_outputs(ModelShard.whole(make_policy()), batch, at, wanted.temperature or 1.0).logprobs
     assert (batch.rollout_logprobs[at] - expected).abs().max() < 1e-4
     assert (batch.rollout_logprobs[~batch.loss_mask] == 0).all()
     if batch.sampled_logprobs is not None and wanted.temperature == 0:

@@ -78,7 +78,7 @@ def test_reported_logprobs_are_those_of_the_engine(
     batch = generate(make_prompts(LENGTHS), warm, architecture=architecture, kv_heads=kv_heads)
     model = copy.deepcopy(make_policy(architecture, kv_heads))
     engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
-    expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, temperature).logprobs)
+    expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, temperature).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
     assert (batch.rollout_logprobs[~batch.loss_mask] == 0).all()
 
@@ -264,7 +264,7 @@ def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make
     model = copy.deepcopy(make_policy()).to(torch.bfloat16)
     batch = through(NativeEngine(model), make_prompts(LENGTHS), params, version=0)
     engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
-    expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
+    expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
 
 
@@ -419,5 +419,5 @@ def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prom
     assert torch.equal(through(little, make_prompts(LENGTHS), long, version=0).tokens, batch.tokens)
     assert little.num_set_back > 0
     engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
-    expected = engine.evaluate(batch, lambda part, at: policy_outputs(model, part, at, 1.0).logprobs)
+    expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4

@@ -20,7 +20,7 @@ from transformers import (
 from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
-from rallypoint.models import load_policy
+from rallypoint.models import ModelShard, load_policy
 from rallypoint.models.families import FAMILIES
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Sequences
@@ -88,7 +88,7 @@ def test_the_logprobs_and_gradients_of_packed_rows_are_those_of_each_row_alone(b
         prompt_index=torch.arange(len(rows)),
         sample_index=torch.zeros(len(rows), dtype=torch.int64),
     )
-    logprobs = policy_outputs(ours, batch, trained_positions(batch), 1.0).logprobs
+    logprobs = policy_outputs(ModelShard.whole(ours), batch, trained_positions(batch), 1.0).logprobs
     wanted = torch.cat(
         [
             theirs(row.unsqueeze(0), use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None]).squeeze(1)

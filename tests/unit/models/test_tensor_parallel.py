@@ -21,7 +21,7 @@ from transformers import (
 from rallypoint.engine import critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import ModelError
-from rallypoint.models import load_policy, save_model
+from rallypoint.models import ModelShard, load_policy, save_model
 from rallypoint.models.agreement import check_agreement
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
@@ -98,10 +98,10 @@ def make_batch(lengths=(5, 1, 12, 7)):
     )
 
 
-def policy_pass(model, *sp):
+def policy_pass(model, mesh=None):
     """Return logprobs and entropies, after a backward pass of a sum in which each has a weight of its own."""
     batch = make_batch()
-    found = policy_outputs(model, batch, trained_positions(batch), 0.8, *sp)
+    found = policy_outputs(ModelShard.whole(model, mesh), batch, trained_positions(batch), 0.8)
     weigh = torch.linspace(-1, 1, len(found.logprobs), dtype=found.logprobs.dtype)
     (found.logprobs @ weigh + found.entropy @ weigh.flip(0)).backward()
     return found.logprobs.detach(), found.entropy.detach()
@@ -109,7 +109,7 @@ def policy_pass(model, *sp):
 
 def critic_pass(model):
     batch = make_batch()
-    values = critic_values(model, batch, trained_positions(batch))
+    values = critic_values(ModelShard.whole(model), batch, trained_positions(batch))
     values.square().sum().backward()
     return (values.detach(),)
 
@@ -173,7 +173,7 @@ def test_ranks_that_share_tokens_and_matrices_have_the_numbers_and_gradients_of_
     def on_rank(mesh):
         model = copy.deepcopy(whole)
         cut = cut_model(model, family_of(model.config.model_type), mesh.tp)
-        outputs = policy_pass(model, mesh.sp)
+        outputs = policy_pass(model, mesh)
         gradients = gradients_of(model, cut, mesh.tp)
         mesh.sp.all_reduce_sum(list(gradients.values()))
         return outputs, cut.parts, gradients
