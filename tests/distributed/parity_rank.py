@@ -1,30 +1,26 @@
-"""One rank of the parity table: takes three steps in every case that has a place for it and writes what it got.
-
-Its arguments are the model's folder, the folder to write to, which also holds the rendezvous, and the rank.
-"""
+"""One rank of the parity table: takes three steps in every case that has a place for it and writes what it got."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from ranks import CONFIG, EPS, loss_and_norm, make_actor_batch, make_critic_batch, open_meeting
 from torch import Tensor
 
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss, value_loss
 from rallypoint.cluster.mesh import Mesh
-from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.models import ModelShard, gather, load_critic, load_policy
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import deal
-from rallypoint.types import ActorBatch, CriticBatch, Last, Mean, Metrics, Sequences, offsets_from_lengths
+from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences
 
 MESHES: dict[str, dict[str, int]] = {
     "1 process": {},
@@ -43,10 +39,7 @@ MESHES: dict[str, dict[str, int]] = {
 }
 CAPS = {"one micro-batch": 10_000, "many": 48}
 NUM_STEPS = 3
-LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8, 24, 24, 3]
-CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
-# A large eps keeps Adam's division well conditioned: noise in a gradient of zero is not blown up to a step of lr.
-EPS = 1e-3
+LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8, 24, 24, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +62,9 @@ def cases() -> Iterator[Case]:
         yield Case(*cell)
 
 
-def make_rows() -> Sequences:
-    """Rows of different lengths, with holes in their masks; nothing is trained in row 1."""
-    generator = torch.Generator().manual_seed(0)
-    offsets = offsets_from_lengths(torch.tensor(LENGTHS))
-    num_tokens = int(offsets[-1])
-    loss_mask = torch.rand(num_tokens, generator=generator) < 0.7
-    loss_mask[offsets[:-1]] = False
-    loss_mask[offsets[1] : offsets[2]] = False
-    return Sequences(
-        offsets=offsets,
-        tokens=torch.randint(20, (num_tokens,), generator=generator),
-        loss_mask=loss_mask,
-        prompt_index=torch.arange(len(LENGTHS)),
-        sample_index=torch.zeros(len(LENGTHS), dtype=torch.int64),
-    )
-
-
 def make_batch(role: str) -> ActorBatch | CriticBatch:
-    """What the role learns from; the numbers are far enough apart for some tokens to be clipped."""
-    rows, generator = make_rows(), torch.Generator().manual_seed(1)
-    one, two, three = (torch.randn(rows.num_tokens, generator=generator, dtype=torch.float64) for _ in range(3))
-    if role == "actor":
-        return rows.widen(ActorBatch, old_logprobs=one * 0.3 - 3, reference_logprobs=two * 0.3 - 3, advantages=three)
-    return rows.widen(CriticBatch, values=one, returns=two)
+    """What the role learns from."""
+    return make_actor_batch(LENGTHS) if role == "actor" else make_critic_batch(LENGTHS)
 
 
 def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Metrics]:
@@ -141,11 +113,7 @@ def run(
             step=step,
             num_steps=NUM_STEPS,
         )
-    # A rank may have no row.
-    loss, norm = metrics.get("loss", Mean(0.0, 0.0)), metrics["grad_norm"]
-    assert isinstance(loss, Mean)
-    assert isinstance(norm, Last)
-    numbers = {"loss": loss.total, "grad_norm": norm.scalar}
+    numbers = dict(zip(("loss", "grad_norm"), loss_and_norm(metrics), strict=True))
     tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
     held = {f"held/{name}": tensor for name, tensor in shard.tensors().items()}
     whole = {name: tensor.detach() for name, tensor in gather(shard.tensors(), shard.parts, mesh)}
@@ -154,7 +122,7 @@ def run(
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    rendezvous = pickle.loads((folder / "rendezvous").read_bytes())
+    rendezvous = open_meeting(folder)
     # The largest meshes first: nobody waits for ranks that are busy with smaller ones.
     ordered = sorted(cases(), key=lambda case: -math.prod(MESHES[case.mesh].values()))
     for name, of_mesh in itertools.groupby(ordered, lambda case: case.mesh):

@@ -1,30 +1,24 @@
-"""One rank of `test_sharding.py`: takes three steps of every case that has a place for it and writes what it got.
-
-Its arguments are the model's folder, the folder to write to, which also holds the rendezvous, and the rank.
-"""
+"""One rank of `test_sharding.py`: takes three steps of every case that has a place for it and writes what it got."""
 
 import json
 import os
-import pickle
 import signal
 import sys
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from ranks import CONFIG, DTYPES, EPS, loss_and_norm, loss_from, make_actor_batch, open_meeting
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from rallypoint.cluster import Mesh
-from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, save_tensors, shard_model, shard_parts
 from rallypoint.models.families import FAMILIES
 from rallypoint.models.tensor_parallel import cut_model
 from rallypoint.parallel import DeviceMesh
-from rallypoint.types import ActorBatch, Last, Mean, Metrics, offsets_from_lengths
 
-LENGTHS = [9, 2, 17, 40, 1, 6, 33, 8]
 TWO, THREE = [[0, 1, 2, 3, 4], [5, 6, 7]], [[3], [0, 1, 2, 4], [5, 6, 7]]
 CASES = {
     "shard2": ({"dp_shard": 2}, TWO),
@@ -47,9 +41,6 @@ KINDS = {
     "tied policy": (LlamaForCausalLM, True),
     "critic": (LlamaForTokenClassification, False),
 }
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
-EPS = 1e-3
 
 
 def make_model(kind, dtype):
@@ -70,26 +61,6 @@ def make_model(kind, dtype):
     return model_type(config).eval().to(dtype)
 
 
-def make_batch():
-    """Rows of different lengths; nothing is trained in row 1."""
-    generator = torch.Generator().manual_seed(0)
-    offsets = offsets_from_lengths(torch.tensor(LENGTHS))
-    num_tokens = int(offsets[-1])
-    loss_mask = torch.rand(num_tokens, generator=generator) < 0.7
-    loss_mask[offsets[:-1]] = False
-    loss_mask[offsets[1] : offsets[2]] = False
-    return ActorBatch(
-        offsets=offsets,
-        tokens=torch.randint(20, (num_tokens,), generator=generator),
-        loss_mask=loss_mask,
-        prompt_index=torch.arange(len(LENGTHS)),
-        sample_index=torch.zeros(len(LENGTHS), dtype=torch.int64),
-        old_logprobs=torch.randn(num_tokens, generator=generator) - 3,
-        reference_logprobs=None,
-        advantages=torch.randn(num_tokens, generator=generator),
-    )
-
-
 def outputs_of(shard):
     if isinstance(shard.model, LlamaForTokenClassification):
         return lambda part, at: critic_values(shard, part, at)
@@ -97,13 +68,7 @@ def outputs_of(shard):
 
 
 def loss_of(shard):
-    def loss(part, at):
-        outputs = outputs_of(shard)(part, at)
-        ratio = (outputs - part.old_logprobs[at]).exp().clamp(0.8, 1.2)
-        total = -(ratio * part.advantages[at] + 0.3 * outputs).sum()
-        return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
-
-    return loss
+    return loss_from(outputs_of(shard))
 
 
 def make_engine(kind, dtype, mesh, cap):
@@ -123,12 +88,10 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
     losses, norms = [], []
     for step in (1, 2, 3):
         metrics = engine.train(part, loss_of(engine.shard), denominator=batch.num_loss_tokens, step=step, num_steps=3)
-        loss, norm = metrics.get("loss", Mean(0.0, 0.0)), metrics["grad_norm"]
-        assert isinstance(loss, Mean)
-        assert isinstance(norm, Last)
+        loss, norm = loss_and_norm(metrics)
         # The ranks along sp and tp have each counted the loss of all of them.
-        losses.append(loss.total / mesh.sp.size / mesh.tp.size)
-        norms.append(norm.scalar)
+        losses.append(loss / mesh.sp.size / mesh.tp.size)
+        norms.append(norm)
     tensors = {name: weight.detach() for name, weight in engine.weights.items()}
     tensors |= {f"start of {name}": torch.tensor(where.starts) for name, where in parts.items()}
     values = engine.evaluate(part, outputs_of(engine.shard)).values[part.loss_mask]
@@ -194,8 +157,8 @@ def lose_a_rank(mesh, batch, rows):
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    batch = make_batch()
-    rendezvous = pickle.loads((folder / "rendezvous").read_bytes())
+    batch = make_actor_batch()
+    rendezvous = open_meeting(folder)
     for (kind, dtype), names in TRIED.items():
         for name in ("alone", *names):
             sizes, shards = CASES.get(name, ({}, [list(range(len(batch)))]))

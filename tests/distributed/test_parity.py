@@ -4,11 +4,6 @@ Four processes are started once; `parity_rank.py` is what they run. Run as a pro
 """
 
 import collections
-import contextlib
-import os
-import pickle
-import subprocess
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -16,57 +11,20 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from parity_rank import MESHES, Case, cases
+from ranks import TOLERANCES, make_model, run_ranks
 
 from rallypoint.cluster.mesh import Mesh
-from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
 from rallypoint.parallel.mesh import AXES
-
-sys.path.insert(0, str(Path(__file__).parent))
-from parity_rank import MESHES, Case, cases
 
 pytestmark = pytest.mark.timeout(600)
 
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
 def run_all(folder: Path) -> None:
     """Have four ranks take the steps of every case, and write what each of them got into a folder."""
-    model = folder / "model"
-    create_model(
-        model,
-        make_digits_tokenizer(),
-        architecture="qwen3",
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=False,
-        initializer_range=0.3,
-        max_positions=64,
-        seed=0,
-    )
-    with contextlib.ExitStack() as stack:
-        rendezvous = stack.enter_context(open_rendezvous("tcp", "parity"))
-        (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
-        script = Path(__file__).with_name("parity_rank.py")
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(model), str(folder), str(rank)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(4)
-        ]
-        for process in processes:
-            stack.callback(process.kill)
-        said = [process.communicate(timeout=500)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, "\n".join(said)
+    run_ranks("parity_rank.py", make_model(folder / "model"), folder, statuses=[0] * 4, limit_s=500)
 
 
 def error_of(folder: Path, case: Case) -> dict[str, float]:

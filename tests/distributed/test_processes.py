@@ -1,22 +1,15 @@
 """Ranks as processes of their own: the same step however rows are split, and no waiting for the dead.
 
-Three processes are started once, because importing torch takes most of their time; `one_rank.py` is what they run.
+Three processes run `one_rank.py`.
 """
 
 import json
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-
-from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
+from ranks import TOLERANCES, make_model, run_ranks
 
 SHARDS = {
     "2 ranks": 2,
@@ -24,48 +17,14 @@ SHARDS = {
     "3 ranks, one without rows": 3,
     "3 ranks, one with nothing to train": 3,
 }
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> Path:
     """The folder into which three ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
-    model = tmp_path_factory.mktemp("model")
-    create_model(
-        model,
-        make_digits_tokenizer(),
-        architecture="qwen3",
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=False,
-        initializer_range=0.3,
-        max_positions=64,
-        seed=0,
-    )
-    rendezvous = open_rendezvous("tcp", "these tests")
-    (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
-    command = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(model), str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        rendezvous.close()
-    assert [process.returncode for process in processes] == [0, 0, -9], "\n".join(said)
+    model = make_model(tmp_path_factory.mktemp("model"))
+    run_ranks("one_rank.py", model, folder, statuses=[0, 0, -9], limit_s=120)
     return folder
 
 

@@ -1,23 +1,15 @@
 """A model cut over ranks that are processes (FSDP2) takes the steps of a whole one, and waits for no rank for ever.
 
-Four processes are started once, because importing torch takes most of their time; `sharded_rank.py` is what they run.
+Four processes run `sharded_rank.py`.
 """
 
 import json
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from ranks import TOLERANCES, make_model, run_ranks
 from transformers import AutoModelForCausalLM
-
-from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
 
 CASES = {
     "shard2": 2,
@@ -34,48 +26,14 @@ TRIED = [
     *(("tied policy", name, "float64") for name in ["shard3", "shard2 x tp2"]),
     *(("critic", name, "float64") for name in ["shard3, one without rows", "shard2 x sp2"]),
 ]
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> Path:
+def outcomes(tmp_path_factory):
     """The folder into which four ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
-    model = tmp_path_factory.mktemp("model")
-    create_model(
-        model,
-        make_digits_tokenizer(),
-        architecture="qwen3",
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=True,
-        initializer_range=0.3,
-        max_positions=64,
-        seed=0,
-    )
-    rendezvous = open_rendezvous("tcp", "these tests")
-    (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
-    command = [sys.executable, str(Path(__file__).with_name("sharded_rank.py")), str(model), str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        said = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        rendezvous.close()
-    assert [process.returncode for process in processes] == [0, 0, -9, 0], "\n".join(said)
+    model = make_model(tmp_path_factory.mktemp("model"), tie_embeddings=True)
+    run_ranks("sharded_rank.py", model, folder, statuses=[0, 0, -9, 0], limit_s=400)
     return folder
 
 
