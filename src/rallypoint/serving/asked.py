@@ -8,6 +8,7 @@ absent, as clients that send a whole object back expect.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
@@ -85,7 +86,7 @@ class Message(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, abc.ABC):
     """What both kinds of request may say."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -125,14 +126,14 @@ class Asked(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    @abc.abstractmethod
     def wants_logprobs(self) -> bool:
         """Whether each token's logprob is asked for."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def num_alternatives(self) -> int:
         """Other tokens at each place whose logprobs are asked for."""
-        raise NotImplementedError
 
 
 class ChatAsked(Asked):
