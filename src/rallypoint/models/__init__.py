@@ -5,7 +5,7 @@ from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
 from rallypoint.models.gather import gather
 from rallypoint.models.load import DTYPES, lm_head, load_critic, load_policy, named_weights, reload, value_head
-from rallypoint.models.lora import LoRALinear, adapted_layers, trained_weights, twin
+from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.reader import Read, TensorFiles
@@ -25,6 +25,7 @@ __all__ = [
     "SharedPrefixes",
     "TensorFiles",
     "Writing",
+    "adapt_alike",
     "adapted_layers",
     "create_model",
     "fresh",

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
 from rallypoint.models.part import Part
-from rallypoint.models.tensor_parallel import TensorParts
+from rallypoint.models.tensor_parallel import AddendLinear, TensorParts
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Endings of the names of an adapted layer's trained weights, as in PEFT."""
@@ -61,6 +61,7 @@ class LoRALinear(nn.Linear):
         self.weight, self.bias = base.weight.requires_grad_(False), base.bias
         if base.bias is not None:
             base.bias.requires_grad_(False)
+        self._adds_bias = base.adds_bias if isinstance(base, AddendLinear) else True
         self.rank, self.alpha, self.rslora = rank, alpha, rslora
         on_meta = {"bias": False, "device": "meta", "dtype": base.weight.dtype}
         self.lora_A = nn.Linear(base.in_features, rank, **on_meta).to_empty(device=base.weight.device)
@@ -72,7 +73,7 @@ class LoRALinear(nn.Linear):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 - torch's own name; see the class
-        frozen = functional.linear(input, self.weight, self.bias)
+        frozen = functional.linear(input, self.weight, self.bias if self._adds_bias else None)
         return torch.add(frozen, self.lora_B(self.lora_A(input)), alpha=self.scaling)
 
     @torch.no_grad()
@@ -127,7 +128,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
     parts, summed = dict(cut.parts), set(cut.summed)
     for name in _targets(model, lora.target_modules):
         base = model.get_submodule(name)
-        if type(base) is not nn.Linear:  # a subclass may do more than multiply by its weight
+        if type(base) not in (nn.Linear, AddendLinear):  # another subclass may do more than multiply by its weight
             raise ModelError(f"{type(model).__name__}: {name} is a {type(base).__name__}, which cannot be adapted")
         model.set_submodule(name, LoRALinear(base, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora))
         weight, a, b = parts[f"{name}.weight"], f"{name}{A}", f"{name}{B}"
@@ -173,6 +174,20 @@ def trained_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """Return the adapted layers of a model by name; none if it has no adapters."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def adapt_alike(other: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Give a model the adapters of another one, if that has some, without their values.
+
+    Args:
+        other: with adapters, of which this rank may hold a part.
+        model: is changed; the same model, whole.
+    """
+    if layers := adapted_layers(other):
+        one = next(iter(layers.values()))
+        lora = LoRAConfig(rank=one.rank, alpha=one.alpha, rslora=one.rslora, target_modules=tuple(layers))
+        parts = {name: Part.whole(weight.shape) for name, weight in model.named_parameters()}
+        add_adapters(model, Adapters(lora, (), None), TensorParts(parts, frozenset()))
 
 
 def merge_layers(model: nn.Module) -> None:

@@ -139,7 +139,7 @@ class _Cutter:
         linear.in_features = len(own)
         if linear.bias is not None:
             self.summed.add(linear.bias)
-            setattr(block, name, _AddendLinear(linear, adds_bias=self._tp.rank == 0))
+            setattr(block, name, AddendLinear(linear, adds_bias=self._tp.rank == 0))
 
     def _sum(self, block: nn.Module, name: str) -> None:
         self.summed.update(block.get_submodule(name).parameters())
@@ -160,15 +160,15 @@ class _Cutter:
         self.parts[weight] = part
 
 
-class _AddendLinear(nn.Linear):
+class AddendLinear(nn.Linear):
     """A linear layer whose outputs are added up over the ranks: one of them adds the bias, which all of them have."""
 
     def __init__(self, part: nn.Linear, *, adds_bias: bool) -> None:
         super().__init__(part.in_features, part.out_features, device="meta")
-        self.weight, self.bias, self._adds_bias = part.weight, part.bias, adds_bias
+        self.weight, self.bias, self.adds_bias = part.weight, part.bias, adds_bias
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
-        return functional.linear(input, self.weight, self.bias if self._adds_bias else None)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 - the name in torch; see the class
+        return functional.linear(input, self.weight, self.bias if self.adds_bias else None)
 
 
 def _share_block(block: nn.Module, tp: Collective) -> None:

@@ -4,8 +4,9 @@ Owns: the count of floating-point operations (a multiplication and an addition a
 the meta device, and the peak of a device. Must not know: the config, and who trains what. What a run reports as
 `mfu`, model-FLOP utilisation, is operations / (seconds x peak), over all ranks.
 
-Counted is what the model needs, whatever the code really does: no recomputation, no padding, and a head for the
-trained tokens only. Attention counts every pair of a row's tokens, causal or not, as is usual.
+Counted is what the model needs, whatever the code really does: no recomputation, no padding, no gradients of frozen
+weights, what rows of a prompt begin with once, and a head for the trained tokens only. Attention counts every pair of
+a row's tokens, causal or not, as is usual.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,53 +50,78 @@ _SHORT = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ModelFlops:
-    """Operations of one model's passes, exact for rows of any lengths."""
+class PassFlops:
+    """Operations of one pass, exact for rows of any lengths."""
 
     per_token: int
-    """Of a forward pass of the backbone: matrix products with weights."""
+    """Of the backbone, for every token that is computed: products with weights."""
     per_pair: int
-    """Of a forward pass of the backbone, for every pair of tokens of a row: the attention of all layers."""
+    """Of the backbone, for every computed token and every token of its row: the attention of all layers."""
     per_output: int
     """Of the head (logits or value) for one token."""
 
-    @property
-    def attention_cost(self) -> float:
-        """Work of one pair of tokens, where the products with weights of one token are 1."""
-        return self.per_pair / self.per_token
+    def of(self, lengths: Sequence[int], num_outputs: int, computed: Sequence[int] | None = None) -> int:
+        """Count the pass of some rows.
 
-    def forward(self, lengths: Sequence[int], num_outputs: int) -> int:
-        """Count a forward pass.
+        >>> PassFlops(per_token=10, per_pair=1, per_output=0).of([3, 4], 0, computed=[3, 2])
+        67
 
         Args:
             lengths: tokens of each row.
             num_outputs: tokens that the head is computed for.
+            computed: tokens of each row that are computed, where a row begins as another one does; None for all.
         """
-        backbone = self.per_token * sum(lengths) + self.per_pair * sum(length * length for length in lengths)
-        return backbone + self.per_output * num_outputs
+        computed = lengths if computed is None else computed
+        num_pairs = sum(own * length for own, length in zip(computed, lengths, strict=True))
+        return self.per_token * sum(computed) + self.per_pair * num_pairs + self.per_output * num_outputs
 
-    def forward_backward(self, lengths: Sequence[int], num_outputs: int) -> int:
-        """Count a forward and a backward pass: every product has two in the backward pass, for either factor."""
-        return 3 * self.forward(lengths, num_outputs)
+    def minus(self, other: PassFlops) -> PassFlops:
+        """Return what this pass does beyond another one."""
+        return PassFlops(
+            self.per_token - other.per_token, self.per_pair - other.per_pair, self.per_output - other.per_output
+        )
 
 
-def flops_of(model: PreTrainedModel) -> ModelFlops:
-    """Count the operations of a model; takes a tenth of a second, and runs nothing on the model's own device.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Operations of one model's passes."""
+
+    forward: PassFlops
+    backward: PassFlops
+    """A product has two in the backward pass, for either factor; one where the weight is frozen."""
+
+    @property
+    def attention_cost(self) -> float:
+        """Work of one pair of tokens, where the products with weights of one token are 1."""
+        return self.forward.per_pair / self.forward.per_token
+
+    def forward_backward(self, lengths: Sequence[int], num_outputs: int, computed: Sequence[int] | None = None) -> int:
+        """Count a forward and a backward pass; see `PassFlops.of`."""
+        return self.forward.of(lengths, num_outputs, computed) + self.backward.of(lengths, num_outputs, computed)
+
+
+def flops_of(model: PreTrainedModel, adapt: Callable[[PreTrainedModel], None] | None = None) -> ModelFlops:
+    """Count the operations of a model; takes some tenths of a second, and runs nothing on the model's own device.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=10)
-    >>> flops_of(LlamaForCausalLM(LlamaConfig(**sizes)))  # 2 x (4 x 8 x 8 + 3 x 8 x 16), 2 x 2 x 8, 2 x 8 x 10
-    ModelFlops(per_token=1280, per_pair=32, per_output=160)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
+    >>> flops_of(model).forward  # 2 x (4 x 8 x 8 + 3 x 8 x 16), 2 x 2 x 8, 2 x 8 x 10
+    PassFlops(per_token=1280, per_pair=32, per_output=160)
+
+    Args:
+        model: of which this rank may hold a part. What does not require a gradient has none in the backward pass.
+        adapt: gives a copy, made from the config, what the model was given since, such as adapters.
     """
     shadow = _on_meta(model)
-    short, long = _forward_flops(shadow.base_model, _SHORT), _forward_flops(shadow.base_model, 2 * _SHORT)
-    # a L + b L^2, from its values at L and 2 L.
-    per_pair = (long - 2 * short) // (2 * _SHORT**2)
-    return ModelFlops(
-        per_token=short // _SHORT - per_pair * _SHORT,
-        per_pair=per_pair,
-        per_output=(_forward_flops(shadow, _SHORT) - short) // _SHORT,
-    )
+    if adapt is not None:
+        adapt(shadow)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    for name, weight in shadow.named_parameters():
+        weight.data = weight.data.bfloat16()  # products of experts exist in it only, and the type changes no count
+        weight.requires_grad_(name in trained)
+    forward = _measured(shadow, backward=False)
+    return ModelFlops(forward, _measured(shadow, backward=True).minus(forward))
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
@@ -108,18 +134,31 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
     config._attn_implementation = _ATTENTION
     config._experts_implementation = "batched_mm"  # the one that the counter knows
     with torch.device("meta"):
-        shadow: PreTrainedModel = whole(config)
-    for weight in shadow.parameters():
-        weight.data = weight.data.bfloat16()  # products of experts exist in it only, and the type changes no count
-    return shadow
+        return whole(config)
 
 
-@torch.no_grad()
-def _forward_flops(model: nn.Module, length: int) -> int:
-    """Count a forward pass of one row."""
+def _measured(model: PreTrainedModel, *, backward: bool) -> PassFlops:
+    """Count passes of rows of two lengths: forward, or both."""
+    backbone = model.base_model
+    short, long = (_flops(backbone, length, backward=backward) for length in (_SHORT, 2 * _SHORT))
+    # a L + b L^2, from its values at L and 2 L.
+    per_pair = (long - 2 * short) // (2 * _SHORT**2)
+    return PassFlops(
+        per_token=short // _SHORT - per_pair * _SHORT,
+        per_pair=per_pair,
+        per_output=(_flops(model, _SHORT, backward=backward) - short) // _SHORT,
+    )
+
+
+def _flops(model: nn.Module, length: int, *, backward: bool) -> int:
+    """Count the passes of one row."""
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=tokens, position_ids=torch.arange(length, device="meta").unsqueeze(0), use_cache=False)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        result: Tensor = model(
+            input_ids=tokens, position_ids=torch.arange(length, device="meta").unsqueeze(0), use_cache=False
+        )[0]
+        if result.requires_grad:
+            result.sum().backward()
     return counter.get_total_flops()
 
 

@@ -22,7 +22,9 @@ from rallypoint.models import (
     ModelShard,
     Part,
     Read,
+    SharedPrefixes,
     TensorFiles,
+    adapt_alike,
     read_adapter,
     reload,
     save_adapter,
@@ -45,7 +47,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, path: str, optimizer: OptimizerConfig
     ) -> None:
         self.context, self.config, self._path = context, spec.config, path
-        self._flops = flops_of(model.model)
+        self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
         self.engine: Engine[BatchT] = Engine(
             model,
             optimizer=optimizer,
@@ -80,11 +82,17 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
             for index, (part, denominator) in enumerate(zip(batches.parts, batches.denominators, strict=True))
         ]
         seconds = time.perf_counter() - began
-        flops = sum(self._flops.forward_backward(p.lengths.tolist(), p.num_loss_tokens) for p in batches.parts)
+        flops = sum(map(self._needed_flops, batches.parts))
         # Over the ranks it becomes what all did over what all could have done; sp and tp peers share one rank's rows.
         sizes = self.engine.shard.mesh.sizes
         peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
         return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
+
+    def _needed_flops(self, part: BatchT) -> int:
+        """Count forward and backward of some rows; what rows of a prompt begin with is needed once."""
+        kept = SharedPrefixes.of(part.offsets, part.tokens, part.prompt_index).kept
+        computed = torch.bincount(part.row_of_token[kept], minlength=len(part))
+        return self._flops.forward_backward(part.lengths.tolist(), part.num_loss_tokens, computed.tolist())
 
     @broadcast
     @in_turn(to_train=True)

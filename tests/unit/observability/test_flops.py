@@ -1,5 +1,7 @@
 """Operations against the formula of the textbooks, and peaks."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +22,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rallypoint.observability.flops import ModelFlops, device_peak, flops_of, known_peak
+from rallypoint.config import LoRAConfig
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.models import adapt_alike, create_model, load_policy
+from rallypoint.observability.flops import ModelFlops, PassFlops, device_peak, flops_of, known_peak
+from rallypoint.parallel import DeviceMesh
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 32, 2, 4, 2, 16, 48, 100
 SIZES: dict[str, Any] = {
@@ -33,7 +39,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
 }
 PROJECTIONS = 2 * HIDDEN * HEADS * HEAD_DIM + 2 * HIDDEN * KV_HEADS * HEAD_DIM
-BY_HAND = ModelFlops(
+BY_HAND = PassFlops(
     per_token=2 * LAYERS * (PROJECTIONS + 3 * HIDDEN * INTERMEDIATE),
     per_pair=2 * LAYERS * 2 * HEADS * HEAD_DIM,
     per_output=2 * HIDDEN * VOCABULARY,
@@ -51,13 +57,13 @@ BY_HAND = ModelFlops(
     ids=lambda model: type(model).__name__,
 )
 def test_the_operations_of_every_family_are_those_of_the_formula(model: PreTrainedModel):
-    assert flops_of(model) == BY_HAND
+    assert flops_of(model).forward == BY_HAND
 
 
 def test_a_critic_has_one_output_for_a_token():
     config = Qwen3Config(**SIZES)
     config.num_labels = 1
-    assert flops_of(Qwen3ForTokenClassification(config)) == ModelFlops(
+    assert flops_of(Qwen3ForTokenClassification(config)).forward == PassFlops(
         BY_HAND.per_token, BY_HAND.per_pair, per_output=2 * HIDDEN
     )
 
@@ -65,15 +71,19 @@ def test_a_critic_has_one_output_for_a_token():
 def test_of_a_mixture_the_router_and_the_chosen_experts_are_counted():
     config = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
     per_layer = PROJECTIONS + HIDDEN * 8 + 3 * 3 * HIDDEN * 24
-    expected = ModelFlops(2 * LAYERS * per_layer, BY_HAND.per_pair, BY_HAND.per_output)
-    assert flops_of(Qwen3MoeForCausalLM(config)) == expected
+    expected = PassFlops(2 * LAYERS * per_layer, BY_HAND.per_pair, BY_HAND.per_output)
+    assert flops_of(Qwen3MoeForCausalLM(config)).forward == expected
 
 
 def test_rows_add_up_and_do_not_see_each_other():
-    flops = ModelFlops(per_token=10, per_pair=2, per_output=100)
-    assert flops.forward([3, 4], num_outputs=2) == 10 * 7 + 2 * (9 + 16) + 100 * 2
-    assert flops.forward([], num_outputs=0) == 0
-    assert flops.attention_cost == 0.2
+    flops = PassFlops(per_token=10, per_pair=2, per_output=100)
+    assert flops.of([3, 4], num_outputs=2) == 10 * 7 + 2 * (9 + 16) + 100 * 2
+    assert flops.of([], num_outputs=0) == 0
+
+
+def test_what_another_row_has_computed_is_not_counted_again_but_looked_at():
+    flops = PassFlops(per_token=10, per_pair=2, per_output=100)
+    assert flops.of([3, 4], num_outputs=2, computed=[3, 1]) == 10 * 4 + 2 * (9 + 4) + 100 * 2
 
 
 def test_forward_and_backward_are_what_torch_counts_for_them():
@@ -86,6 +96,49 @@ def test_forward_and_backward_are_what_torch_counts_for_them():
         out = model(input_ids=tokens, position_ids=positions, attention_mask={"full_attention": None}, use_cache=False)
         out.logits.sum().backward()
     assert flops_of(model).forward_backward([11], num_outputs=11) == counter.get_total_flops()
+
+
+@pytest.fixture
+def adapted_folder(tmp_path) -> str:
+    create_model(
+        tmp_path,
+        make_digits_tokenizer(),
+        architecture="llama",
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=INTERMEDIATE,
+        tie_embeddings=False,
+        initializer_range=0.2,
+        max_positions=16,
+        seed=0,
+    )
+    return str(tmp_path)
+
+
+def test_frozen_weights_have_no_gradient_and_adapters_have(adapted_folder: str):
+    model, rank = load_policy(adapted_folder, dtype="float32", lora=LoRAConfig(rank=4)).model, 4
+    heads, kv_heads = HEADS * (HIDDEN // HEADS), KV_HEADS * (HIDDEN // HEADS)
+    into_attention = [(HIDDEN, heads), (HIDDEN, kv_heads), (HIDDEN, kv_heads)]
+    rest = [(heads, HIDDEN), (HIDDEN, INTERMEDIATE), (HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)]
+    products = [n * m for n, m in into_attention + rest]
+    a, b = ([rank * sizes[side] for sizes in into_attention + rest] for side in (0, 1))
+    counted = flops_of(model, functools.partial(adapt_alike, model))
+    assert counted.forward.per_token == 2 * LAYERS * (sum(products) + sum(a) + sum(b))
+    # Gradients of A and B, and of the inputs of all; nothing is trained before the first layer.
+    inputs = LAYERS * (sum(products) + sum(a) + sum(b)) - sum(products[:3]) - sum(a[:3])
+    assert counted.backward.per_token == 2 * (inputs + LAYERS * (sum(a) + sum(b)))
+    assert counted.backward.per_pair == 2 * counted.forward.per_pair
+    assert counted.backward.per_output == counted.forward.per_output
+
+
+def test_a_rank_counts_the_whole_model(adapted_folder: str, on_mesh: Callable[..., Any]):
+    def count(mesh: DeviceMesh) -> ModelFlops:
+        model = load_policy(adapted_folder, dtype="float32", mesh=mesh, lora=LoRAConfig(rank=4)).model
+        return flops_of(model, functools.partial(adapt_alike, model))
+
+    assert on_mesh(count, tp=2) == [count(DeviceMesh.solo())] * 2
 
 
 def test_counting_leaves_the_model_as_it_was():
