@@ -7,10 +7,11 @@ rank ever holds more than its own part and a few buffers.
 
 from __future__ import annotations
 
+import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,103 +40,128 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 CPU = torch.device("cpu")
 
 
-def load_policy(
-    path: str,
-    *,
-    dtype: str,
-    mesh: DeviceMesh | None = None,
-    device: torch.device = CPU,
-    trust_remote_code: bool = False,
-    lora: LoRAConfig | None = None,
-    seed: int = 0,
-) -> ModelShard:
-    """Load this rank's part of a causal language model, for packed rows.
+class _Loader(abc.ABC):
+    """Loads models of one kind."""
 
-    Args:
-        path: a Hugging Face folder, or the name of a repository on the hub.
-        dtype: "float32", "bfloat16" or "float64".
-        mesh: the ranks that hold the model together; None for this one alone.
-        device: where it will be.
-        trust_remote_code: whether Python code in the folder may run.
-        lora: adapters to give it, so that only they are trained; None for none.
-        seed: of new adapters.
+    def __call__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        mesh: DeviceMesh | None = None,
+        device: torch.device = CPU,
+        trust_remote_code: bool = False,
+        lora: LoRAConfig | None = None,
+        seed: int = 0,
+        frozen: bool = False,
+    ) -> ModelShard:
+        """Load this rank's part of a model, for packed rows.
 
-    Raises:
-        ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
+        Args:
+            path: a Hugging Face folder, or the name of a repository on the hub.
+            dtype: "float32", "bfloat16" or "float64".
+            mesh: the ranks that hold the model together; None for this one alone.
+            device: where it will be.
+            trust_remote_code: whether Python code in the folder may run.
+            lora: adapters to give it, so that only they and its `trained_whole` are trained; None for none.
+            seed: of new adapters.
+            frozen: whether it will never be trained, so that shards of half precision need no masters.
+
+        Raises:
+            ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
+        """
+        config = _read_config(path, trust_remote_code, **self.config_changes)
+        self.check_config(path, config)
+        adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
+        with explained(path):
+            shard = build(
+                config,
+                self.factory,
+                dtype=DTYPES[dtype],
+                mesh=mesh or DeviceMesh.solo(),
+                trust_remote_code=trust_remote_code,
+                adapters=adapters,
+                frozen=frozen,
+            )
+        head = self.head(path, shard.model)
+        _check_attention(path, shard.model)
+        _fill(path, shard, device, *self.differences(config))
+        if adapters is not None:
+            fill_adapters(shard, adapters, seed=seed)
+        _read_generation_config(path, shard.model)
+        if shard.is_whole:
+            check_agreement(path, shard.model, head)
+        return shard
+
+    factory: ClassVar[Any]
+    """The Auto class of transformers that knows the kind."""
+    config_changes: ClassVar[Mapping[str, Any]] = {}
+    """What is different in the folder's config."""
+    trained_whole: ClassVar[tuple[str, ...]] = ()
+    """Names of modules that are trained themselves, beside new adapters."""
+
+    @abc.abstractmethod
+    def check_config(self, path: str, config: PreTrainedConfig) -> None:
+        """Refuse a folder of another kind."""
+
+    @abc.abstractmethod
+    def head(self, path: str, model: PreTrainedModel) -> nn.Module:
+        """Return the layer that turns hidden states into what the model is asked for; refuse a model without one."""
+
+    @abc.abstractmethod
+    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
+        """Return names (as `fit` takes them) of what the files may lack, and of what they may have besides."""
+
+
+class _PolicyLoader(_Loader):
+    """Loads causal language models."""
+
+    factory = AutoModelForCausalLM
+
+    def check_config(self, path: str, config: PreTrainedConfig) -> None:
+        if _architecture(config).endswith("Classification"):
+            raise ModelError(
+                f"{path}: holds a critic or reward model ({_architecture(config)}), expected a language model"
+            )
+
+    def head(self, path: str, model: PreTrainedModel) -> nn.Module:
+        if model.get_output_embeddings() is None:
+            raise ModelError(
+                f"{path}: {type(model).__name__} has no output embeddings; expected a causal language model"
+            )
+        return lm_head(model)
+
+    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
+        del config
+        return (), ()
+
+
+class _CriticLoader(_Loader):
+    """Loads token classifiers with one label, from a critic's folder or from that of any model of the family.
+
+    A folder without such a head gets one of zeros: the first values are zero, whatever the backbone.
     """
-    config = _read_config(path, trust_remote_code)
-    if _architecture(config).endswith("Classification"):
-        raise ModelError(f"{path}: holds a critic or reward model ({_architecture(config)}), expected a language model")
-    adapters = None if lora is None else adapters_of(lora)
-    with explained(path):
-        shard = build(
-            config,
-            AutoModelForCausalLM,
-            dtype=DTYPES[dtype],
-            mesh=mesh or DeviceMesh.solo(),
-            trust_remote_code=trust_remote_code,
-            adapters=adapters,
-        )
-    if shard.model.get_output_embeddings() is None:
-        name = type(shard.model).__name__
-        raise ModelError(f"{path}: {name} has no output embeddings; expected a causal language model")
-    _check_attention(path, shard.model)
-    _fill(path, shard, device)
-    if adapters is not None:
-        fill_adapters(shard, adapters, seed=seed)
-    _read_generation_config(path, shard.model)
-    if shard.is_whole:
-        check_agreement(path, shard.model, lm_head(shard.model))
-    return shard
+
+    factory = AutoModelForTokenClassification
+    config_changes: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
+    trained_whole = ("score",)
+
+    def check_config(self, path: str, config: PreTrainedConfig) -> None:
+        """Take every kind."""
+
+    def head(self, path: str, model: PreTrainedModel) -> nn.Module:
+        del path
+        return value_head(model)
+
+    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
+        has_head = _architecture(config).endswith("ForTokenClassification")
+        return ((), ()) if has_head else (("score.",), (r"^lm_head\.",))
 
 
-def load_critic(
-    path: str,
-    *,
-    dtype: str,
-    mesh: DeviceMesh | None = None,
-    device: torch.device = CPU,
-    trust_remote_code: bool = False,
-    lora: LoRAConfig | None = None,
-    seed: int = 0,
-) -> ModelShard:
-    """Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one.
-
-    With a zero head the first values are zero, whatever the backbone: the critic starts neutral.
-
-    Args:
-        path: a Hugging Face folder or hub name, of a critic or of any model of the family.
-        dtype: "float32", "bfloat16" or "float64".
-        mesh: the ranks that hold the model together; None for this one alone.
-        device: where it will be.
-        trust_remote_code: whether Python code in the folder may run.
-        lora: adapters to give it, so that only they and its head are trained; None for none.
-        seed: of new adapters.
-
-    Raises:
-        ModelError: the folder is missing or incomplete, or its family has no token classifier.
-    """
-    config = _read_config(path, trust_remote_code, num_labels=1)
-    has_head = _architecture(config).endswith("ForTokenClassification")
-    adapters = None if lora is None else adapters_of(lora, whole=("score",))
-    with explained(path):
-        shard = build(
-            config,
-            AutoModelForTokenClassification,
-            dtype=DTYPES[dtype],
-            mesh=mesh or DeviceMesh.solo(),
-            trust_remote_code=trust_remote_code,
-            adapters=adapters,
-        )
-    _check_attention(path, shard.model)
-    head = value_head(shard.model)
-    lacks = () if has_head else ("score.",)
-    _fill(path, shard, device, may_lack=lacks, may_exceed=() if has_head else (r"^lm_head\.",))
-    if adapters is not None:
-        fill_adapters(shard, adapters, seed=seed)
-    if shard.is_whole:
-        check_agreement(path, shard.model, head)
-    return shard
+load_policy = _PolicyLoader()
+"""Load this rank's part of a causal language model."""
+load_critic = _CriticLoader()
+"""Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one."""
 
 
 def reload(path: str, shard: ModelShard) -> None:

@@ -86,6 +86,7 @@ def build(
     mesh: DeviceMesh,
     trust_remote_code: bool,
     adapters: Adapters | None = None,
+    frozen: bool = False,
 ) -> ModelShard:
     """Return a model on the meta device, cut for this rank: shapes without memory.
 
@@ -96,6 +97,7 @@ def build(
         mesh: the ranks that hold it together.
         trust_remote_code: whether Python code of its folder may run.
         adapters: what it is given, so that only they are trained.
+        frozen: whether it will never be trained.
 
     Raises:
         ModelError: its family cannot be cut, its sizes do not divide by the number of ranks, or adapters do not fit it.
@@ -117,15 +119,17 @@ def build(
     if adapters is not None:
         parts = {name: Part.whole(weight.shape) for name, weight in model.named_parameters()}
         tensor = add_adapters(model, adapters, tensor or TensorParts(parts, frozenset()))
-    return _sharded(model.eval(), mesh, tensor)
+    return _sharded(model.eval(), mesh, tensor, frozen=frozen)
 
 
-def _sharded(model: PreTrainedModel, mesh: DeviceMesh, tensor: TensorParts | None) -> ModelShard:
+def _sharded(
+    model: PreTrainedModel, mesh: DeviceMesh, tensor: TensorParts | None, *, frozen: bool = False
+) -> ModelShard:
     """Shard what tensor parallelism has left of a model, which is all of it for None."""
     parts = {name: Part.whole(tensor.shape) for name, tensor in saved_tensors(model)}
     parts |= {} if tensor is None else tensor.parts
     weights = {name: parts[name] for name, _ in model.named_parameters()}
-    sharding = shard_model(model, mesh, tensor)
+    sharding = shard_model(model, mesh, tensor, frozen=frozen)
     return ModelShard(model, parts | shard_parts(weights, mesh.shard), mesh, sharding)
 
 

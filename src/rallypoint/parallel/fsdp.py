@@ -53,7 +53,7 @@ class ShardedRoot(nn.Module):
     whole pass, so that a loss may use the head's weight as it likes.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module], group: Group) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], group: Group, *, frozen: bool) -> None:
         """Shard a model in place, on the meta device or with its weights.
 
         What is trained in half precision is kept in float32 and computed in half precision: the shards are the masters.
@@ -62,6 +62,7 @@ class ShardedRoot(nn.Module):
             model: whole, or cut for tensor parallelism; its parameters become DTensors.
             units: modules that are gathered one at a time, in the order in which they run.
             group: the ranks that share it.
+            frozen: whether it will never be trained, and needs no masters.
         """
         super().__init__()
         self.model, self._group = model, group
@@ -69,10 +70,11 @@ class ShardedRoot(nn.Module):
         """What the model computes in, where its weights here are the masters of that."""
         policy = MixedPrecisionPolicy()
         dtype = next(model.parameters()).dtype
-        if torch.finfo(dtype).bits < 32 and any(weight.requires_grad for weight in model.parameters()):
+        trained = [] if frozen else [weight for weight in model.parameters() if weight.requires_grad]
+        if torch.finfo(dtype).bits < 32 and trained:
             self.half_dtype = dtype
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            for weight in model.parameters():
+            for weight in trained:
                 weight.data = weight.data.float()
         of_units = {weight for unit in units for weight in unit.parameters()}
         self._root_weights = [name for name, weight in model.named_parameters() if weight not in of_units]

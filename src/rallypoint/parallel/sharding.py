@@ -41,7 +41,13 @@ class Sharding:
     """One rank's weights among those of a mesh."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, cuts: TensorCuts | None = None
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        cuts: TensorCuts | None = None,
+        *,
+        frozen: bool = False,
     ) -> None:
         """Shard a model over `dp_shard`, in place; where that has one rank, leave it as it is.
 
@@ -50,11 +56,12 @@ class Sharding:
             units: modules that are gathered one at a time, in the order in which they run.
             mesh: the ranks.
             cuts: what tensor parallelism has done to it before.
+            frozen: whether none of it will ever be trained.
         """
         self._model, self._mesh, self._cuts = model, mesh, cuts or TensorCuts()
         self._root: ShardedRoot | None = None
         if isinstance(mesh.shard, Grouped):
-            self._root = ShardedRoot(model, units, mesh.shard.group)
+            self._root = ShardedRoot(model, units, mesh.shard.group, frozen=frozen)
 
     @functools.cached_property
     def weights(self) -> Mapping[str, Tensor]:

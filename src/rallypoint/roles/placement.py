@@ -80,8 +80,10 @@ class WorkerSpec:
         torch.set_num_threads(context.num_cpus)
         self.folder.check()
 
-    def load_policy(self, context: WorkerContext, mesh: DeviceMesh | None = None) -> ModelShard:
-        """Load a rank's part of the initial policy; all of it without a mesh."""
+    def load_policy(
+        self, context: WorkerContext, mesh: DeviceMesh | None = None, *, frozen: bool = False
+    ) -> ModelShard:
+        """Load a rank's part of the initial policy; all of it without a mesh. See `load_policy` of the models."""
         model = self.config.model
         return load_policy(
             self.model_path,
@@ -91,6 +93,7 @@ class WorkerSpec:
             trust_remote_code=model.trust_remote_code,
             lora=model.lora,
             seed=self.config.seed,
+            frozen=frozen,
         )
 
     def decoder(self) -> Callable[[Sequence[int]], str] | None:

@@ -26,7 +26,7 @@ class ReferenceWorker(TurnTaker):
         if shares_actor:
             model = ModelShard.whole(twin(context.shared[ACTOR_ENGINE].model))
         else:
-            model = spec.load_policy(context, spec.meet(context))
+            model = spec.load_policy(context, spec.meet(context), frozen=True)
         self._temperature = config.rollout.temperature
         self.engine: Engine[Sequences] = Engine(
             model,
