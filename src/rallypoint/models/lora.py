@@ -128,7 +128,8 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
     parts, summed = dict(cut.parts), set(cut.summed)
     for name in _targets(model, lora.target_modules):
         base = model.get_submodule(name)
-        if type(base) not in (nn.Linear, AddendLinear):  # another subclass may do more than multiply by its weight
+        # Another subclass may do more than multiply by its weight.
+        if not isinstance(base, nn.Linear) or type(base) not in (nn.Linear, AddendLinear):
             raise ModelError(f"{type(model).__name__}: {name} is a {type(base).__name__}, which cannot be adapted")
         model.set_submodule(name, LoRALinear(base, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora))
         weight, a, b = parts[f"{name}.weight"], f"{name}{A}", f"{name}{B}"

@@ -1,0 +1,113 @@
+"""One rank of `test_lora.py`: trains adapters in every case that has a place for it and writes what it got."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from ranks import CONFIG, loss_and_norm, make_actor_batch, open_meeting
+from torch import Tensor
+
+from rallypoint.cluster import Mesh
+from rallypoint.config import LoRAConfig
+from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs
+from rallypoint.models import ModelShard, gather, load_critic, load_policy, read_adapter, save_adapter
+from rallypoint.parallel import DeviceMesh
+from rallypoint.roles.dealing import deal
+from rallypoint.types import ActorBatch, Mean, Metrics, Sequences
+
+MESHES: dict[str, dict[str, int]] = {
+    "1 process": {},
+    "dp2": {"dp_replicate": 2},
+    "shard2": {"dp_shard": 2},
+    "tp2": {"tp": 2},
+    "sp2": {"sp": 2},
+    "shard2 x tp2": {"dp_shard": 2, "tp": 2},
+}
+ROLES = {"actor": load_policy, "critic": load_critic}
+PRECISIONS = ("float64", "float32", "bfloat16")
+LORA = LoRAConfig(rank=3, alpha=5, rslora=True)
+NUM_STEPS = 3
+
+
+def outputs_of(shard: ModelShard, role: str) -> Callable[[Sequences, Tensor], Tensor]:
+    """Return what the loss is made from."""
+    if role == "critic":
+        return lambda part, at: critic_values(shard, part, at)
+    return lambda part, at: policy_outputs(shard, part, at, 0.7).logprobs
+
+
+@torch.no_grad()
+def excite(shard: ModelShard) -> None:
+    """Give all that is trained other values than zero, whatever part of it is here."""
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in shard.trained().items():
+        part = shard.parts[name]
+        whole = torch.randn(part.shape, generator=generator) * 0.1
+        tensor.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.starts, part.sizes, strict=True))])
+
+
+def run(role: str, dtype: str, mesh: DeviceMesh, model_folder: str, folder: Path, part: int) -> dict[str, Tensor]:
+    """Take some steps; write the adapter and read it again. Return numbers, masters, and outputs of either model."""
+    shard = ROLES[role](model_folder, dtype=dtype, mesh=mesh, lora=LORA)
+    excite(shard)
+    engine = Engine(shard, optimizer=CONFIG, max_tokens_per_micro_batch=48)
+    batch = make_actor_batch()
+    num_parts = mesh.sizes["dp_replicate"] * mesh.sizes["dp_shard"]
+    rows = deal(batch, num_parts, 0.01)[0][part]
+    frozen = {name: weight.clone() for name, weight in shard.tensors().items() if name not in shard.trained()}
+    outputs = outputs_of(shard, role)
+
+    def loss(part: ActorBatch, at: Tensor) -> tuple[Tensor, Metrics]:
+        # Nothing is clipped: rounding changes it by little.
+        total = -(outputs(part, at) * part.advantages[at]).sum()
+        return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
+
+    steps = [
+        engine.train(rows, loss, denominator=batch.num_loss_tokens, step=step, num_steps=NUM_STEPS)
+        for step in range(1, NUM_STEPS + 1)
+    ]
+    assert all(torch.equal(shard.tensors()[name], weight) for name, weight in frozen.items())
+    assert engine.optimizer is not None, "it was made with one"
+    losses, norms = zip(*map(loss_and_norm, steps), strict=True)
+    state = optimizer_tensors(engine.weights, engine.optimizer)
+    stepped = {name: state.get(f"{name}/master", tensor) for name, tensor in shard.trained().items()}
+    weights = {
+        f"weight/{name}": tensor
+        for name, tensor in gather(stepped, {name: shard.parts[name] for name in stepped}, mesh)
+    }
+    save_adapter(shard, folder, base=model_folder)
+    mesh.everyone.all_reduce_sum([torch.zeros(1)])  # the first rank has written it
+    again = ROLES[role](model_folder, dtype=dtype, mesh=mesh, lora=LoRAConfig(path=str(folder)), frozen=True)
+    read_adapter(shard, folder)
+    evaluated = [
+        Engine(one, optimizer=None, max_tokens_per_micro_batch=48).evaluate(rows, outputs_of(one, role)).values
+        for one in (shard, again)
+    ]
+    held = {f"bytes/{name}": torch.tensor(tensor.nbytes) for name, tensor in again.tensors().items()}
+    numbers = {"losses": torch.tensor(losses, dtype=torch.float64), "norms": torch.tensor(norms, dtype=torch.float64)}
+    said = dict(zip(("outputs", "outputs again"), evaluated, strict=True))
+    return {name: tensor.detach().clone() for name, tensor in (numbers | said | weights | held).items()}
+
+
+def main(model_folder: str, folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    rendezvous = open_meeting(folder)
+    for name, sizes in sorted(MESHES.items(), key=lambda item: -math.prod(item[1].values())):
+        grid = Mesh({"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | sizes)
+        if rank >= grid.size:
+            continue
+        mesh = DeviceMesh.connect(rendezvous, name, rank, sizes, timeout_s=120)
+        for role in ROLES:
+            for dtype in PRECISIONS:
+                case = f"{name}, {role}, {dtype}"
+                got = run(role, dtype, mesh, model_folder, folder / case, grid.part(rank))
+                safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
