@@ -9,7 +9,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from ranks import CONFIG, loss_and_norm, make_actor_batch, open_meeting
+from ranks import CONFIG, EPS, loss_and_norm, make_actor_batch, open_meeting
 from torch import Tensor
 
 from rallypoint.cluster import Mesh
@@ -55,7 +55,7 @@ def run(role: str, dtype: str, mesh: DeviceMesh, model_folder: str, folder: Path
     """Take some steps; write the adapter and read it again. Return numbers, masters, and outputs of either model."""
     shard = ROLES[role](model_folder, dtype=dtype, mesh=mesh, lora=LORA)
     excite(shard)
-    engine = Engine(shard, optimizer=CONFIG, max_tokens_per_micro_batch=48)
+    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=48)
     batch = make_actor_batch()
     num_parts = mesh.sizes["dp_replicate"] * mesh.sizes["dp_shard"]
     rows = deal(batch, num_parts, 0.01)[0][part]
