@@ -40,7 +40,7 @@ def own(tmp_path, runs):
     made = runs.run("made", "trainer.num_steps=2", *INLINE)
     rows = [
         {
-            "prompt": [{"role": "user", "content": f"{n:03}"}],
+            "prompt": [{"role": "user", "content": f"{n:02}"}],
             "reward_model": {"ground_truth": "".join(sorted(f"{n:03}"))},
         }
         for n in range(0, 1000, 7)
@@ -88,6 +88,15 @@ def test_rollouts_that_the_reward_function_fails_on_are_left_out_and_named(own):
     log = (run.logs / "train.log").read_text()
     assert "train.jsonl:" in log
     assert "KeyError: 'cannot read this'" in log
+
+
+@pytest.mark.parametrize(("fate", "said"), [("drop", "were dropped"), ("truncate", "were cut at their beginning")])
+def test_long_prompts_are_left_out_or_cut_and_counted(own, fate, said):
+    run = own("long", "half", "data.max_prompt_tokens=4", f"data.on_too_long={fate}", "trainer.num_steps=1")
+    counts = read_metrics(run.metrics)[0]
+    assert counts["data/num_dropped" if fate == "drop" else "data/num_truncated"] == 128
+    assert counts["data/num_prompts"] == (15 if fate == "drop" else 143)
+    assert f"128 prompts are longer than 4 tokens and {said}: train.jsonl:16" in (run.logs / "train.log").read_text()
 
 
 def test_a_reward_function_that_fails_on_everything_ends_the_run_with_its_traceback(own):

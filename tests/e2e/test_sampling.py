@@ -3,6 +3,8 @@
 import json
 
 from rallypoint.observability import read_metrics
+from rallypoint.recipes.loop import summarise
+from rallypoint.recipes.preflight import load_checked
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 NARROW = (
@@ -36,5 +38,10 @@ def test_logprobs_stay_those_of_the_model_as_trained(runs):
     assert all(record["rollout/logprob_gap_max"] < 1e-4 for record in steps)
     assert all(record["rollout/narrowing"] > 0.1 for record in steps)
     assert all(record["actor/ratio_error"] < 1e-4 for record in steps)
+    worst = summarise(run, load_checked(str(run.path)).config).agreement
+    assert worst is not None
+    assert worst.largest == max(record["rollout/logprob_gap_max"] for record in steps)
+    assert worst.text in worst.worst
+    assert f"{worst.text!r} (id {worst.token})" in (run.logs / "train.log").read_text()
     wide = runs.run("wide", *INLINE, "trainer.num_steps=1")
     assert all("rollout/narrowing" not in record for record in read_metrics(wide.metrics))

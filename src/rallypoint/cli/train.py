@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rallypoint.config import make_plan
 from rallypoint.errors import ConfigError, RallyError, RunFolderError
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import create_run, newest_run, open_run, write_config
@@ -36,7 +35,7 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool) -> int:
         with make_progress(console) as progress:
             finished = run(loaded, folder, progress, resume=resume)
             if finished:
-                progress.finish(summarise(folder, make_plan(loaded.config)))
+                progress.finish(summarise(folder, loaded.config))
     except (RallyError, OSError) as error:
         if not isinstance(error, RunFolderError):
             folder.log(f"failed: {error}")

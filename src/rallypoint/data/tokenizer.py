@@ -155,7 +155,9 @@ class EncodedPrompts:
     examples: tuple[Example, ...]
     """One for each entry of `token_ids`."""
     dropped: tuple[str, ...]
-    """Names of the examples that were too long; always empty with on_too_long="error"."""
+    """Names of the examples that were too long, with on_too_long="drop"."""
+    truncated: tuple[str, ...]
+    """Names of the examples whose beginning was cut off, with on_too_long="truncate"."""
 
 
 def encode_prompts(
@@ -163,28 +165,47 @@ def encode_prompts(
     examples: Sequence[Example],
     *,
     max_prompt_tokens: int,
-    on_too_long: Literal["error", "drop"] = "error",
+    on_too_long: Literal["error", "drop", "truncate"] = "error",
+    num_ids: int | None = None,
 ) -> EncodedPrompts:
     """Write every prompt in the tokenizer's chat template, with the cue for the assistant, as token ids.
 
+    Args:
+        tokenizer: the model's own.
+        examples: rows of a data set.
+        max_prompt_tokens: the longest that a prompt may be, template included.
+        on_too_long: what becomes of longer ones: their last tokens are kept with "truncate".
+        num_ids: that the model knows; None if that is not to be compared.
+
     Raises:
-        DataError: a prompt has no tokens, or more than max_prompt_tokens (with on_too_long="error"), or cannot be
-            written in the template; or none is left. All such examples are named together.
+        DataError: a prompt has no tokens, ids that the model does not know, or more than max_prompt_tokens (with
+            on_too_long="error"), or cannot be written in the template; or none is left. All such examples are named
+            together.
     """
     problems = Problems()
     kept: list[tuple[tuple[int, ...], Example]] = []
     dropped: list[str] = []
+    truncated: list[str] = []
     for example, ids in _encode(tokenizer, examples, problems):
+        unknown = next((place for place, token in enumerate(ids) if num_ids is not None and token >= num_ids), None)
         if not ids:
             problems.add(f"{example.name}: the chat template makes no token of the prompt")
+        elif unknown is not None:
+            problems.add(
+                f"{example.name}: token {unknown} of the prompt has the id {ids[unknown]}, but the model knows 0 to "
+                f"{cast('int', num_ids) - 1}; use the tokenizer that the model was trained with"
+            )
         elif len(ids) <= max_prompt_tokens:
             kept.append((ids, example))
         elif on_too_long == "drop":
             dropped.append(example.name)
+        elif on_too_long == "truncate":
+            truncated.append(example.name)
+            kept.append((ids[-max_prompt_tokens:], example))
         else:
             problems.add(
                 f"{example.name}: the prompt has {len(ids)} tokens, but max_prompt_tokens is {max_prompt_tokens}; "
-                "raise it, or drop such prompts"
+                "raise it, or drop or truncate such prompts"
             )
     problems.raise_any()
     if not kept:
@@ -193,6 +214,7 @@ def encode_prompts(
         token_ids=tuple(ids for ids, _ in kept),
         examples=tuple(example for _, example in kept),
         dropped=tuple(dropped),
+        truncated=tuple(truncated),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from rallypoint.observability.agreement import Agreement
 from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 
@@ -89,6 +90,8 @@ class Summary:
         default_factory=dict[str, tuple[float, float | None]]
     )
     """Role -> most that its processes held during its calls, and what was predicted."""
+    agreement: Agreement | None = None
+    """How far sampler and trainer were apart; None when no step was done."""
     notes: Sequence[str] = ()
     """What a person should know before trusting the result."""
 
@@ -103,9 +106,13 @@ class Summary:
         checkpoints: Sequence[Path] = (),
         commands: Mapping[str, str] | None = None,
         predicted_memory_gib: Mapping[str, float] | None = None,
+        text_of: Callable[[int], str] | None = None,
         notes: Sequence[str] = (),
     ) -> Self:
-        """Sum up a run from its metrics file, so that a resumed run counts what came before, too."""
+        """Sum up a run from its metrics file, so that a resumed run counts what came before, too.
+
+        `text_of` says what a token looks like.
+        """
         records = read_metrics(metrics_path)
         phases = top_level(_totals(records, TIME_PREFIX))
         failed = _total(records, REWARD_FAILED)
@@ -123,6 +130,7 @@ class Summary:
             checkpoints=checkpoints,
             commands=commands or {},
             memory_gib=_memory(records, predicted_memory_gib or {}),
+            agreement=Agreement.of(records, text_of),
             notes=(*notes, *failures),
         )
 

@@ -57,6 +57,8 @@ def _results(summary: Summary) -> list[Text]:
         trained = f"   {compact(summary.num_tokens_trained)} trained" if summary.num_tokens_trained else ""
         rows.append(_row("tokens", f"{compact(summary.num_tokens_sampled)} sampled"))
         rows[-1].append(trained, style=PALETTE["quiet"])
+    if (agreement := summary.agreement) is not None:
+        rows += [_row("agreement", agreement.gaps), _row("", clean(agreement.worst), PALETTE["quiet"])]
     for index, (role, (measured, predicted)) in enumerate(summary.memory_gib.items()):
         rows.append(_row("" if index else "memory", _size(measured)))
         beside = "" if predicted is None else f" predicted {_size(predicted)}"

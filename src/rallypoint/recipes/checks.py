@@ -5,7 +5,15 @@ from __future__ import annotations
 from rallypoint.algorithms import KL, kl_penalty
 from rallypoint.config import CheckConfig, RunConfig
 from rallypoint.errors import OffPolicyError
-from rallypoint.types import JudgedBatch, Maximum, Mean, Metrics
+from rallypoint.observability.agreement import (
+    GAP_MAX,
+    GAP_MEAN,
+    WORST_PLACE,
+    WORST_PROMPT,
+    WORST_SAMPLE,
+    WORST_TOKEN,
+)
+from rallypoint.types import JudgedBatch, Last, Maximum, Mean, Metrics
 
 
 def kl_of(config: RunConfig) -> KL | None:
@@ -26,17 +34,22 @@ def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
     num_tokens = batch.num_loss_tokens
     mean_gap = float(gap.double().sum()) / max(1, num_tokens)
     worst = int(gap.argmax())
+    row = int(batch.row_of_token[worst])
+    place = worst - int(batch.offsets[row])
     if not mean_gap <= checks.rollout_gap:
-        row = int(batch.row_of_token[worst])
         raise OffPolicyError(
             f"rollout_logprobs and old_logprobs differ by {mean_gap:.3g} nats on average "
             f"(checks.rollout_gap={checks.rollout_gap:g}); worst at prompt {int(batch.prompt_index[row])} sample "
-            f"{int(batch.sample_index[row])}, token {worst - int(batch.offsets[row])} of its row: "
+            f"{int(batch.sample_index[row])}, token {place} of its row: "
             f"{float(batch.rollout_logprobs[worst]):.3f} sampled, {float(batch.old_logprobs[worst]):.3f} recomputed"
         )
     metrics = {
-        "rollout/logprob_gap_mean": Mean(float(gap.double().sum()), num_tokens),
-        "rollout/logprob_gap_max": Maximum(float(gap[worst])),
+        GAP_MEAN: Mean(float(gap.double().sum()), num_tokens),
+        GAP_MAX: Maximum(float(gap[worst])),
+        WORST_PROMPT: Last(int(batch.prompt_index[row])),
+        WORST_SAMPLE: Last(int(batch.sample_index[row])),
+        WORST_PLACE: Last(place),
+        WORST_TOKEN: Last(int(batch.tokens[worst])),
     }
     if batch.reference_logprobs is None:
         return Metrics(metrics)

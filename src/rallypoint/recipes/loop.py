@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -19,7 +19,8 @@ import torch
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import LoadedConfig, Plan, RunConfig
+from rallypoint.config import LoadedConfig, RunConfig, make_plan
+from rallypoint.data import load_tokenizer
 from rallypoint.errors import CheckpointError
 from rallypoint.observability import (
     Completion,
@@ -34,6 +35,8 @@ from rallypoint.observability import (
     save_curve,
     span,
 )
+from rallypoint.observability.agreement import Agreement
+from rallypoint.observability.metrics_log import STEP
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
@@ -190,12 +193,14 @@ class _Run:
     ) -> None:
         self.config, self.folder, self.progress, self.log = config, folder, progress, log
         self.recipe, self.material, self.placement = recipe, material, placement
+        self._largest_gap = 0.0
 
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
         num_steps = self.config.trainer.num_steps
         await self.recipe.actor.publish(self.recipe.source.rollouts)
         if first == 0:
+            self.log.write(0, self.material.counts())
             await self._validate(0)
         with _interruptible() as interrupted:
             for step in range(first + 1, num_steps + 1):
@@ -213,11 +218,19 @@ class _Run:
         with collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
         scalars = merge(metrics, await self.placement.memory()).scalars()
+        self._log_agreement(step, scalars)
         self.log.write(step, {**scalars, **spans.scalars()})
         records = self.recipe.source.records
         if self.config.trainer.num_logged_rollouts:
             self.folder.write_rollouts(step, records)
         self.progress.step(_report(step, scalars, spans, records))
+
+    def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
+        """Name the token on which sampler and trainer are farthest apart, in the log, when they never were as far."""
+        found = Agreement.of([{STEP: step, **scalars}], self.material.token_text)
+        if found is not None and not found.largest <= self._largest_gap:
+            self._largest_gap = found.largest
+            self.folder.log(f"rollout and old logprobs: {found}")
 
     async def _validate(self, step: int) -> None:
         with collect_spans() as spans, span("validate"):
@@ -326,14 +339,20 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
     )
 
 
-def summarise(folder: RunFolder, plan: Plan) -> Summary:
-    """Draw the learning curve and sum up a run from its folder; `plan` is what was predicted of it."""
+def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]:
+    tokenizer = load_tokenizer(checkpoint_folder, trust_remote_code=config.model.trust_remote_code)
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def summarise(folder: RunFolder, config: RunConfig) -> Summary:
+    """Draw the learning curve and sum up a run from its folder."""
     curve = save_curve(folder.metrics, folder.curve, folder.path.name)
     found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
     validation = folder.data / "validation.parquet"
     if found and validation.is_file():
         commands["evaluate"] = f"rally eval {found[-1]} {validation}"
+    predicted = make_plan(config)
     return Summary.from_metrics(
         folder.metrics,
         name=folder.path.name,
@@ -341,5 +360,6 @@ def summarise(folder: RunFolder, plan: Plan) -> Summary:
         curve=curve,
         checkpoints=found,
         commands=commands,
-        predicted_memory_gib={memory.role: plan.turn_memory(memory.role) / 2**30 for memory in plan.memory},
+        text_of=_text_of(found[-1], config) if found else None,
+        predicted_memory_gib={memory.role: predicted.turn_memory(memory.role) / 2**30 for memory in predicted.memory},
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from rallypoint.config import CreateModelConfig, RunConfig
+from rallypoint.config import CreateModelConfig, OnTooLong, RunConfig
 from rallypoint.data import (
     EncodedPrompts,
+    Example,
     encode_prompts,
     load_dataset,
     load_tokenizer,
@@ -35,6 +36,19 @@ class Material:
     validation: EncodedPrompts | None
     reward: RewardFunction
 
+    def token_text(self, token: int) -> str:
+        """Return what a token looks like; a special one by its name."""
+        return str(self.tokenizer.decode([token]))
+
+    def counts(self) -> dict[str, float]:
+        """Return how many prompts there are, and how many of them were too long."""
+        sets = [encoded for encoded in (self.train, self.validation) if encoded is not None]
+        return {
+            "data/num_prompts": len(self.train.examples),
+            "data/num_dropped": sum(len(encoded.dropped) for encoded in sets),
+            "data/num_truncated": sum(len(encoded.truncated) for encoded in sets),
+        }
+
 
 def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> Material:
     """Make or load model folder, data and reward function.
@@ -42,7 +56,7 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
     Args:
         config: of the run.
         folder: receives what is made.
-        say: called with one line about what was left out.
+        say: called with one line about prompts that were left out or cut.
 
     Raises:
         DataError: a data set has bad rows, or prompts that are too long.
@@ -54,9 +68,21 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
     model_path = config.model.path or str(_created_model(config, folder))
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust)
-    check_model(model_path, tokenizer, config.max_row_tokens, trust_remote_code=trust)
-    train = _encoded(config, tokenizer, train_paths, say)
-    validation = _encoded(config, tokenizer, validation_paths, say) if validation_paths else None
+    limits = read_limits(model_path, tokenizer, trust_remote_code=trust)
+    train, validation = (
+        encode_all(
+            tokenizer,
+            load_dataset(paths),
+            max_prompt_tokens=limits.max_prompt_tokens(config),
+            on_too_long=config.data.on_too_long,
+            num_ids=limits.num_ids,
+            say=say,
+        )
+        if paths
+        else None
+        for paths in (train_paths, validation_paths)
+    )
+    assert train is not None, "the config was checked: data.train or data.generate"
     return Material(model_path, tokenizer, stop_tokens(model_path, tokenizer), train, validation, reward)
 
 
@@ -71,25 +97,48 @@ def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     return tuple(sorted({token for token in ids if isinstance(token, int)}))
 
 
-def check_model(
-    model_path: str, tokenizer: PreTrainedTokenizerBase, max_row_tokens: int, *, trust_remote_code: bool
-) -> None:
-    """Compare the model's declared sizes with what the run asks of it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model's config.json says of the rows that it takes; None where it says nothing."""
+
+    num_ids: int | None
+    """Rows of the embedding."""
+    max_positions: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedConfig) -> Limits:
+        """Read them from a config that transformers has loaded."""
+        return cls(getattr(model, "vocab_size", None), getattr(model, "max_position_embeddings", None))
+
+    def max_prompt_tokens(self, config: RunConfig) -> int:
+        """Return how long prompts may be: as the config says, or less where longer ones are not an error.
+
+        Raises:
+            ModelError: the model does not support rows of the length that the config asks for.
+        """
+        wanted, most = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        if self.max_positions is None or config.max_row_tokens <= self.max_positions:
+            return wanted
+        if config.data.on_too_long == "error" or most >= self.max_positions:
+            raise ModelError(
+                f"the model supports rows of {self.max_positions} tokens, but data.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {config.max_row_tokens}; lower one of them"
+            )
+        return self.max_positions - most
+
+
+def read_limits(model_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> Limits:
+    """Read a model's declared sizes.
 
     Raises:
-        ModelError: the tokenizer has ids that the embedding lacks, or rows are longer than the model supports.
+        ModelError: they cannot be read, or the tokenizer has ids that the embedding lacks.
     """
     try:
         model = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path}: transformers cannot read config.json: {error}") from error
     check_vocabulary(model_path, tokenizer, model)
-    longest = getattr(model, "max_position_embeddings", None)
-    if longest is not None and max_row_tokens > longest:
-        raise ModelError(
-            f"{model_path}: supports rows of {longest} tokens, but data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {max_row_tokens}; lower one of them"
-        )
+    return Limits.of(model)
 
 
 def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
@@ -142,16 +191,21 @@ def _created_model(config: RunConfig, folder: RunFolder) -> Path:
     return folder.model
 
 
-def _encoded(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: tuple[str, ...], say: Callable[[str], None]
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    max_prompt_tokens: int,
+    on_too_long: OnTooLong,
+    num_ids: int | None,
+    say: Callable[[str], None],
 ) -> EncodedPrompts:
-    encoded = encode_prompts(
-        tokenizer,
-        load_dataset(paths),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        on_too_long=config.data.on_too_long,
+    """Encode prompts and say which of them were too long; see `encode_prompts`."""
+    found = encode_prompts(
+        tokenizer, examples, max_prompt_tokens=max_prompt_tokens, on_too_long=on_too_long, num_ids=num_ids
     )
-    if encoded.dropped:
-        shown = ", ".join(encoded.dropped[:3]) + (" ..." if len(encoded.dropped) > 3 else "")
-        say(f"{len(encoded.dropped)} prompts are longer than data.max_prompt_tokens and were dropped: {shown}")
-    return encoded
+    for names, fate in ((found.dropped, "dropped"), (found.truncated, "cut at their beginning")):
+        if names:
+            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            say(f"{len(names)} prompts are longer than {max_prompt_tokens} tokens and were {fate}: {shown}")
+    return found

@@ -117,12 +117,14 @@ def _positions(path: str, config: RunConfig) -> Iterator[Problem]:
         )
     except (OSError, ValueError, AttributeError):
         return
-    if isinstance(longest, int) and longest < config.max_row_tokens:
+    # Prompts that may be dropped or cut are measured against what the model supports, one by one.
+    needed = config.max_row_tokens if config.data.on_too_long == "error" else config.rollout.max_response_tokens + 1
+    if isinstance(longest, int) and longest < needed:
         yield Problem(
             ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path"),
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
             f"{config.rollout.max_response_tokens} make rows of up to {config.max_row_tokens} tokens; expected at most "
-            f"{longest}, which is what model.path={path!r} supports",
+            f"{longest}, which is what model.path={path!r} supports, or data.on_too_long=drop or truncate",
         )
 
 

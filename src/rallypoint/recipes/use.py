@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import LoRAConfig, RunConfig, load_config
-from rallypoint.data import EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
+from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
 from rallypoint.environments.reward import load_reward
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.models import ModelShard, is_adapter, load_policy, open_adapter
-from rallypoint.recipes.material import check_vocabulary, stop_tokens
+from rallypoint.recipes.material import Limits, check_vocabulary, encode_all, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.roles.source import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
@@ -142,8 +142,16 @@ def evaluate(
     function = load_reward(spec)
     examples = load_dataset(data)[:max_prompts]
     tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
-    encoded = encode_prompts(tokenizer, examples, max_prompt_tokens=config.data.max_prompt_tokens if config else 4096)
     engine = _engine(trained, tokenizer)
+    limits = Limits.of(engine.model.config)
+    encoded = encode_all(
+        tokenizer,
+        examples,
+        max_prompt_tokens=limits.max_prompt_tokens(config) if config else 4096,
+        on_too_long=config.data.on_too_long if config else "error",
+        num_ids=limits.num_ids,
+        say=say,
+    )
     usual = config.rollout.max_response_tokens if config else 512
     limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
     params = _params(trained, tokenizer, temperature, num_samples, limit, seed)

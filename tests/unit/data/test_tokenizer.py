@@ -180,6 +180,22 @@ def test_prompts_that_are_too_long_are_dropped_and_named_on_request():
     assert [one.name for one in encoded.examples] == ["a:1", "a:2", "a:3", "a:4"]
 
 
+def test_prompts_that_are_too_long_keep_their_end_on_request_and_are_named():
+    examples = [example("a:0", ("system", "7"), ("user", "123")), example("a:1", ("user", "4"))]
+    encoded = encode_prompts(TOKENIZER, examples, max_prompt_tokens=5, on_too_long="truncate")
+    assert encoded.truncated == ("a:0",)
+    assert encoded.dropped == ()
+    assert [TOKENIZER.decode(ids) for ids in encoded.token_ids] == ["<user>123<assistant>", "<user>4<assistant>"]
+    assert encoded.examples == tuple(examples)
+
+
+def test_a_prompt_with_an_id_that_the_model_does_not_know_is_named():
+    nine = TOKENIZER.convert_tokens_to_ids("9")
+    examples = [example("train.parquet:17", ("user", "19")), example("train.parquet:18", ("user", "1"))]
+    with pytest.raises(DataError, match=rf"train.parquet:17: token 2 of the prompt has the id {nine}, but .* 0 to 13;"):
+        encode_prompts(TOKENIZER, examples, max_prompt_tokens=9, num_ids=nine)
+
+
 def test_dropping_every_prompt_is_an_error():
     with pytest.raises(DataError, match="no prompt is left: all 1 are longer than 2 tokens"):
         encode_prompts(TOKENIZER, [example("a:0", ("user", "123"))], max_prompt_tokens=2, on_too_long="drop")

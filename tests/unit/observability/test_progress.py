@@ -18,6 +18,7 @@ from rallypoint.observability import (
     Summary,
     make_progress,
 )
+from rallypoint.observability.agreement import Agreement
 
 RUN = RunInfo(name="digits-0", algorithm="ppo", num_steps=300, run_dir=Path("runs/digits-0"), detail="llama 0.4M")
 SCALARS = {"reward/mean": 0.412, "actor/loss": 0.0123, "actor/approx_kl": 0.001, "actor/entropy": 2.01}
@@ -34,6 +35,7 @@ SUMMARY = Summary(
     curve=Path("runs/digits-0/curve.png"),
     checkpoints=[Path("runs/digits-0/checkpoints/step_000300")],
     commands={"chat": "rally chat " + "runs/" * 20 + "step_000300"},
+    agreement=Agreement(mean=2e-7, largest=3e-6, step=4, prompt=17, sample=2, place=9, token=12, text="7\x1b[2J"),
     notes=["3 rewards failed"],
 )
 HOSTILE = Completion(
@@ -225,7 +227,8 @@ def test_the_summary_says_how_it_went_where_things_are_and_what_to_do_next(width
     text = written(console)
     for words in (
         "0.100 → 0.900", "best 0.950 at step 20", "0:01:40", "300 steps", "1.2M sampled", "1.1M trained", "60.0%",
-        "10.0%", "runs/digits-0/curve.png", "step_000300", "3 rewards failed", SUMMARY.commands["chat"],
+        "10.0%", "mean 2e-07, largest 3e-06 nats", "token 9 of prompt 17 sample 2, '7", "runs/digits-0/curve.png",
+        "step_000300", "3 rewards failed", SUMMARY.commands["chat"],
     ):  # fmt: skip
         assert words in text, words
 

@@ -2,10 +2,11 @@
 
 import pytest
 
+from rallypoint.config import load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import ModelError
 from rallypoint.models import create_model
-from rallypoint.recipes.material import check_model
+from rallypoint.recipes.material import Limits, read_limits
 from rallypoint.recipes.use import Conversation, Trained
 
 
@@ -31,14 +32,27 @@ def folder(tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder):
     tokenizer = make_digits_tokenizer()
-    check_model(folder, tokenizer, 64, trust_remote_code=False)
+    assert read_limits(folder, tokenizer, trust_remote_code=False) == Limits(num_ids=20, max_positions=64)
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(ModelError, match="the tokenizer has 21 ids, but the embedding only 20 rows; use the tokenizer"):
-        check_model(folder, tokenizer, 64, trust_remote_code=False)
+        read_limits(folder, tokenizer, trust_remote_code=False)
     with pytest.raises(ModelError, match="21 ids, but the embedding only 20 rows"):
         Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=8, seed=0)
 
 
-def test_rows_longer_than_the_model_supports_are_refused(folder):
+def limit_of(*overrides: str) -> int:
+    rows = ("data.max_prompt_tokens=40", "rollout.max_response_tokens=25")
+    return Limits(num_ids=20, max_positions=64).max_prompt_tokens(load_config("digits", [*rows, *overrides]).config)
+
+
+def test_rows_longer_than_the_model_supports_are_refused():
+    assert limit_of("rollout.max_response_tokens=24") == 40
     with pytest.raises(ModelError, match=r"supports rows of 64 tokens, but .* = 65; lower one"):
-        check_model(folder, make_digits_tokenizer(), 65, trust_remote_code=False)
+        limit_of()
+
+
+@pytest.mark.parametrize("fate", ["drop", "truncate"])
+def test_prompts_that_may_be_left_out_or_cut_have_what_responses_leave_of_the_positions(fate):
+    assert limit_of(f"data.on_too_long={fate}") == 39
+    with pytest.raises(ModelError, match="supports rows of 64 tokens"):
+        limit_of(f"data.on_too_long={fate}", "rollout.max_response_tokens=64")

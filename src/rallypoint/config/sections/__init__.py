@@ -19,6 +19,7 @@ from rallypoint.config.sections.material import (
     GenerateDataConfig,
     LoRAConfig,
     ModelConfig,
+    OnTooLong,
     RewardConfig,
 )
 from rallypoint.config.sections.places import ClusterConfig, MeshConfig, PlacementConfig
@@ -41,6 +42,7 @@ __all__ = [
     "LoRAConfig",
     "MeshConfig",
     "ModelConfig",
+    "OnTooLong",
     "OptimizerConfig",
     "PPOConfig",
     "PlacementConfig",

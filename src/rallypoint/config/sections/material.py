@@ -6,6 +6,8 @@ from typing import Literal
 
 from rallypoint.config.fields import Section, Texts, key, section
 
+OnTooLong = Literal["error", "drop", "truncate"]
+
 
 class CreateModelConfig(Section):
     """A small model with random weights and a tokenizer for digits, made when the run starts."""
@@ -55,7 +57,9 @@ class DataConfig(Section):
     validation: Texts = key((), help="The same for validation; empty for none.")
     generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
     max_prompt_tokens: int = key(512, at_least=1, unit="tokens", help="Longest prompt, chat template included.")
-    on_too_long: Literal["error", "drop"] = key("error", help="What happens to a longer prompt; drops are counted.")
+    on_too_long: OnTooLong = key(
+        "error", help="What happens to a longer prompt: truncate cuts its beginning off; both are counted."
+    )
     shuffle: bool = key(True, help="A new order in every epoch, from the seed; false keeps the file's order.")
 
 
