@@ -122,7 +122,7 @@ def run_ranks(program: str, model: str, folder: Path, *, statuses: Sequence[int]
         limit_s: how long they may take.
     """
     command = [sys.executable, str(Path(__file__).with_name(program)), model, str(folder)]
-    with open_rendezvous("tcp", folder.name) as rendezvous:
+    with open_rendezvous("tcp", folder.name, lease_s=3) as rendezvous:
         (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
         processes = [
             subprocess.Popen(

@@ -136,23 +136,37 @@ def fail_in_turn(mesh, batch, rows):
     return said
 
 
-def lose_a_rank(mesh, batch, rows):
-    """What the others notice when the last rank is killed between forward and backward."""
+def fail_in_a_pass(mesh, batch, rows, fail):
+    """What each rank notices when the last one fails between forward and backward of an update, or in an evaluation."""
     engine, _ = make_engine("policy", torch.float32, mesh, 45)
     before = {name: weight.detach().clone() for name, weight in engine.weights.items()}
 
-    def loss(part, at):
+    def outputs(part, at):
         if mesh.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss_of(engine.shard)(part, at)
+            fail()
+        return outputs_of(engine.shard)(part, at)
 
     noticed = "nothing"
     try:
-        engine.train(batch.rows(rows), loss, denominator=1, step=1, num_steps=1)
-    except RuntimeError as error:
+        if fail is raise_in_an_evaluation:
+            engine.evaluate(batch.rows(rows), outputs)
+        engine.train(batch.rows(rows), loss_from(outputs), denominator=1, step=1, num_steps=1)
+    except (RuntimeError, ZeroDivisionError) as error:
         noticed = f"{type(error).__name__}: {error}"
     same = all(torch.equal(weight, before[name]) for name, weight in engine.weights.items())
     return {"noticed": noticed, "weights are untouched": same}
+
+
+def raise_midway():
+    raise ZeroDivisionError("this is the cause")
+
+
+def raise_in_an_evaluation():
+    raise ZeroDivisionError("this is the cause")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
@@ -178,8 +192,15 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
             load_and_save(DeviceMesh.solo(), model_folder, batch, list(range(len(batch))), folder / "of one")
         mesh = DeviceMesh.connect(rendezvous, "failures", rank, {"dp_shard": 3}, timeout_s=60)
         (folder / f"failures seen by {rank}.json").write_text(json.dumps(fail_in_turn(mesh, batch, THREE[rank])))
-        mesh = DeviceMesh.connect(rendezvous, "death", rank, {"dp_shard": 3}, timeout_s=60)
-        (folder / f"death seen by {rank}.json").write_text(json.dumps(lose_a_rank(mesh, batch, THREE[rank])))
+        for name, fail in FAILURES.items():
+            # Nobody may wait for this deadline.
+            mesh = DeviceMesh.connect(rendezvous, name, rank, {"dp_shard": 3}, timeout_s=3600)
+            seen = fail_in_a_pass(mesh, batch, THREE[rank], fail)
+            (folder / f"{name} seen by {rank}.json").write_text(json.dumps(seen))
+
+
+FAILURES = {"error in an update": raise_midway, "error in an evaluation": raise_in_an_evaluation, "death": die}
+"""The last one leaves nobody to go on with."""
 
 
 if __name__ == "__main__":

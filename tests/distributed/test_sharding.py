@@ -4,6 +4,7 @@ Four processes run `sharded_rank.py`.
 """
 
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -127,8 +128,18 @@ def test_a_failure_of_one_rank_is_raised_by_all_of_them(outcomes):
     ]
 
 
+@pytest.mark.parametrize("name", ["error in an update", "error in an evaluation"])
+def test_an_error_of_one_rank_in_a_pass_ends_the_waiting_of_the_others_and_its_rank_is_named(outcomes, name):
+    seen = [json.loads((outcomes / f"{name} seen by {rank}.json").read_text()) for rank in range(3)]
+    assert all(one["weights are untouched"] for one in seen)
+    assert seen[2]["noticed"] == "ZeroDivisionError: this is the cause"
+    # Of two that wait for each other, one may hear of the other's end first.
+    noticed = [one["noticed"] for one in seen[:2]]
+    assert all(re.match(rf"MembershipLostError: rendezvous '{name}/.*: .*rank 2 \(.*\) left", text) for text in noticed)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_in_a_pass_is_noticed_and_the_others_take_no_step(outcomes, rank):
+def test_a_rank_that_is_killed_in_a_pass_is_named_and_the_others_take_no_step(outcomes, rank):
     seen = json.loads((outcomes / f"death seen by {rank}.json").read_text())
-    assert seen["noticed"] != "nothing"
+    assert re.match(r"MembershipLostError: rendezvous 'death/.*: .*rank 2 \(.*\) died", seen["noticed"])
     assert seen["weights are untouched"]

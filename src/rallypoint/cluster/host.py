@@ -25,7 +25,14 @@ from typing import Any, Self, TypeVar
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.reference import attach
-from rallypoint.errors import CallCancelledError, PeerFailedError, PlacementError, RallyError, WorkerError
+from rallypoint.errors import (
+    CallCancelledError,
+    MembershipLostError,
+    PeerFailedError,
+    PlacementError,
+    RallyError,
+    WorkerError,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -246,7 +253,7 @@ def _report(invocation: Invocation, error: BaseException) -> WorkerError:
         step=invocation.step,
         pid=os.getpid(),
         node=platform.node(),
-        is_consequence=isinstance(error, PeerFailedError),
+        is_consequence=isinstance(error, PeerFailedError | MembershipLostError),
     )
 
 

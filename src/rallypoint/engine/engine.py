@@ -101,12 +101,14 @@ class Engine(Generic[BatchT]):
             The numbers in the batch's own order, zero for tokens that are not trained.
         """
         values = torch.zeros(batch.num_tokens)
-        for rows, part, positions in self._micro_batches(batch, self._plan(batch)):
-            found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
-            if rows:
-                # In their order trained tokens are the same with padding and without.
-                at = token_index(batch.offsets, torch.tensor(rows))
-                values[at[batch.loss_mask[at]]] = found.to(values)
+        plan = self._plan(batch)
+        with self._mesh.abandoned_on_error():
+            for rows, part, positions in self._micro_batches(batch, plan):
+                found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
+                if rows:
+                    # In their order trained tokens are the same with padding and without.
+                    at = token_index(batch.offsets, torch.tensor(rows))
+                    values[at[batch.loss_mask[at]]] = found.to(values)
         return PerToken(offsets=batch.offsets, values=values)
 
     def train(self, batch: BatchT, loss: Loss[BatchT], *, denominator: float, step: int, num_steps: int) -> Metrics:
@@ -121,7 +123,8 @@ class Engine(Generic[BatchT]):
 
         Raises:
             NotFiniteError: a loss or the gradient is NaN or infinite; the weights are left untouched.
-            PeerFailedError: another rank raised on its rows; no rank takes the step, and none waits for ever.
+            PeerFailedError: another rank raised on its rows; no rank takes the step, and none waits for it.
+            MembershipLostError: likewise, in a pass that it shares; or it died.
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         assert self._optimizer_config is not None, "the optimizer was made from it"
@@ -132,9 +135,9 @@ class Engine(Generic[BatchT]):
             with self._checkpoints.recorded():
                 measured, failure = self._accumulate(batch, loss, denominator)
         except Exception as error:
-            # Peers that share this rank's passes wait inside one, where no news reaches them: their deadline, or the
-            # end of their process, does.
+            # Peers that share this rank's passes wait inside one, where no other news reaches them.
             if self._mesh.everyone.size > self._mesh.sizes["dp_replicate"]:
+                self._mesh.abandon()
                 raise
             failure = error
         norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm, failure)

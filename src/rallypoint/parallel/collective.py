@@ -7,8 +7,7 @@ each have their own. Every call has to be made by all ranks of the group, in the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -95,11 +94,11 @@ class Grouped:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             if len(same) == 1 and self._travels(same[0]):
-                with self._watched():
+                with self.group.watched():
                     self.group.torch_group.allreduce([same[0]]).wait()
                 continue
             flat = torch.cat([tensor.reshape(-1).to(self.group.device) for tensor in same])
-            with self._watched():
+            with self.group.watched():
                 self.group.torch_group.allreduce([flat]).wait()
             for tensor, total in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(total.view_as(tensor))
@@ -107,7 +106,7 @@ class Grouped:
     def all_reduce_max(self, tensor: Tensor) -> None:
         """See `Collective.all_reduce_max`."""
         sent = tensor.to(self.group.device).contiguous()
-        with self._watched():
+        with self.group.watched():
             self.group.torch_group.allreduce([sent], torch.distributed.ReduceOp.MAX).wait()
         if sent is not tensor:
             tensor.copy_(sent)
@@ -119,7 +118,7 @@ class Grouped:
         if len(tensor) < most:
             sent = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *rest)])
         gathered = tensor.new_empty(self.size, most, *rest)
-        with self._watched():
+        with self.group.watched():
             self.group.torch_group.allgather([list(gathered.unbind())], [sent]).wait()
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
@@ -127,21 +126,13 @@ class Grouped:
         """See `Collective.exchange`."""
         sent = torch.cat(list(parts))
         received = sent.new_empty(sum(sizes), *sent.shape[1:])
-        with self._watched():
+        with self.group.watched():
             self.group.torch_group.alltoall_base(received, sent, list(sizes), [len(part) for part in parts]).wait()
         return list(received.split(list(sizes)))
 
     def _travels(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be reduced where it lies."""
         return tensor.is_contiguous() and tensor.device.type == self.group.device
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError:
-            self.group.check()  # raises with the name of a rank that is known to be gone
-            raise
 
 
 def connect(

@@ -11,8 +11,7 @@ FSDP2 asks its mesh for sizes and for the group: a mesh that already has it is a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -93,10 +92,9 @@ class ShardedRoot(nn.Module):
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         """Make a forward pass: all ranks at the same time, each with a call of its own.
 
-        Raises:
-            MembershipLostError: a rank that is needed is gone.
+        Raises what `Group.watched` raises.
         """
-        with self.watched():
+        with self._group.watched():
             result: ResultT = self(call)
         if not torch.is_grad_enabled():
             assert isinstance(self, FSDPModule), "fully_shard has made it one"
@@ -111,10 +109,9 @@ class ShardedRoot(nn.Module):
     def backward(self, total: Tensor) -> None:
         """Run backward from the result of a pass, on all ranks at the same time.
 
-        Raises:
-            MembershipLostError: a rank that is needed is gone.
+        Raises what `Group.watched` raises.
         """
-        with self.watched():
+        with self._group.watched():
             total.backward()
 
     def touch(self) -> Tensor:
@@ -124,15 +121,6 @@ class ShardedRoot(nn.Module):
         """
         weights = (self.model.get_parameter(name) for name in self._root_weights)
         return sum((w.flatten()[:0].sum().float() for w in weights if w.requires_grad), start=torch.zeros(()))
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Name the rank that is gone, where that is why an operation failed."""
-        try:
-            yield
-        except RuntimeError:
-            self._group.check()
-            raise
 
 
 def held(tensor: Tensor) -> Tensor:

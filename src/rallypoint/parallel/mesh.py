@@ -10,12 +10,13 @@ Ranks are numbered with the last axis fastest, so that tp peers are neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.rendezvous import Rendezvous
-from rallypoint.parallel.collective import Collective, Solo, connect
+from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
 from rallypoint.parallel.process_group import Device
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
@@ -44,6 +45,24 @@ class DeviceMesh:
     def rank(self) -> int:
         """Of all ranks of the role, from 0."""
         return self.everyone.rank
+
+    def abandon(self) -> None:
+        """Leave all groups in the middle of something: whoever waits for this rank fails at once."""
+        groups = {
+            one.group: None
+            for one in (self.everyone, self.replicas, self.shard, self.sp, self.tp)
+            if isinstance(one, Grouped)
+        }
+        for group in groups:
+            group.abandon()
+
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Leave all groups if the block raises: what others would wait for is not coming."""
+        with contextlib.ExitStack() as unless_all_goes_well:
+            unless_all_goes_well.callback(self.abandon)
+            yield
+            unless_all_goes_well.pop_all()
 
     @classmethod
     def solo(cls) -> DeviceMesh:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, Self, TypeAlias
@@ -23,9 +24,14 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rallypoint.cluster.rendezvous import Membership, Rendezvous, is_loopback, listening_socket
-from rallypoint.errors import RendezvousError
+from rallypoint.errors import PeerFailedError, RallyError, RendezvousError
+from rallypoint.parallel.sever import sever
 
 Device = Literal["cpu", "cuda"]
+_LOST_CONNECTION, _ADVICE = "onnection", ". This is typically caused"
+"""In gloo's words for a peer that is gone, and what it adds to them."""
+_PATIENCE_LEASES = 1.5
+_LOOK_EVERY_S = 0.1
 Join: TypeAlias = Callable[[bytes], Membership]
 """Join with a payload."""
 
@@ -62,6 +68,45 @@ class Group:
     def close(self) -> None:
         """Leave the group."""
         self.membership.close()
+
+    def abandon(self) -> None:
+        """Leave in the middle of something: what the others wait for fails at once, and they learn that it was us."""
+        self.membership.close()
+        if self.device == "cpu":
+            sever([member.payload.partition(b" ")[2] for member in self.membership.members])
+        else:
+            self.torch_group.abort()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Say which rank is gone, where that is why an operation in the block failed.
+
+        Raises:
+            MembershipLostError: a rank that the rendezvous knows to be gone, or misses before long.
+            PeerFailedError: a rank that it does not know of has cut its connection, or did not come in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RallyError):
+                raise
+            self.check()
+            text = str(error)
+            if "gloo/" not in text and not isinstance(error, dist.DistError):
+                raise
+            if _LOST_CONNECTION in text:
+                self._wait_for_news()
+            raise PeerFailedError(
+                f"{self.membership.name!r}: what rank {self.rank} of {self.size} did together with the others has "
+                f"failed: {text.partition(_ADVICE)[0]}"
+            ) from error
+
+    def _wait_for_news(self) -> None:
+        """Give the rendezvous the time that it needs to miss somebody who died."""
+        until = time.monotonic() + _PATIENCE_LEASES * self.membership.lease_s
+        while time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
+            self.check()
 
     def __enter__(self) -> Self:
         return self

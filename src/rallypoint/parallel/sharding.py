@@ -12,7 +12,6 @@ ranks of the mesh in the same order; on a mesh of one rank each of them is nothi
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -60,10 +59,11 @@ class Sharding:
         """
         self._model, self._mesh, self._cuts = model, mesh, cuts or TensorCuts()
         self._root: ShardedRoot | None = None
+        self._leaves: dict[str, Tensor] | None = None
         if isinstance(mesh.shard, Grouped):
             self._root = ShardedRoot(model, units, mesh.shard.group, frozen=frozen)
 
-    @functools.cached_property
+    @property
     def weights(self) -> Mapping[str, Tensor]:
         """What this rank holds of each weight, as ordinary tensors; to be asked for when the weights have memory.
 
@@ -71,10 +71,12 @@ class Sharding:
         """
         if self._root is None:
             return dict(self._model.named_parameters())
-        self._root.settle()
-        return {
-            name: nn.Parameter(held(weight), weight.requires_grad) for name, weight in self._model.named_parameters()
-        }
+        # No cached_property: until Python 3.12 it has one lock for all ranks that are threads, and this waits for them.
+        if self._leaves is None:
+            self._root.settle()
+            named = self._model.named_parameters()
+            self._leaves = {name: nn.Parameter(held(weight), weight.requires_grad) for name, weight in named}
+        return self._leaves
 
     @property
     def shares_passes(self) -> bool:

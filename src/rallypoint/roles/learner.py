@@ -105,11 +105,12 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         assert self.engine.optimizer is not None, "a learner always has one"
         state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
-        if self.config.model.lora is None:
-            save_model(self.engine.shard, model_folder)
-        else:
-            save_adapter(self.engine.shard, model_folder, base=self._path)
-        save_tensors(state_file, state, parts, self.engine.shard.mesh)
+        with self.engine.shard.mesh.abandoned_on_error():
+            if self.config.model.lora is None:
+                save_model(self.engine.shard, model_folder)
+            else:
+                save_adapter(self.engine.shard, model_folder, base=self._path)
+            save_tensors(state_file, state, parts, self.engine.shard.mesh)
 
     @broadcast
     @in_turn(to_train=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.errors import MembershipLostError, RendezvousTimeoutError
+from rallypoint.errors import MembershipLostError, PeerFailedError, RendezvousTimeoutError
 from rallypoint.parallel import Grouped, Solo, connect, meet
 
 
@@ -161,9 +161,39 @@ def test_a_rank_that_leaves_is_named_to_those_who_wait_for_it(rendezvous):
     stays.close()
 
 
+def test_a_rank_that_leaves_in_the_middle_ends_the_waiting_of_the_others(rendezvous):
+    """The timeout is longer than a test may take."""
+
+    def on_rank(rank):
+        group = meet(rendezvous, "meeting", rank=rank, world_size=3, timeout_s=3600)
+        Grouped(group).all_reduce_sum([torch.ones(3)])
+        if rank == 1:
+            group.abandon()
+            return None
+        with pytest.raises(MembershipLostError, match=r"has lost 1 of 3 members: rank 1 .* left"):
+            Grouped(group).all_reduce_sum([torch.ones(3)])
+        return group
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [group is not None for group in pool.map(on_rank, range(3))] == [True, False, True]
+
+
+def test_a_rank_that_leaves_one_group_stays_in_the_others(rendezvous):
+    def on_rank(rank):
+        lost, kept = (meet(rendezvous, name, rank=rank, world_size=2, timeout_s=60) for name in ("lost", "kept"))
+        if rank == 1:
+            lost.abandon()
+        total = torch.ones(3)
+        Grouped(kept).all_reduce_sum([total])
+        return total.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(on_rank, range(2))) == [[2.0] * 3] * 2
+
+
 def test_a_rank_that_hangs_is_an_error_after_the_timeout(rendezvous):
     with ThreadPoolExecutor(2) as pool:
         waits, hangs = pool.map(lambda rank: meet(rendezvous, "meeting", rank=rank, world_size=2, timeout_s=1), (0, 1))
-    with pytest.raises(RuntimeError, match=r"(?i)time"):
+    with pytest.raises(PeerFailedError, match=r"'meeting': what rank 0 of 2 did together .*(?i:time)"):
         Grouped(waits).all_reduce_sum([torch.ones(3)])
     hangs.close()

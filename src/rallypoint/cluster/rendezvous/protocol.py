@@ -218,6 +218,11 @@ class Membership:
         """Number of members."""
         return len(self.members)
 
+    @property
+    def lease_s(self) -> float:
+        """How long it takes until a member that died is missed."""
+        return self._rooms.lease_s
+
     def check(self) -> None:
         """Raise if the group is no longer whole; one round trip.
 
