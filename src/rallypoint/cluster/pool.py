@@ -38,6 +38,10 @@ class Placed(Generic[HostT]):
     """Numbers of its accelerators on the node."""
 
 
+_GPU = "cuda"
+"""torch's word for what Ray calls a GPU, unless a pool says another one."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ResourcePool:
     """A number of processes on each of some nodes, and what each process takes.
@@ -59,11 +63,11 @@ class ResourcePool:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Only nodes with these labels, such as {"ray.io/accelerator-type": "H100"}."""
     device: str = ""
-    """What workers call their device; empty: "cuda" with GPUs, else "cpu"."""
+    """What workers call their device; empty: "cpu", or torch's word for GPUs where a process takes some."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "processes_per_node", tuple(self.processes_per_node))
-        object.__setattr__(self, "device", self.device or ("cuda" if self.num_gpus else "cpu"))
+        object.__setattr__(self, "device", self.device or (_GPU if self.num_gpus else "cpu"))
         if not self.processes_per_node or min(self.processes_per_node) < 1:
             raise ValueError(
                 f"pool {self.name!r}: processes_per_node needs one number of 1 or more for each node, "

@@ -70,7 +70,7 @@ _OF_OUR_CLUSTERS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray makes its workers nice (15); ours do the actual work, and the driver waits for them.
     "RAY_worker_niceness": "0",
-    # Ray leaves CUDA_VISIBLE_DEVICES alone in processes that have no GPU of their own, and does not warn about it.
+    # Ray leaves it alone which GPUs are visible in processes that have none of their own, and does not warn about it.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 

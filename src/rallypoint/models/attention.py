@@ -226,7 +226,7 @@ class _Rectangle:
         if limits.window is not None and limits.window >= self.longest:
             limits = dataclasses.replace(limits, window=None)
         reach = limits.window or self.longest
-        if limits.softcap is None and (query.is_cuda or reach > _LONGEST_FOR_PRODUCTS):
+        if limits.softcap is None and (query.device.type != "cpu" or reach > _LONGEST_FOR_PRODUCTS):
             q, k, v = (x.view(self.num_rows, self.longest, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
             seen = None if limits.window is None else _seen_in_window(self.longest, limits.window, query.device)
             out = functional.scaled_dot_product_attention(

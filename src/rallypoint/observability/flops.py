@@ -181,15 +181,16 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float:
     Known for common GPUs from their vendors; measured otherwise, once per process and number of threads, in a tenth
     of a second. What is measured while another process computes beside it is what is left to this one.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return _measured_peak(device, dtype, torch.get_num_threads())
-    return known_peak(torch.cuda.get_device_name(device), dtype) or _measured_peak(device, dtype, 0)
+    name = str(torch.get_device_module(device).get_device_name(device))
+    return known_peak(name, dtype) or _measured_peak(device, dtype, 0)
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
     """Return the dense peak of a GPU in operations per second; None when its name or the type is not in the table.
 
-    >>> known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16)
+    >>> known_peak("H100 80GB HBM3", torch.bfloat16)
     989000000000000.0
     """
     column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1}.get(dtype)

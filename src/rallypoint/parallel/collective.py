@@ -81,7 +81,7 @@ class Solo:
 
 
 class Grouped:
-    """Ranks that are connected by a process group, gloo or NCCL.
+    """Ranks that are connected by a process group.
 
     Raises when a rank is missing after the group's timeout or dies, and then says which one if that is known.
     """

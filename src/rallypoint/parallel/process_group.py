@@ -6,7 +6,8 @@ reduced.
 
 No port is picked first and raced for later, and nobody connects to a port that nobody listens on yet. On CPUs gloo
 listens on a port that the system gives it, and its address is the rank's payload: the rendezvous is all that gloo
-needs. NCCL wants a store for as long as it lives: rank 0 opens one before it joins, and its address is the payload.
+needs. Other backends want a store for as long as they live: rank 0 opens one before it joins, and its address is the
+payload. Which backend goes with a type of device, torch knows.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import datetime
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rallypoint.cluster.rendezvous import Membership, Rendezvous, is_loopback, listening_socket
-from rallypoint.errors import PeerFailedError, RallyError, RendezvousError
+from rallypoint.errors import PeerFailedError, PlacementError, RallyError, RendezvousError
 from rallypoint.parallel.sever import sever
 
-Device = Literal["cpu", "cuda"]
+Device: TypeAlias = str
+"""torch's word for a type of device."""
 _LOST_CONNECTION, _ADVICE = "onnection", ". This is typically caused"
 """In gloo's words for a peer that is gone, and what it adds to them."""
 _PATIENCE_LEASES = 1.5
@@ -126,7 +128,7 @@ def meet(
     address: str | None = None,
     generation: int | None = None,
 ) -> Group:
-    """Meet the other ranks and connect to them: gloo on CPUs, NCCL on GPUs.
+    """Meet the other ranks and connect to them: by gloo on CPUs, else by what torch has for the device.
 
     Args:
         rendezvous: where to meet; everything that its `join` raises is raised here.
@@ -142,11 +144,12 @@ def meet(
     Raises:
         RendezvousError: ranks on different machines, one of which offers an address that only itself can reach.
         RuntimeError: a rank that had joined is gone before it was connected.
+        PlacementError: this build of torch has no backend for the device.
     """
     join: Callable[..., Membership] = partial(
         rendezvous.join, name, rank=rank, world_size=world_size, timeout_s=timeout_s, generation=generation
     )
-    connect = _connect_gloo if device == "cpu" else _connect_nccl
+    connect = _connect_gloo if device == "cpu" else partial(_connect_through_store, device, _Backend.of(device))
     timeout = datetime.timedelta(seconds=timeout_s)
     return connect(
         lambda payload: join(payload=payload), rank, world_size, address or rendezvous.own_address(), timeout
@@ -193,7 +196,31 @@ def _connect_gloo(join: Join, rank: int, size: int, address: str, timeout: datet
     return Group(store.membership, group, "cpu", store)
 
 
-def _connect_nccl(join: Join, rank: int, size: int, address: str, timeout: datetime.timedelta) -> Group:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Backend:
+    """What torch has for a type of device."""
+
+    kind: Any
+    """The class of its process groups."""
+    type: dist.ProcessGroup.BackendType
+
+    @classmethod
+    def of(cls, device: Device) -> Self:
+        """Find it by the names that torch gives to its parts."""
+        known = dist.Backend.default_device_backend_map
+        name = known.get(device, "none").upper()
+        kind, type_ = vars(dist).get(f"ProcessGroup{name}"), dist.ProcessGroup.BackendType.__members__.get(name)
+        if kind is None or type_ is None:
+            raise PlacementError(
+                f"torch {torch.__version__} has no collectives for devices of type {device!r}; it has backends for "
+                f"{', '.join(f'{known[one]} ({one})' for one in known)}. Install the build of torch for that device"
+            )
+        return cls(kind, type_)
+
+
+def _connect_through_store(
+    device: Device, backend: _Backend, join: Join, rank: int, size: int, address: str, timeout: datetime.timedelta
+) -> Group:
     store, port = None, 0
     if rank == 0:
         listening = listening_socket(address)
@@ -205,13 +232,13 @@ def _connect_nccl(join: Join, rank: int, size: int, address: str, timeout: datet
         if store is None:
             host, _, port = membership.members[0].payload.decode().partition(" ")
             store = TCPStore(host, int(port), None, False, timeout, False)
-        options = dist.ProcessGroupNCCL.Options()
+        options = backend.kind.Options()
         options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        connected = backend.kind(store, rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    return Group(membership, group, "cuda", store)
+    group._set_default_backend(backend.type)
+    group._register_backend(torch.device(device), backend.type, connected)
+    return Group(membership, group, device, store)
 
 
 @contextlib.contextmanager

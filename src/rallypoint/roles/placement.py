@@ -79,6 +79,7 @@ class WorkerSpec:
         """
         torch.set_num_threads(context.num_cpus)
         self.folder.check()
+        _check_device(context.device)
 
     def load_policy(
         self, context: WorkerContext, mesh: DeviceMesh | None = None, *, frozen: bool = False
@@ -112,6 +113,21 @@ class WorkerSpec:
             context.mesh.axes,
             timeout_s=cluster.call_timeout_s,
             device=cluster.device,
+        )
+
+
+def _check_device(wanted: str) -> None:
+    """Look for an accelerator of the type that the config names.
+
+    Raises:
+        PlacementError: torch finds another one here, or none.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if wanted != "cpu" and (found is None or found.type != wanted):
+        raise PlacementError(
+            f"cluster.device={wanted}, but on node {platform.node()} torch {torch.__version__} finds "
+            f"{'no accelerator' if found is None else f'one of type {found.type}'}: set cluster.device="
+            f"{'cpu' if found is None else found.type}, or install the driver and the build of torch for {wanted} there"
         )
 
 
@@ -159,7 +175,7 @@ def pools_of(config: RunConfig) -> ResourcePoolManager:
             processes_per_node,
             name=name,
             num_cpus=cluster.num_cpus_per_process,
-            num_gpus=cluster.num_gpus_per_process if cluster.device == "cuda" else 0,
+            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process,
             memory_gib=cluster.memory_gib_per_process or 0,
             labels=cluster.labels,
             device=cluster.device,

@@ -164,31 +164,33 @@ def test_a_rank_that_leaves_is_named_to_those_who_wait_for_it(rendezvous):
 def test_a_rank_that_leaves_in_the_middle_ends_the_waiting_of_the_others(rendezvous):
     """The timeout is longer than a test may take."""
 
-    def on_rank(rank):
-        group = meet(rendezvous, "meeting", rank=rank, world_size=3, timeout_s=3600)
-        Grouped(group).all_reduce_sum([torch.ones(3)])
-        if rank == 1:
-            group.abandon()
-            return None
+    def wait_for_the_others(group):
         with pytest.raises(MembershipLostError, match=r"has lost 1 of 3 members: rank 1 .* left"):
             Grouped(group).all_reduce_sum([torch.ones(3)])
-        return group
 
     with ThreadPoolExecutor(3) as pool:
-        assert [group is not None for group in pool.map(on_rank, range(3))] == [True, False, True]
+        groups = list(
+            pool.map(lambda rank: meet(rendezvous, "meeting", rank=rank, world_size=3, timeout_s=3600), range(3))
+        )
+        waiting = [pool.submit(wait_for_the_others, groups[rank]) for rank in (0, 2)]
+        groups[1].abandon()
+        for one in waiting:
+            one.result()
 
 
 def test_a_rank_that_leaves_one_group_stays_in_the_others(rendezvous):
     def on_rank(rank):
-        lost, kept = (meet(rendezvous, name, rank=rank, world_size=2, timeout_s=60) for name in ("lost", "kept"))
-        if rank == 1:
-            lost.abandon()
+        return [meet(rendezvous, name, rank=rank, world_size=2, timeout_s=60) for name in ("lost", "kept")]
+
+    def add_up(group):
         total = torch.ones(3)
-        Grouped(kept).all_reduce_sum([total])
+        Grouped(group).all_reduce_sum([total])
         return total.tolist()
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(on_rank, range(2))) == [[2.0] * 3] * 2
+        first, second = pool.map(on_rank, range(2))
+        second[0].abandon()
+        assert list(pool.map(add_up, (first[1], second[1]))) == [[2.0] * 3] * 2
 
 
 def test_a_rank_that_hangs_is_an_error_after_the_timeout(rendezvous):

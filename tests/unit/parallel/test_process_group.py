@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rallypoint.cluster.rendezvous import Member, open_rendezvous
-from rallypoint.errors import RendezvousError, WorldSizeError
+from rallypoint.errors import PlacementError, RendezvousError, WorldSizeError
 from rallypoint.parallel import meet
 
 
@@ -104,3 +104,10 @@ def test_what_the_rendezvous_refuses_is_refused(rendezvous):
         with pytest.raises(WorldSizeError):
             meet(rendezvous, "meeting", rank=0, world_size=2, timeout_s=20)
         assert first.exception()
+
+
+def test_a_device_that_torch_has_no_collectives_for_is_refused_with_those_that_it_has(rendezvous):
+    with pytest.raises(
+        PlacementError, match=r"no collectives for devices of type 'warp'; it has backends for gloo \(cpu\)"
+    ):
+        meet(rendezvous, "meeting", rank=0, world_size=2, timeout_s=20, device="warp")

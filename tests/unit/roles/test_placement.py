@@ -4,10 +4,10 @@ import pickle
 
 import pytest
 
-from rallypoint.cluster import merge
+from rallypoint.cluster import Mesh, WorkerContext, merge
 from rallypoint.config import load_config
 from rallypoint.errors import PlacementError
-from rallypoint.roles.placement import SharedFolder, pools_of
+from rallypoint.roles.placement import SharedFolder, WorkerSpec, pools_of
 
 
 def test_a_node_that_sees_the_run_folder_is_content(tmp_path):
@@ -54,3 +54,12 @@ def test_pools_are_as_the_config_says_and_every_role_has_its_own():
 def test_processes_take_no_gpu_on_a_cpu():
     (source,) = pools_of(load_config("digits").config).pool("actor").sources
     assert (source.bundle, source.device) == ({"CPU": 1}, "cpu")
+
+
+def test_an_accelerator_that_torch_does_not_find_is_named_with_what_there_is(tmp_path):
+    config = load_config("digits", ["cluster.device=warp"]).config
+    spec = WorkerSpec(config, "model", SharedFolder.marked(tmp_path), None)
+    with pytest.raises(
+        PlacementError, match=r"cluster\.device=warp, but on node .* finds (no accelerator|one of type)"
+    ):
+        spec.prepare(WorkerContext("actor", 0, Mesh({"dp_replicate": 1}), 1, config.cluster.device, {}))

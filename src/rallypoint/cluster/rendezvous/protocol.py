@@ -109,7 +109,7 @@ class Rendezvous:
             name: of the meeting; the same for all ranks that are to meet.
             rank: from 0.
             world_size: number of ranks.
-            payload: any bytes for the others: an address, an NCCL id.
+            payload: any bytes for the others: an address, the id of a communicator.
             timeout_s: how long to wait, in all.
             generation: which attempt this is, counted from 1; a higher number than the last one fences off whoever is
                 left over from that. None takes part in the present attempt; when that one was complete and has lost

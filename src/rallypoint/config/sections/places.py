@@ -40,13 +40,15 @@ class ClusterConfig(Section):
     )
     num_cpus_per_process: int = key(1, at_least=1, at_most=1024, unit="cores", help="Cores (and torch threads) each.")
     num_gpus_per_process: float = key(
-        1.0, above=0, at_most=16, unit="GPUs", help="With device=cuda; may be a fraction."
+        1.0, above=0, at_most=16, unit="GPUs", help="Where device is not cpu; may be a fraction."
     )
     memory_gib_per_process: float | None = key(
         None, above=0, unit="GiB", help="Memory to reserve for each; null reserves none."
     )
     labels: dict[str, str] = key({}, help='Only nodes with these labels, such as {"ray.io/accelerator-type": H100}.')
-    device: Literal["cpu", "cuda"] = key("cpu", help="With cuda every process takes GPUs.")
+    device: str = key(
+        "cpu", help="What processes compute on, in torch's word: cpu, or an accelerator such as cuda or xpu."
+    )
     rendezvous: Literal["auto", "ray", "tcp", "etcd"] = key(
         "auto", help="How ranks meet: a Ray actor, a TCP store of the driver, an etcd server; auto: what fits runtime."
     )

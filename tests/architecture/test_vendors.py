@@ -1,0 +1,25 @@
+"""Devices are what torch calls them: no vendor is named in the code, but for the places listed here."""
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "src" / "rallypoint"
+VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE)
+EXCEPTIONS = {
+    "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
+    "config/sections/places.py": "examples of what a user may write for cluster.device",
+    "parallel/nccl.py": "calls one vendor's library itself, for weights between two sets of processes",
+}
+"""Files that name one -> why."""
+
+
+def test_no_vendor_is_named_but_where_there_is_a_reason():
+    files = [path for kind in ("*.py", "*.yaml") for path in PACKAGE.rglob(kind)]
+    naming = {str(path.relative_to(PACKAGE)) for path in files if VENDORS.search(path.read_text(encoding="utf-8"))}
+    assert naming == set(EXCEPTIONS)
+
+
+def test_every_exception_is_small():
+    named = {name: len(VENDORS.findall((PACKAGE / name).read_text(encoding="utf-8"))) for name in EXCEPTIONS}
+    assert named["cluster/pool.py"] == 1
+    assert named["config/sections/places.py"] == 2
