@@ -97,6 +97,10 @@ class EndpointError(RallyError, ValueError):
         return self.message
 
 
+class BusyError(RallyError, TimeoutError):
+    """A request to the endpoint of a run in training got no time within its deadline; another try may."""
+
+
 class NotFiniteError(RallyError, ArithmeticError):
     """A loss or gradient is NaN or infinite; training would only spread it."""
 

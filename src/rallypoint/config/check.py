@@ -299,17 +299,12 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             ("cluster.rendezvous", "cluster.runtime"),
             "cluster.rendezvous=ray contradicts cluster.runtime=inline, which has no Ray; leave it at auto",
         )
-    if cluster.rendezvous == "etcd" and not (cluster.etcd_address or "").startswith(("http://", "https://")):
-        found = "null" if cluster.etcd_address is None else repr(cluster.etcd_address)
+    kind = cluster.rendezvous
+    if kind not in ("auto", "ray", "tcp") and not kind.startswith(("http://", "https://")):
         yield Problem(
-            ("cluster.etcd_address", "cluster.rendezvous"),
-            f"cluster.etcd_address={found}: cluster.rendezvous=etcd needs the server's URL, such as "
+            ("cluster.rendezvous",),
+            f"cluster.rendezvous={kind!r}: expected auto, ray, tcp, or the URL of an etcd server, such as "
             "http://10.0.0.1:2379",
-        )
-    if cluster.etcd_address is not None and cluster.rendezvous != "etcd":
-        yield Problem(
-            ("cluster.etcd_address", "cluster.rendezvous"),
-            f"cluster.etcd_address={cluster.etcd_address!r} has no effect: add cluster.rendezvous=etcd",
         )
     if config.engine.activations == "offload" and cluster.device == "cpu":
         yield Problem(

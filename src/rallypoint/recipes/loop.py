@@ -13,7 +13,7 @@ import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
@@ -46,6 +46,9 @@ from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendez
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
 from rallypoint.types import Metrics, merge
+
+if TYPE_CHECKING:
+    from rallypoint.recipes.endpoint import Endpoint
 
 
 class Learner(Protocol):
@@ -113,6 +116,7 @@ def train(loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume
 
 async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, resume: bool) -> bool:
     say = _Voice(folder, progress)
+    endpoint = _endpoint(config, folder, say)
     with MetricsLog(folder.metrics) as log:
         first = _state_of(folder)["step"] if resume else 0
         log.truncate_after(first)
@@ -143,12 +147,23 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             recipe = await _start(config, placement, material, say)
-            run = _Run(config, folder, progress, log, recipe, material, placement)
+            run = _Run(config, folder, progress, log, recipe, material, placement, endpoint)
             return await run.steps(await run.restore() if first else 0)
         finally:
+            if endpoint is not None:
+                await endpoint.close()
             await runtime.shutdown()
             if rendezvous is not None:  # after the workers, who renew their leases there
                 rendezvous.close()
+
+
+def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | None:
+    """Take the port at which the run is to answer, if it is; what serves is imported by those only who want it."""
+    if config.rollout.serve is None:
+        return None
+    from rallypoint.recipes.endpoint import Endpoint
+
+    return Endpoint(config.rollout.serve, folder, say)
 
 
 async def _start(config: RunConfig, placement: Placement, material: Material, say: _Voice) -> Recipe:
@@ -190,15 +205,20 @@ class _Run:
         recipe: Recipe,
         material: Material,
         placement: Placement,
+        endpoint: Endpoint | None,
     ) -> None:
         self.config, self.folder, self.progress, self.log = config, folder, progress, log
         self.recipe, self.material, self.placement = recipe, material, placement
+        self.endpoint = endpoint
         self._largest_gap = 0.0
 
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
         num_steps = self.config.trainer.num_steps
-        await self.recipe.actor.publish(self.recipe.source.rollouts)
+        actor, rollouts = self.recipe.actor, self.recipe.source.rollouts
+        await actor.publish(rollouts)
+        if self.endpoint is not None:
+            await self.endpoint.open(self.placement, self.material, actor, rollouts)
         if first == 0:
             self.log.write(0, self.material.counts())
             await self._validate(0)

@@ -48,6 +48,12 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             "cluster.runtime=ray, but ray is not installed: pip install 'rallypoint[ray]', or run everything in one "
             "process with cluster.runtime=inline",
         )
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if config.rollout.serve is not None and missing:
+        yield Problem(
+            ("rollout.serve",),
+            f"rollout.serve={config.rollout.serve} needs {' and '.join(missing)}: pip install 'rallypoint[serve]'",
+        )
     reward = check_reward_spec(config.reward.function)
     if reward is not None:
         yield Problem(("reward.function",), f"reward.function={config.reward.function!r}: {reward}")

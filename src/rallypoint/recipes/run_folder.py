@@ -68,6 +68,11 @@ class RunFolder:
         """The picture of the learning curve."""
         return self.path / "curve.png"
 
+    @property
+    def endpoint_key(self) -> Path:
+        """What callers of a run that answers must have; there while it does."""
+        return self.path / "endpoint.key"
+
     def write_rollouts(self, step: int, records: Sequence[Any]) -> None:
         """Write a few rollouts of a step, each a dataclass, replacing what an interrupted run left of it."""
         if not records:

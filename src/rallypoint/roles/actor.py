@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import torch
@@ -112,6 +113,8 @@ class Actor:
         self._attention_cost = attention_cost(config)
         self.version = 0
         """Optimizer steps completed."""
+        self.is_published = asyncio.Event()
+        """Set while the rollout role has the weights of this moment."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Actor:
@@ -124,6 +127,7 @@ class Actor:
 
     async def update(self, batch: ActorBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch."""
+        self.is_published.clear()
         config = self._config
         batches = MiniBatches.cut(batch, config.actor, seed=config.seed, step=step, attention_cost=self._attention_cost)
         metrics = await self._group.call(ActorWorker.train, batches, step)
@@ -149,6 +153,7 @@ class Actor:
             # By reference: from the worker that took it to those that load it.
             snapshot = self._group.call(ActorWorker.snapshot, self.version).reference
         await rollouts.load(self.version, snapshot)
+        self.is_published.set()
 
     async def save(self, folder: Path) -> None:
         """Write the policy into a checkpoint: a Hugging Face folder, and training/actor.safetensors."""

@@ -157,9 +157,13 @@ class Placement:
         hosts = (await self.pools.hosts(self.runtime, role))[: self.config.num_ranks(role)]
         mesh = Mesh(self.config.mesh(role))
         layout = Layout(role, hosts, mesh, deadline_s=self.config.cluster.call_timeout_s)
-        spec = WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
-        self.groups[role] = group = await WorkerGroup.create(layout, kind, spec, *args)
+        self.groups[role] = group = await WorkerGroup.create(layout, kind, self.spec, *args)
         return group
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """What every worker is given."""
+        return WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
 
     async def memory(self) -> Metrics:
         """Return the peak memory of every role, over its processes, since this was last asked."""
@@ -196,6 +200,8 @@ def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:
     kind, scope = config.cluster.rendezvous, f"rallypoint-{uuid.uuid4().hex}"
     if kind == "auto":
         return open_rendezvous("memory" if config.cluster.runtime == "inline" else "ray", scope)
-    if kind == "etcd":
-        return open_rendezvous(kind, scope, address=config.cluster.etcd_address)
-    return open_rendezvous(kind, scope, address=f"{own_address(runtime.head)}:0" if kind == "tcp" else None)
+    if "://" in kind:
+        return open_rendezvous("etcd", scope, address=kind)
+    if kind == "tcp":
+        return open_rendezvous("tcp", scope, address=f"{own_address(runtime.head)}:0")
+    return open_rendezvous("ray", scope)

@@ -19,6 +19,8 @@ from rallypoint.weights import Snapshot, load
 
 ACTOR_ENGINE = "actor/engine"
 """Name under which an actor worker leaves its engine for the rollout worker of the same process."""
+ROLLOUT_ENGINE, ROLLOUT_MODEL = "rollout/engine", "rollout/model"
+"""Names under which a rollout worker leaves what it samples with for the guest worker of the same process."""
 
 
 class RolloutWorker(TurnTaker):
@@ -38,6 +40,7 @@ class RolloutWorker(TurnTaker):
         self._model, self._tick, self._shares_actor = model, context.tick, shares_actor
         self._engine = make_engine(config, model, spec.decoder())
         self._engine.sleep()
+        context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, model
 
     @shard
     @in_turn()

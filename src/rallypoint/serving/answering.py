@@ -11,7 +11,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Generic
+from typing import Generic, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Call
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, RallyError
-from rallypoint.generation import GenerationEngine, Piece, Request, SamplingParams
+from rallypoint.generation import Piece, Request, SamplingParams
 from rallypoint.serving.answers import JSON, Shape, error_body
 from rallypoint.serving.asked import Asked, AskedT, ChatAsked, CompletionAsked, read_asked
 from rallypoint.serving.bridge import Bridge
@@ -34,14 +34,28 @@ _STREAM_HEADERS = [
 ]
 
 
+class Sampler(Protocol):
+    """What there is to say of an engine, or of many that act as one."""
+
+    @property
+    def version(self) -> int:
+        """See `GenerationEngine.version`."""
+        ...
+
+    @property
+    def max_request_tokens(self) -> int:
+        """See `GenerationEngine.max_request_tokens`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """What answers."""
 
     name: str
     """Under which clients ask for it."""
-    engine: GenerationEngine
-    """For its version and limits only; requests go over the bridge."""
+    engine: Sampler
+    """Requests go over the bridge."""
     bridge: Bridge
     codec: Codec
     stop_tokens: tuple[int, ...]

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from rallypoint.errors import EndpointError, RallyError, RequestError
+from rallypoint.errors import BusyError, EndpointError, RallyError, RequestError
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | float | bool | None"
 
@@ -148,6 +148,8 @@ def status_of(error: RallyError) -> int:
     """Return the HTTP status for an error: what is not the client's fault is ours."""
     if isinstance(error, EndpointError):
         return error.status
+    if isinstance(error, BusyError):
+        return 503
     return 400 if isinstance(error, RequestError) else 500
 
 

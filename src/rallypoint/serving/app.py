@@ -24,7 +24,7 @@ from rallypoint.serving.answering import Answering, Model, respond
 from rallypoint.serving.answers import JSON, error_body, status_of
 from rallypoint.serving.asked import ChatAsked, CompletionAsked
 
-_RETRY_AFTER_S = 1
+_RETRY_AFTER_S, _RETRY_WHEN_BUSY_S = 1, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,11 @@ def make_app(model: Model, access: Access) -> Starlette:
 
 def _refused(error: RallyError) -> Response:
     status = status_of(error)
-    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": str(_RETRY_AFTER_S)}}
+    headers = {
+        401: {"www-authenticate": "Bearer"},
+        429: {"retry-after": str(_RETRY_AFTER_S)},
+        503: {"retry-after": str(_RETRY_WHEN_BUSY_S)},
+    }
     return respond(error_body(error), status, headers.get(status))
 
 

@@ -13,16 +13,29 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol
 
 from rallypoint.errors import EndpointError, GenerationError
-from rallypoint.generation import EngineThread, Piece, Request
+from rallypoint.generation import Piece, Request
+
+
+class Taker(Protocol):
+    """Takes requests from any thread, as `EngineThread` does."""
+
+    def submit(self, request: Request, deliver: Callable[[Piece], None]) -> int:
+        """See `EngineThread.submit`."""
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """See `EngineThread.cancel`."""
+        ...
 
 
 class Bridge:
     """Passes requests to an engine, and pieces back."""
 
-    def __init__(self, engine: EngineThread, *, max_concurrency: int) -> None:
+    def __init__(self, engine: Taker, *, max_concurrency: int) -> None:
         """Let at most so many responses be under way."""
         self._engine = engine
         self.max_concurrency = max_concurrency

@@ -12,8 +12,8 @@ from rallypoint.roles.placement import SharedFolder, WorkerSpec, rendezvous_of
 
 @pytest.mark.parametrize("kind", ["auto", "tcp", "etcd", "ray"])
 def test_ranks_meet_where_the_config_says(kind, request, tmp_path):
-    overrides = [f"cluster.rendezvous={kind}", "cluster.pools={main: [2]}"]
-    overrides += [f"cluster.etcd_address={request.getfixturevalue('etcd_url')}"] if kind == "etcd" else []
+    chosen = request.getfixturevalue("etcd_url") if kind == "etcd" else kind
+    overrides = [f"cluster.rendezvous={chosen}", "cluster.pools={main: [2]}"]
     overrides += ["cluster.runtime=inline"] if kind != "ray" else []
     if kind == "ray":
         request.getfixturevalue("local_ray")

@@ -198,11 +198,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "engine.activations=offload",
         ("engine.activations='offload' has nothing to gain with cluster.device=cpu", "checkpoint or keep"),
     ),
-    "cluster: etcd where": ("cluster.rendezvous=etcd", ("cluster.etcd_address=null", "needs the server's URL")),
-    "cluster: etcd for nothing": (
-        "cluster.etcd_address=http://a:2379",
-        ("cluster.etcd_address='http://a:2379' has no effect", "cluster.rendezvous=etcd"),
-    ),
+    "cluster: etcd where": ("cluster.rendezvous=etcd", ("cluster.rendezvous='etcd'", "URL of an etcd server")),
     "cluster: labels": ("cluster.labels=[west]", ("cluster.labels", "such as {zone: west}")),
     "cluster: one and a half GPUs": (
         "cluster.device=cuda cluster.num_gpus_per_process=1.5",

@@ -49,10 +49,10 @@ class ClusterConfig(Section):
     device: str = key(
         "cpu", help="What processes compute on, in torch's word: cpu, or an accelerator such as cuda or xpu."
     )
-    rendezvous: Literal["auto", "ray", "tcp", "etcd"] = key(
-        "auto", help="How ranks meet: a Ray actor, a TCP store of the driver, an etcd server; auto: what fits runtime."
+    rendezvous: str = key(
+        "auto",
+        help="Where ranks meet: ray (an actor), tcp (a store of the driver), an etcd server's URL; auto: what fits.",
     )
-    etcd_address: str | None = key(None, help="URL of the etcd server, for rendezvous=etcd.")
     placement_timeout_s: float = key(300.0, above=0, unit="s", help="How long to wait for a place on the cluster.")
     call_timeout_s: float = key(1800.0, above=0, unit="s", help="How long a call may make no progress.")
     heartbeat_timeout_s: float = key(

@@ -32,6 +32,9 @@ class RolloutConfig(Section):
     engine: Literal["native", "hf"] = key(
         "native", help="What samples: our own engine, or transformers' generate, which is slow and plainly right."
     )
+    serve: int | None = key(
+        None, at_least=0, at_most=65535, help="Port of this machine at which the run answers OpenAI's API (0: any)."
+    )
     exact: bool = key(
         False, help="Whether logits are the same bits in any company (docs/rollouts.md); several times slower."
     )

@@ -1,0 +1,91 @@
+"""A run in training that answers: OpenAI's API in front of its rollout role. Needs the extra `serve`.
+
+Owns: the port, the key, and that both end with the run. Must not know: how requests find their time beside training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from rallypoint.data import load_tokenizer
+from rallypoint.recipes.material import Material
+from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.roles.actor import Actor
+from rallypoint.roles.guests import Guests, open_to_guests
+from rallypoint.roles.placement import Placement
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app
+
+_HOST = "127.0.0.1"
+_MAX_CONCURRENCY, _MAX_BODY_BYTES = 64, 4 * 2**20
+_GRACE_S = 5.0
+
+
+class Endpoint:
+    """Takes the port at once, and answers once it was opened."""
+
+    def __init__(self, port: int, folder: RunFolder, say: Callable[[str], None]) -> None:
+        """Take a port of this machine.
+
+        Raises:
+            ServingError: it is taken.
+        """
+        self._socket = bind(_HOST, port)
+        self._folder, self._say = folder, say
+        self._server: Server | None = None
+        self._guests: Guests | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def open(self, placement: Placement, material: Material, actor: Actor, rollouts: Rollouts) -> None:
+        """Begin to answer; the weights were published.
+
+        Raises:
+            ServingError: the port is listened to by another process by now.
+        """
+        guests = await open_to_guests(placement, actor, rollouts, max_rows=_MAX_CONCURRENCY)
+        self._guests, self._running = guests, asyncio.create_task(guests.run())
+        # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
+        tokenizer = load_tokenizer(
+            material.model_path, trust_remote_code=placement.config.model.trust_remote_code, for_chat=False
+        )
+        name, (_, port) = self._folder.path.name, self._socket.getsockname()
+        model = Model(
+            name=name,
+            engine=guests,
+            bridge=Bridge(guests, max_concurrency=_MAX_CONCURRENCY),
+            codec=Codec(tokenizer),
+            stop_tokens=material.stop_tokens,
+        )
+        key = secrets.token_urlsafe(24)
+        access = Access(keys=(key,), hosts=(_HOST, "localhost"), max_body_bytes=_MAX_BODY_BYTES)
+        server = Server(make_app(model, access), self._socket, grace_s=_GRACE_S, on_end=lambda: None)
+        _write_secret(self._folder.endpoint_key, key)
+        await asyncio.to_thread(server.start)
+        self._server = server
+        self._say(f"answering as {name!r} at http://{_HOST}:{port}/v1; the key is in {self._folder.endpoint_key}")
+
+    async def close(self) -> None:
+        """Accept no more, let what is under way end for some seconds, and give the rest up."""
+        if self._server is not None and self._guests is not None:
+            # Slices are taken in this loop meanwhile.
+            await asyncio.to_thread(self._server.stop, self._guests.close)
+        elif self._guests is not None:
+            self._guests.close()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        self._folder.endpoint_key.unlink(missing_ok=True)
+        self._socket.close()
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a file that nobody else can read, not even for a moment."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)

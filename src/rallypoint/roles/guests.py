@@ -1,0 +1,306 @@
+"""Requests from outside, answered by the processes that sample, beside training.
+
+Outsiders get slices of time between training's own calls, and an engine of their own over the same weights. It holds no
+memory between slices, so that training finds its process as it left it: what it samples does not depend on them.
+
+Consumes: requests, from any thread. Produces: pieces, as they are sampled. Waits for: the processes of the rollout
+role, and for weights that are being changed where they are the actor's own. Unblocked by: `submit`, a publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from rallypoint.cluster import Layout, Mesh, WorkerContext, WorkerGroup, collect, scatter
+from rallypoint.data import decoder, load_tokenizer
+from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError
+from rallypoint.generation import GenerationEngine, NativeEngine, Piece, Request
+from rallypoint.roles.actor import Actor
+from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.rollout import ACTOR_ENGINE, ROLLOUT_ENGINE, ROLLOUT_MODEL, Rollouts
+from rallypoint.roles.turns import Turns, TurnTaker, in_turn
+
+_SLICE_S = 0.25
+"""How long outsiders may keep a process before it looks whether training wants it."""
+_CACHE_TOKENS = 65_536
+"""Whose keys and values there is room for, at most."""
+PATIENCE_S = 60.0
+"""How long a request may get no slice, as while a colocated actor trains."""
+
+Deliver = Callable[[Piece], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Errand:
+    """What one process is to do in its next slice."""
+
+    new: tuple[tuple[int, Request], ...]
+    """Requests to begin with, each under its number."""
+    gone: tuple[int, ...]
+    """Numbers of requests to give up."""
+
+
+class GuestWorker(TurnTaker):
+    """One rank that answers outsiders, in a process that has a rollout rank."""
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec, max_rows: int) -> None:
+        self.turns = Turns(context)
+        if spec.config.rollout_shares_actor and "actor" in spec.config.sleeping:
+            self.turns.sleep_between(context.shared[ACTOR_ENGINE])
+        self._model, self._tick = context.shared[ROLLOUT_MODEL], context.tick
+        self._training: GenerationEngine = context.shared[ROLLOUT_ENGINE]
+        self._decode = decoder(load_tokenizer(spec.model_path, trust_remote_code=spec.config.model.trust_remote_code))
+        self._max_rows, self._is_exact = max_rows, spec.config.rollout.exact
+        self._numbers: dict[int, int] = {}
+        self._engine = self._new_engine()
+
+    @collect
+    def max_request_tokens(self) -> int:
+        """Return how long prompt and response may be together."""
+        return self._engine.max_request_tokens
+
+    @scatter
+    @in_turn()
+    def answer(self, errand: Errand) -> list[Piece]:
+        """Sample for a slice of time, or until nothing is left, and return what is new."""
+        engine = self._engine
+        if engine.version != self._training.version:
+            engine.load(self._training.version, None)
+        pieces: list[Piece] = []
+        for number, request in errand.new:
+            try:
+                self._numbers[engine.submit(request)] = number
+            except RequestError as error:
+                pieces.append(_failed(number, engine.version, error))
+        gone = set(errand.gone)
+        for request_id, number in self._numbers.items():
+            if number in gone:
+                engine.cancel(request_id)
+        with contextlib.ExitStack() as unless_all_goes_well:
+            unless_all_goes_well.callback(self._begin_anew)
+            pieces += self._step(engine)
+            unless_all_goes_well.pop_all()
+        return pieces
+
+    def _step(self, engine: GenerationEngine) -> list[Piece]:
+        """Step for a slice."""
+        pieces: list[Piece] = []
+        engine.wake()
+        until = time.monotonic() + _SLICE_S
+        while engine.has_work and time.monotonic() < until:
+            for piece in engine.step():
+                number = self._numbers[piece.request_id]
+                if piece.finish_reason is not None:
+                    del self._numbers[piece.request_id]
+                pieces.append(dataclasses.replace(piece, request_id=number))
+            self._tick()
+        engine.sleep()
+        return pieces
+
+    def _begin_anew(self) -> None:
+        """Forget the requests under way; the driver has their callers told."""
+        self._numbers.clear()
+        self._engine = self._new_engine()
+
+    def _new_engine(self) -> NativeEngine:
+        engine = NativeEngine(
+            self._model,
+            max_rows=self._max_rows,
+            cache_tokens=_CACHE_TOKENS,
+            mode="exact" if self._is_exact else "fast",
+            decode=self._decode,
+            version=self._training.version,
+        )
+        engine.sleep()
+        return engine
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """A request that has not ended."""
+
+    request: Request
+    deliver: Deliver
+    rank: int
+    timer: asyncio.TimerHandle
+
+
+class Guests:
+    """Outsiders' requests on their way to a rollout group and back; made and run in the driver's event loop."""
+
+    def __init__(
+        self,
+        answer: Callable[[Sequence[Errand]], Awaitable[Sequence[Sequence[Piece]]]],
+        *,
+        num_ranks: int,
+        max_request_tokens: int,
+        ready: Callable[[], Awaitable[object]],
+        version: Callable[[], int],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            answer: has every rank do its errand.
+            num_ranks: that there are.
+            max_request_tokens: that prompt and response may have together.
+            ready: returns when weights may be sampled from.
+            version: of these weights.
+            patience_s: see `PATIENCE_S`.
+        """
+        self.max_request_tokens = max_request_tokens
+        self._answer, self._ready, self._version, self._patience_s = answer, ready, version, patience_s
+        self._loop = asyncio.get_running_loop()
+        self._counter, self._lock = itertools.count(1), threading.Lock()
+        self._closed: GenerationError | None = None
+        # What follows belongs to the loop's thread.
+        self._open: dict[int, _Open] = {}
+        self._new: list[list[tuple[int, Request]]] = [[] for _ in range(num_ranks)]
+        self._gone: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._has_work = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that are sampled from; see `GenerationEngine.version`."""
+        return self._version()
+
+    def submit(self, request: Request, deliver: Deliver) -> int:
+        """Queue a request; `deliver` is called with each of its pieces, in the loop's thread, and must not raise.
+
+        Raises:
+            GenerationError: the run has ended.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            number = next(self._counter)
+            self._loop.call_soon_threadsafe(self._take_in, number, request, deliver)
+        return number
+
+    def cancel(self, request_id: int) -> None:
+        """Give a request up; one that has ended is left alone."""
+        with self._lock:
+            if self._closed is None:
+                self._loop.call_soon_threadsafe(self._drop, request_id)
+
+    def close(self) -> None:
+        """Refuse everything from now on, and end what is under way."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = GenerationError("the run has ended, and with it this endpoint")
+            self._loop.call_soon_threadsafe(self._fail_all, self._closed)
+
+    async def run(self) -> None:
+        """Answer, slice by slice, until cancelled."""
+        while True:
+            await self._has_work.wait()
+            await self._ready()
+            errands = self._errands()
+            if not self._open and not any(errand.gone for errand in errands):
+                self._has_work.clear()
+                continue
+            served = set(self._open)
+            try:
+                answers = await self._answer(errands)
+            except RallyError as error:
+                # Training meets what is wrong by itself, if it is more than one of these requests.
+                self._fail_all(GenerationError(f"these requests failed and are lost: {error}"))
+                continue
+            for number in served & self._open.keys():
+                self._wait_for(number)
+            for piece in itertools.chain.from_iterable(answers):
+                self._pass_on(piece)
+
+    def _take_in(self, number: int, request: Request, deliver: Deliver) -> None:
+        load = collections.Counter(waiting.rank for waiting in self._open.values())
+        rank = min(range(len(self._new)), key=lambda rank: load[rank])
+        timer = self._loop.call_later(self._patience_s, self._expire, number)
+        self._open[number] = _Open(request, deliver, rank, timer)
+        self._new[rank].append((number, request))
+        self._has_work.set()
+
+    def _errands(self) -> list[Errand]:
+        errands = [
+            Errand(tuple(one for one in new if one[0] in self._open), tuple(gone))
+            for new, gone in zip(self._new, self._gone, strict=True)
+        ]
+        for waiting in (*self._new, *self._gone):
+            waiting.clear()
+        return errands
+
+    def _wait_for(self, number: int) -> None:
+        """Begin to count the time without a slice anew."""
+        self._open[number].timer.cancel()
+        self._open[number].timer = self._loop.call_later(self._patience_s, self._expire, number)
+
+    def _expire(self, number: int) -> None:
+        seconds = f"{self._patience_s:g}"
+        message = f"the model is being trained and had no time for this request within {seconds} s; try again"
+        self._end(number, BusyError(message))
+
+    def _drop(self, number: int) -> None:
+        """Forget a request, and have its process forget it."""
+        waiting = self._open.pop(number, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+            self._gone[waiting.rank].append(number)
+            self._has_work.set()
+
+    def _end(self, number: int, error: RallyError) -> None:
+        waiting = self._open.get(number)
+        self._drop(number)
+        if waiting is not None:
+            waiting.deliver(_failed(number, 0, error))
+
+    def _fail_all(self, error: RallyError) -> None:
+        for number in list(self._open):
+            self._end(number, error)
+
+    def _pass_on(self, piece: Piece) -> None:
+        waiting = self._open.get(piece.request_id)
+        if waiting is None:  # it was given up meanwhile
+            return
+        if piece.finish_reason is not None:
+            waiting.timer.cancel()
+            del self._open[piece.request_id]
+        waiting.deliver(piece)
+
+
+async def open_to_guests(placement: Placement, actor: Actor, rollouts: Rollouts, *, max_rows: int) -> Guests:
+    """Start workers for outsiders beside those of the rollout role; at most so many requests run on each at once."""
+    config = placement.config
+    hosts = (await placement.pools.hosts(placement.runtime, "rollout"))[: config.num_ranks("rollout")]
+    layout = Layout("guests", hosts, Mesh(config.mesh("rollout")), deadline_s=config.cluster.call_timeout_s)
+    group = await WorkerGroup.create(layout, GuestWorker, placement.spec, max_rows)
+
+    async def ready() -> None:
+        if config.rollout_shares_actor:  # else its own copy changes within one call, between two slices
+            await actor.is_published.wait()
+
+    return Guests(
+        lambda errands: group.call(GuestWorker.answer, errands),
+        num_ranks=len(hosts),
+        max_request_tokens=min(await group.call(GuestWorker.max_request_tokens)),
+        ready=ready,
+        version=lambda: rollouts.version,
+    )
+
+
+def _failed(number: int, version: int, error: RallyError) -> Piece:
+    return Piece(
+        request_id=number,
+        tokens=(),
+        logprobs=(),
+        sampled_logprobs=(),
+        version=version,
+        finish_reason="failed",
+        error=error,
+    )

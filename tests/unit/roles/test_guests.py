@@ -1,0 +1,153 @@
+"""Requests from outside, dealt to ranks and brought back, whatever the ranks do meanwhile."""
+
+import asyncio
+
+import pytest
+
+from rallypoint.errors import BusyError, GenerationError, WorkerDiedError
+from rallypoint.generation import Piece, Request, SamplingParams
+from rallypoint.roles.guests import Guests
+
+REQUEST = Request(tokens=(1, 2), params=SamplingParams(max_new_tokens=2))
+
+
+def piece(number, token, reason=None):
+    return Piece(
+        request_id=number, tokens=(token,), logprobs=(0.0,), sampled_logprobs=(0.0,), version=1, finish_reason=reason
+    )
+
+
+class Ranks:
+    """Ranks that give each request some tokens, one a slice, and remember what they were told."""
+
+    def __init__(self, num_ranks=2):
+        self.errands, self.running, self.error = [], [{} for _ in range(num_ranks)], None
+        self.num_tokens = 2
+        self.may_work = asyncio.Event()
+        self.may_work.set()
+
+    async def answer(self, errands):
+        self.errands.append(errands)
+        await asyncio.sleep(0)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        pieces = []
+        for running, errand in zip(self.running, errands, strict=True):
+            running |= {number: 0 for number, _ in errand.new}
+            for number in errand.gone:
+                running.pop(number, None)
+            pieces.append(
+                [
+                    piece(number, done, "stop" if done + 1 == self.num_tokens else None)
+                    for number, done in running.items()
+                ]
+            )
+            for number in list(running):
+                running[number] += 1
+                if running[number] == self.num_tokens:
+                    del running[number]
+        return pieces
+
+
+def meet(script, *, patience_s=60.0):
+    """Run a script beside guests and ranks."""
+
+    async def main():
+        ranks = Ranks()
+        guests = Guests(
+            ranks.answer,
+            num_ranks=2,
+            max_request_tokens=9,
+            ready=ranks.may_work.wait,
+            version=lambda: 7,
+            patience_s=patience_s,
+        )
+        running = asyncio.create_task(guests.run())
+        try:
+            await asyncio.wait_for(script(ranks, guests), 30)
+        finally:
+            running.cancel()
+
+    asyncio.run(main())
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def test_requests_are_dealt_to_ranks_and_every_piece_comes_back():
+    async def script(ranks, guests):
+        assert guests.version == 7
+        pieces = {}
+        for _ in range(4):
+            number = guests.submit(REQUEST, lambda one: pieces.setdefault(one.request_id, []).append(one))
+            pieces[number] = []
+        await until(lambda: all(own and own[-1].finish_reason == "stop" for own in pieces.values()))
+        assert all([one.tokens for one in own] == [(0,), (1,)] for own in pieces.values())
+        assert [len(errand.new) for errand in ranks.errands[0]] == [2, 2]
+        num_slices = len(ranks.errands)
+        await asyncio.sleep(0.01)
+        assert len(ranks.errands) == num_slices
+
+    meet(script)
+
+
+def test_a_request_that_gets_no_slice_in_time_is_refused_and_forgotten():
+    async def script(ranks, guests):
+        ranks.may_work.clear()
+        pieces = []
+        guests.submit(REQUEST, pieces.append)
+        await until(lambda: pieces)
+        assert isinstance(pieces[0].error, BusyError)
+        assert "no time for this request within 0.01 s; try again" in str(pieces[0].error)
+        ranks.may_work.set()
+        await until(lambda: ranks.errands)
+        assert ranks.errands[0][0].new == ()
+
+    meet(script, patience_s=0.01)
+
+
+def test_a_request_that_is_given_up_is_taken_from_its_rank():
+    async def script(ranks, guests):
+        ranks.num_tokens, pieces = 10**9, []
+        number = guests.submit(REQUEST, pieces.append)
+        await until(lambda: ranks.errands)
+        guests.cancel(number)
+        guests.cancel(number)
+        await until(lambda: any(errand.gone for errands in ranks.errands for errand in errands))
+        assert ranks.errands[-1][0].gone == (number,)
+        assert not ranks.running[0]
+        assert all(one.finish_reason is None for one in pieces)
+
+    meet(script)
+
+
+def test_a_slice_that_fails_ends_its_requests_and_no_others():
+    async def script(ranks, guests):
+        ranks.error = WorkerDiedError("guests", 0, "answer", "it was killed")
+        first, second = [], []
+        guests.submit(REQUEST, first.append)
+        await until(lambda: first)
+        assert isinstance(first[0].error, GenerationError)
+        guests.submit(REQUEST, second.append)
+        await until(lambda: second and second[-1].finish_reason)
+        assert second[-1].finish_reason == "stop"
+
+    meet(script)
+
+
+def test_nothing_waits_for_a_run_that_has_ended():
+    async def script(ranks, guests):
+        ranks.may_work.clear()
+        pieces = []
+        guests.submit(REQUEST, pieces.append)
+        guests.close()
+        await until(lambda: pieces)
+        assert isinstance(pieces[0].error, GenerationError)
+        with pytest.raises(GenerationError, match="the run has ended"):
+            guests.submit(REQUEST, pieces.append)
+        guests.cancel(1)
+
+    meet(script)
