@@ -122,7 +122,7 @@ class StalenessError(RallyError, RuntimeError):
 
 
 class WorkerError(RallyError, RuntimeError):
-    """A method of a worker raised; the first failing rank's own traceback is shown."""
+    """A method of a worker raised; the first failing rank's own traceback is shown where it helps."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class WorkerError(RallyError, RuntimeError):
         where = _where(self.role, self.rank, self.pid, self.node)
         others = _others(self.num_cancelled)
         return (
-            f"{where} failed in {self.call}{_at(self.step)}{others}: {self.cause}\n\n{self.remote_traceback.rstrip()}"
-        )
+            f"{where} failed in {self.call}{_at(self.step)}{others}: {self.cause}\n\n{self.remote_traceback}"
+        ).rstrip()
 
 
 class WorkerDiedError(RallyError, RuntimeError):

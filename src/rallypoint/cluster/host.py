@@ -28,6 +28,7 @@ from rallypoint.cluster.reference import attach
 from rallypoint.errors import (
     CallCancelledError,
     MembershipLostError,
+    ModelError,
     PeerFailedError,
     PlacementError,
     RallyError,
@@ -249,7 +250,10 @@ def _report(invocation: Invocation, error: BaseException) -> WorkerError:
         invocation.rank,
         invocation.method,
         _shortened(cause.strip()),
-        _shortened("".join(traceback.format_exception(type(error), error, frames))),
+        # What says by itself where to look and what to do, is not about our code.
+        ""
+        if isinstance(error, ModelError)
+        else _shortened("".join(traceback.format_exception(type(error), error, frames))),
         step=invocation.step,
         pid=os.getpid(),
         node=platform.node(),

@@ -22,6 +22,7 @@ from rallypoint.data import (
 from rallypoint.environments.reward import RewardFunction, load_reward
 from rallypoint.errors import DataError, ModelError
 from rallypoint.models import create_model
+from rallypoint.models.load import quiet_transformers
 from rallypoint.recipes.run_folder import RunFolder
 
 
@@ -63,6 +64,7 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
         ModelError: the model folder or its tokenizer cannot be used.
         RewardError: the reward function cannot be loaded.
     """
+    quiet_transformers()
     reward = load_reward(config.reward.function)
     train_paths, validation_paths = _data_paths(config, folder)
     model_path = config.model.path or str(_created_model(config, folder))

@@ -1,0 +1,94 @@
+"""Model folders that cannot be used, met by two ranks: one error, from one of them, with the file and what to do."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.models import create_model
+
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    create_model(
+        folder,
+        make_digits_tokenizer(),
+        architecture="llama",
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        tie_embeddings=False,
+        initializer_range=0.2,
+        max_positions=64,
+        seed=0,
+    )
+    return folder
+
+
+def edit_config(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change) -> None:
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def lose_a_tensor(folder: Path) -> None:
+    edit_weights(folder, lambda weights: weights.pop(UP_PROJ))
+
+
+def change_a_shape(folder: Path) -> None:
+    edit_weights(folder, lambda weights: weights.update({UP_PROJ: torch.ones(30, 16)}))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_the_family(folder: Path) -> None:
+    edit_config(folder, model_type="no_such_family")
+
+
+def shrink_the_embedding(folder: Path) -> None:
+    edit_config(folder, vocab_size=7)
+
+
+CASES = {
+    lose_a_tensor: f"missing {UP_PROJ} Give the config.json and the safetensors files that were saved together.",
+    change_a_shape: f"wrong shape {UP_PROJ}: [30, 16] of torch.float32 in model.safetensors, expected [32, 16] Give",
+    truncate: "it is cut off: copy or download the file again",
+    change_the_family: "pip install --upgrade transformers",
+    shrink_the_embedding: "ids, but the embedding only 7 rows; use the tokenizer that the model was trained with",
+}
+THREADS, PROCESSES = ("cluster.runtime=inline", "actor.mesh.sp=2"), ("cluster.runtime=ray", "actor.mesh.dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "ranks"),
+    [*((spoil, THREADS) for spoil in CASES), (truncate, PROCESSES)],
+    ids=lambda value: value.__name__ if callable(value) else value[1],
+)
+def test_two_ranks_say_once_what_is_wrong_where_and_what_to_do(runs, sound, tmp_path, spoil, ranks):
+    folder = shutil.copytree(sound, tmp_path / "spoiled")
+    spoil(folder)
+    keys = ("model.create=null", f"model.path={folder}", "cluster.pools={main: [2]}", *ranks)
+    process = runs.start("train", "digits", *runs.overrides("bad", *keys))
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode in (1, 2), said
+    flat = " ".join(said.split())
+    assert flat.count(CASES[spoil]) == 1, said
+    assert flat.count("error: ") == flat.count(f"{folder}") == 1, said
+    assert "Traceback" not in said
