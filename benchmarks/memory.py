@@ -1,22 +1,28 @@
 """Memory: what `--dry-run` predicts beside what runs measure, and what each way to save some costs in time.
 
     python benchmarks/memory.py runs 1M 10M --json memory.json
+    python benchmarks/memory.py runs 10M --how LoRA tp2 shard2 --activations keep
     python benchmarks/memory.py ways 10M --dtype bfloat16
 
-`runs` trains two GRPO steps as a user does, each in processes of its own, and reads the run's own metric. `ways` does
-the update of `training.py` in a process for each way: all activations kept, layers checkpointed and, on an accelerator,
-offloaded. What the logits of all tokens at once would take is in `head.py`.
+`runs` trains two GRPO steps as a user does, each in processes of its own, and reads the run's own metric; `--how` says
+what is trained, and by how many ranks. `ways` does the update of `training.py`, turn by turn in a process for each way:
+all activations kept, layers checkpointed and, on an accelerator, offloaded, or kept by an engine that sleeps before and
+wakes for the update. What the logits of all tokens at once would take is in `head.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from tokenizers import Tokenizer
@@ -26,7 +32,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from update import GROUP_SIZE, SHAPES, Shape, make_model, make_rows
 from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 
-from rallypoint.config import Activations, OptimizerConfig, load_config, make_plan
+from rallypoint.config import OptimizerConfig, load_config, make_plan
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability import read_metrics
@@ -36,6 +42,13 @@ from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 PROMPT_TOKENS, RESPONSE_TOKENS = 96, 64
 CAPS = {"1M": 8192, "10M": 4096, "50M": 2048, "50M-32k": 2048}
 """Tokens of a micro-batch; a step has twice as many."""
+HOWS = {
+    "full": ["model.lora=null"],
+    "LoRA": ["model.lora={rank: 8, alpha: 16}"],
+    "tp2": ["cluster.pools={main: [2]}", "actor.mesh.tp=2", "reference.mesh.tp=2"],
+    "shard2": ["cluster.pools={main: [2]}", "actor.mesh.dp_shard=2", "reference.mesh.dp_shard=2"],
+}
+Way: TypeAlias = Literal["keep", "checkpoint", "offload", "sleep"]
 MIB = 2**20
 
 
@@ -56,7 +69,7 @@ def write_material(folder: Path, name: str) -> None:
     )
 
 
-def overrides(folder: Path, name: str, dtype: str, activations: str) -> list[str]:
+def overrides(folder: Path, name: str, dtype: str, activations: str, how: str) -> list[str]:
     """Return the config of a run."""
     cap = CAPS[name]
     num_prompts = 2 * cap // (GROUP_SIZE * (PROMPT_TOKENS + RESPONSE_TOKENS))
@@ -66,18 +79,19 @@ def overrides(folder: Path, name: str, dtype: str, activations: str) -> list[str
         f"reward.function={folder / 'reward.py'}:compute_score",
         f"rollout={{num_prompts: {num_prompts}, group_size: {GROUP_SIZE}, max_response_tokens: {RESPONSE_TOKENS}}}",
         f"engine={{max_tokens_per_micro_batch: {cap}, activations: {activations}}}",
-        f"trainer={{num_steps: 2, runs_dir: {folder / 'runs'}, name: {name}-{dtype}-{activations}}}",
+        f"trainer={{num_steps: 2, runs_dir: {folder / 'runs'}, name: {name}-{dtype}-{activations}-{how}}}",
+        *HOWS[how],
     ]
 
 
-def run(folder: Path, name: str, dtype: str, activations: str) -> dict[str, object]:
-    """Train two steps; return predicted and measured MiB of the process."""
-    keys = overrides(folder, name, dtype, activations)
+def run(folder: Path, name: str, dtype: str, activations: str, how: str) -> dict[str, object]:
+    """Train two steps; return predicted and measured MiB of a process."""
+    keys = overrides(folder, name, dtype, activations, how)
     command = [sys.executable, "-m", "rallypoint.cli.main", "train", "grpo", *keys]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    records = read_metrics(folder / "runs" / f"{name}-{dtype}-{activations}" / "metrics.jsonl")
+    records = read_metrics(folder / "runs" / f"{name}-{dtype}-{activations}-{how}" / "metrics.jsonl")
     plan = make_plan(load_config("grpo", keys).config)
     measured = {
         memory.role: max(record.get(f"{memory.role}/memory_gib", 0.0) for record in records) * 1024
@@ -87,6 +101,7 @@ def run(folder: Path, name: str, dtype: str, activations: str) -> dict[str, obje
     return {
         "model": name,
         "dtype": dtype,
+        "how": how,
         "activations": activations,
         "predicted": predicted,
         "measured": max(measured.values()),
@@ -97,25 +112,28 @@ def run(folder: Path, name: str, dtype: str, activations: str) -> dict[str, obje
 
 def runs(wanted: argparse.Namespace) -> list[dict[str, object]]:
     """Print a line for every run."""
-    print("| model | type | activations | predicted, MiB | measured, MiB | ratio |\n|---|---|---|---:|---:|---:|")
+    print("| model | how | type | activations | predicted, MiB | measured, MiB | ratio |")
+    print("|---|---|---|---|---:|---:|---:|")
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in wanted.models:
             write_material(Path(scratch), name)
-            for dtype in wanted.dtype:
-                for activations in wanted.activations:
-                    row = run(Path(scratch), name, dtype, activations)
-                    rows.append(row)
-                    print(
-                        f"| {name} | {dtype} | {activations} | {row['predicted']:.0f} | {row['measured']:.0f} "
-                        f"| {row['ratio']:.2f} |",
-                        flush=True,
-                    )
+            for how, dtype, activations in itertools.product(wanted.how, wanted.dtype, wanted.activations):
+                row = run(Path(scratch), name, dtype, activations, how)
+                rows.append(row)
+                print(
+                    f"| {name} | {how} | {dtype} | {activations} | {row['predicted']:.0f} | {row['measured']:.0f} "
+                    f"| {row['ratio']:.2f} |",
+                    flush=True,
+                )
     return rows
 
 
-def way(name: str, dtype: torch.dtype, activations: Activations) -> tuple[float, float]:
-    """Return the CPU seconds and the peak MiB of an update of `training.py`, at best of three."""
+def way(name: str, dtype: torch.dtype, how: Way) -> tuple[float, float]:
+    """Return the CPU seconds and the peak MiB of an update of `training.py`, at best of three.
+
+    An engine that sleeps is asked in between what it holds: that is its peak here.
+    """
     shape = SHAPES[name]
     model = make_model(shape, dtype, ATTENTION).eval()
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -124,7 +142,7 @@ def way(name: str, dtype: torch.dtype, activations: Activations) -> tuple[float,
         ModelShard.whole(model.to(device)),  # pyright: ignore[reportArgumentType]
         optimizer=OptimizerConfig(),
         max_tokens_per_micro_batch=CAPS[name],
-        activations=activations,
+        activations="keep" if how == "sleep" else how,
     )
     batch = make_batch(shape)
 
@@ -136,7 +154,12 @@ def way(name: str, dtype: torch.dtype, activations: Activations) -> tuple[float,
         # On a CPU that others use, too, its seconds say more than those of a clock.
         clock = time.process_time if device.type == "cpu" else time.perf_counter
         began = clock()
-        with meter.measured():
+        if how == "sleep":
+            engine.sleep()
+            with meter.measured():
+                pass
+            engine.wake()
+        with contextlib.nullcontext() if how == "sleep" else meter.measured():
             engine.train(batch, loss, denominator=batch.num_loss_tokens, step=step, num_steps=3)
         seconds.append(clock() - began)
     return min(seconds), meter.take().scalars()["memory_gib"] * 1024
@@ -160,23 +183,24 @@ def make_batch(shape: Shape) -> ActorBatch:
 
 
 def ways(wanted: argparse.Namespace) -> list[dict[str, object]]:
-    """Print what every way to keep activations takes, each in a process of its own."""
-    print("| model | type | activations | peak, MiB | seconds | memory | time |\n|---|---|---|---:|---:|---:|---:|")
+    """Print what every way to save memory takes: medians of turns, each in a process of its own."""
+    print("| model | type | way | peak, MiB | seconds | memory | time |\n|---|---|---|---:|---:|---:|---:|")
     rows: list[dict[str, object]] = []
-    for name in wanted.models:
-        for dtype in wanted.dtype:
-            first: tuple[float, float] | None = None
-            for activations in ("keep", "checkpoint", *(("offload",) if torch.accelerator.is_available() else ())):
-                command = [sys.executable, __file__, "way", name, "--dtype", dtype, "--activations", activations]
-                answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-                seconds, peak = float(answer[-2]), float(answer[-1])
-                first = first or (seconds, peak)
-                rows.append({"model": name, "dtype": dtype, "activations": activations, "s": seconds, "mib": peak})
-                print(
-                    f"| {name} | {dtype} | {activations} | {peak:.0f} | {seconds:.2f} | {peak / first[1]:.2f} "
-                    f"| {seconds / first[0]:.2f} |",
-                    flush=True,
-                )
+    hows = ["keep", "checkpoint", *(("offload", "sleep") if torch.accelerator.is_available() else ())]
+    for name, dtype in itertools.product(wanted.models, wanted.dtype):
+        found: dict[str, list[tuple[float, float]]] = {how: [] for how in hows}
+        for _, how in itertools.product(range(wanted.times), hows):
+            command = [sys.executable, __file__, "way", name, "--dtype", dtype, "--way", how]
+            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            found[how].append((float(answer[-2]), float(answer[-1])))
+        medians = {how: [statistics.median(numbers) for numbers in zip(*found[how], strict=True)] for how in hows}
+        for how, (seconds, peak) in medians.items():
+            rows.append({"model": name, "dtype": dtype, "way": how, "s": seconds, "mib": peak})
+            print(
+                f"| {name} | {dtype} | {how} | {peak:.0f} | {seconds:.2f} | {peak / medians['keep'][1]:.2f} "
+                f"| {seconds / medians['keep'][0]:.2f} |",
+                flush=True,
+            )
     return rows
 
 
@@ -186,11 +210,14 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=SHAPES, default=["1M", "10M", "50M"])
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--activations", nargs="+", default=["keep", "checkpoint"])
+    parser.add_argument("--how", nargs="+", choices=HOWS, default=["full"])
+    parser.add_argument("--way", choices=get_args(Way), default="keep")
+    parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if wanted.what == "way":
         torch.set_num_threads(1)
-        print(*way(wanted.models[0], getattr(torch, wanted.dtype[0]), wanted.activations[0]))
+        print(*way(wanted.models[0], getattr(torch, wanted.dtype[0]), wanted.way))
         return
     rows = runs(wanted) if wanted.what == "runs" else ways(wanted)
     if wanted.json:
