@@ -117,6 +117,10 @@ class WeightsMismatchError(RallyError, RuntimeError):
     """The rollout role holds other weights than the actor published."""
 
 
+class PublishError(RallyError, RuntimeError):
+    """Weights did not get from the actor to the rollout role in time; who was waited for is named."""
+
+
 class StalenessError(RallyError, RuntimeError):
     """A rollout is older than max_staleness allows."""
 

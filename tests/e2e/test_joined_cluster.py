@@ -37,14 +37,14 @@ def train(overrides: list[str], environment: dict[str, str], cwd: Path) -> subpr
     )
 
 
-@pytest.mark.parametrize("rendezvous", ["auto", "tcp"])
+@pytest.mark.parametrize(("rendezvous", "weights"), [("auto", "auto"), ("tcp", "folder")])
 def test_a_run_over_two_nodes_gives_the_weights_of_one_in_this_process(
-    two_nodes, runs, weights_of, tmp_path, rendezvous
+    two_nodes, runs, weights_of, tmp_path, rendezvous, weights
 ):
     (tmp_path / "rewards.py").write_text(REWARD)
     own = (f"reward.function={tmp_path}/rewards.py:compute_score", *SPLIT)
     here = runs.run("here", "cluster.runtime=inline", *own)
-    joined = [f"cluster.address={two_nodes.address}", f"cluster.rendezvous={rendezvous}"]
+    joined = [f"cluster.address={two_nodes.address}", f"cluster.rendezvous={rendezvous}", f"rollout.weights={weights}"]
     done = train(runs.overrides("there", *own, *joined), two_nodes.environment, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

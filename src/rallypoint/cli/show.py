@@ -21,6 +21,7 @@ from rallypoint.config import (
     unread_sections,
     values_of,
 )
+from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.recipes.preflight import load_checked
 
 _MAX_VALUE_CELLS = 20
@@ -112,7 +113,7 @@ def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
     for pool, nodes in config.cluster.pools.items():
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
-    lines.append("")
+    lines += [f"published weights: {describe_way(weights_way(config))}", ""]
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 from rallypoint.config.memory import RoleMemory, role_memory
 from rallypoint.config.shape import shape_of
 from rallypoint.config.tree import RoleName, RunConfig
+
+Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
+"""That weights take from the actor to the rollout role; see `rallypoint.weights`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +62,52 @@ def make_plan(config: RunConfig) -> Plan:
         num_parameters=shape.num_parameters if shape else None,
         memory=tuple(role_memory(config, role, shape) for role in config.roles) if shape else (),
     )
+
+
+def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
+    """Return the way that published weights take to the rollout role; None while only the placement will tell.
+
+    Args:
+        config: of the run.
+        num_nodes: on which both roles are together; None: as far as the config says.
+    """
+    if config.rollout_shares_actor:
+        return "shared"
+    if config.rollout.weights != "auto":
+        return config.rollout.weights
+    num_nodes = num_nodes or _num_nodes(config)
+    if num_nodes is None:
+        return None
+    if num_nodes > 1:
+        return "broadcast"
+    return "memory" if config.cluster.device == "cpu" else "ipc"
+
+
+def describe_way(way: Way | None) -> str:
+    """Return a way in words; None is one that the placement will tell.
+
+    >>> describe_way("memory")
+    'memory (shared by the processes of a node)'
+    """
+    if way is None:
+        return "memory on one node, broadcast across nodes"
+    words = {
+        "shared": "rollouts are sampled from the actor's own",
+        "memory": "shared by the processes of a node",
+        "ipc": "device memory, shared by the processes of a node",
+        "broadcast": "to all ranks at once, over the network",
+        "folder": "safetensors in the run's folder",
+    }
+    return f"{way} ({words[way]})"
+
+
+def _num_nodes(config: RunConfig) -> int | None:
+    """Return how many nodes actor and rollout are on together, at least; None when that depends on the cluster."""
+    if config.cluster.runtime == "inline" or config.cluster.address is None:
+        return 1
+    pools = [config.roles[role].pool for role in ("actor", "rollout")]
+    num_nodes = max(len(config.cluster.pools[pool]) for pool in pools)
+    return num_nodes if num_nodes > 1 or pools[0] == pools[1] else None
 
 
 def attention_cost(config: RunConfig) -> float:

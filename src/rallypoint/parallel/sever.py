@@ -37,7 +37,12 @@ def _connections() -> Iterator[socket.socket]:
     """Yield every TCP connection of this process, by a descriptor of its own."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            connection = socket.socket(fileno=os.dup(int(name)))
+            descriptor = os.dup(int(name))
+            try:
+                connection = socket.socket(fileno=descriptor)
+            except OSError:
+                os.close(descriptor)
+                raise
             try:
                 is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
                     socket.AF_INET,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, make_plan
+from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.data import load_tokenizer
 from rallypoint.errors import CheckpointError
 from rallypoint.observability import (
@@ -138,6 +140,7 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
             say=say,
         )
         rendezvous = None
+        shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
         try:
             pools = pools_of(config)
             await pools.open(runtime)
@@ -153,6 +156,7 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
             if endpoint is not None:
                 await endpoint.close()
             await runtime.shutdown()
+            shutil.rmtree(folder.published, ignore_errors=True)
             if rendezvous is not None:  # after the workers, who renew their leases there
                 rendezvous.close()
 
@@ -169,6 +173,8 @@ def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | N
 async def _start(config: RunConfig, placement: Placement, material: Material, say: _Voice) -> Recipe:
     actor = await Actor.create(placement)
     rollouts = await Rollouts.create(placement)
+    if weights_way(config) is None:
+        say(f"published weights: {describe_way(rollouts.way)}")
     source = RolloutSource(
         config,
         rollouts,
@@ -352,7 +358,7 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
         algorithm=config.recipe,
         num_steps=config.trainer.num_steps,
         run_dir=folder.path,
-        detail=f"{ranks} on {config.cluster.runtime}",
+        detail=f"{ranks} on {config.cluster.runtime}; weights: {weights_way(config) or 'as placed'}",
         first_step=first + 1,
         rewards=[record["reward/mean"] for record in before if "reward/mean" in record],
         validations=[record["validation/score"] for record in before if "validation/score" in record],

@@ -64,6 +64,11 @@ class RunFolder:
         return self.path / "data"
 
     @property
+    def published(self) -> Path:
+        """Weights on their way to the rollout role, while the run goes on; see rollout.weights=folder."""
+        return self.path / "published"
+
+    @property
     def curve(self) -> Path:
         """The picture of the learning curve."""
         return self.path / "curve.png"

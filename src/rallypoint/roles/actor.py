@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,17 +13,17 @@ from torch import Tensor
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import attention_cost
+from rallypoint.config.plan import Way, attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import OffPolicyError, WeightsMismatchError
-from rallypoint.models import gather
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.publishing import PUBLISHED, SOURCE, LineEnd, both, make_plan
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
 from rallypoint.roles.turns import Turns, in_turn
 from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
-from rallypoint.weights import Snapshot, fingerprint, take
+from rallypoint.weights import Held, Plan, Source, fingerprint, folder
 
 
 class ActorWorker(LearnerWorker[ActorBatch]):
@@ -33,6 +35,8 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         model = spec.load_policy(context, spec.meet(context))
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer)
         context.shared[ACTOR_ENGINE] = self.engine
+        context.shared[SOURCE] = self._open_source
+        self._end, self._published = LineEnd(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
             self.turns.sleep_between(self.engine)
 
@@ -52,14 +56,41 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         """Return a digest of this rank's part of what is trained."""
         return fingerprint(self.engine.shard.trained())
 
+    @collect
+    @in_turn()
+    def held(self) -> dict[str, Held]:
+        """Return which parts of what is trained this rank has, and in which type they are published."""
+        shard = self.engine.shard
+        half = shard.sharding.half
+        return {name: Held(half or tensor.dtype, shard.parts[name]) for name, tensor in shard.trained().items()}
+
+    @broadcast
+    def open_line(self, way: Way, plan: Plan) -> None:
+        """Meet those who take over weights, if there is something to send that no worker beside this one sends."""
+        self._end.close()
+        place = plan.sender(self.context.rank)
+        if place is not None and plan.members[place].taker is None:
+            self._end.open(way, plan, place)
+
+    @broadcast
+    def publish(self, version: int) -> None:
+        """Send this rank's part of what is trained."""
+        if self._end.is_open:
+            with self._open_source() as source:
+                self._end.line.run(version, source, None, self.context.tick)
+
     @broadcast
     @in_turn()
-    def snapshot(self, version: int) -> Snapshot | None:
-        """Copy what is trained, whole, for roles in other processes: the first rank has it, the others give parts."""
-        shard, rounded = self.engine.shard, self.engine.shard.rounded()
-        trained = {name: rounded[name] for name in shard.trained()}
-        snapshot = take(version, dict(gather(trained, {name: shard.parts[name] for name in trained}, shard.mesh)))
-        return snapshot if shard.mesh.rank == 0 else None
+    def write_published(self, version: int) -> Path:
+        """Write what is trained into a folder that all nodes see, and return it: the first rank writes."""
+        with self.engine.shard.mesh.abandoned_on_error():
+            return folder.write(self.engine.shard, self._published, version, base=self._path)
+
+    @contextlib.contextmanager
+    def _open_source(self) -> Iterator[Source]:
+        """Have the weights at hand, for a turn of this role."""
+        with self.turns.turn():
+            yield Source(self.engine.shard.trained(), self.engine.shard.parts)
 
     def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""
@@ -111,6 +142,7 @@ class Actor:
     def __init__(self, config: RunConfig, group: WorkerGroup[ActorWorker]) -> None:
         self._config, self._group = config, group
         self._attention_cost = attention_cost(config)
+        self._is_line_open = False
         self.version = 0
         """Optimizer steps completed."""
         self.is_published = asyncio.Event()
@@ -139,21 +171,41 @@ class Actor:
         """Give the rollout role the weights as they are now.
 
         Raises:
-            WeightsMismatchError: ranks hold different weights where they should be copies.
+            WeightsMismatchError: ranks hold different weights where they should be copies, or not all arrived.
+            PublishError: they did not arrive in time.
         """
-        digests = await self._group.call(ActorWorker.fingerprint)
+        await self._check_copies()
+        if rollouts.way == "shared":
+            await rollouts.load(self.version)
+        elif rollouts.way == "folder":
+            written = await self._group.call(ActorWorker.write_published, self.version)
+            await rollouts.load(self.version, written)
+            folder.remove_others(written)
+        else:
+            await self._stream(rollouts)
+        self.is_published.set()
+
+    async def _check_copies(self) -> None:
+        """Compare the weights of ranks that should have the same."""
         axes = self._group.mesh.axes
+        if axes["dp_replicate"] * axes["sp"] == 1:
+            return
+        digests = await self._group.call(ActorWorker.fingerprint)
         places = [self._group.mesh.coordinates(rank) for rank in range(len(digests))]
         different = {(place["dp_shard"], place["tp"], digest) for place, digest in zip(places, digests, strict=True)}
         if len(different) > axes["dp_shard"] * axes["tp"]:
             ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
             raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
-        snapshot = None
-        if not rollouts.shares_actor:
-            # By reference: from the worker that took it to those that load it.
-            snapshot = self._group.call(ActorWorker.snapshot, self.version).reference
-        await rollouts.load(self.version, snapshot)
-        self.is_published.set()
+
+    async def _stream(self, rollouts: Rollouts) -> None:
+        """Send weights while they are loaded."""
+        if not self._is_line_open:
+            held = await self._group.call(ActorWorker.held)
+            plan = make_plan(self._config, rollouts.way, held, self._group.hosts, rollouts.hosts)
+            await both(self._group.call(ActorWorker.open_line, rollouts.way, plan), rollouts.open_line(plan))
+        self._is_line_open = False  # after an error it is opened anew
+        await both(self._group.call(ActorWorker.publish, self.version), rollouts.load(self.version))
+        self._is_line_open = True
 
     async def save(self, folder: Path) -> None:
         """Write the policy into a checkpoint: a Hugging Face folder, and training/actor.safetensors."""

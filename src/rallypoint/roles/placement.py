@@ -15,6 +15,7 @@ import torch
 from rallypoint.cluster import Layout, Mesh, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
+from rallypoint.config.plan import weights_way
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import PlacementError
 from rallypoint.models import ModelShard, load_policy
@@ -69,7 +70,7 @@ class WorkerSpec:
     folder: SharedFolder
     """Of the run."""
     rendezvous: Rendezvous | None
-    """Where ranks find each other; None when every role has one rank only."""
+    """Where ranks find each other; None when none has to."""
 
     def prepare(self, context: WorkerContext) -> None:
         """Set up this process (or thread) for its rank.
@@ -195,7 +196,8 @@ def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:
     Raises:
         RendezvousError: it cannot be opened.
     """
-    if all(config.num_ranks(role) == 1 for role in config.roles):
+    publishing = weights_way(config) not in ("shared", "folder")
+    if not publishing and all(config.num_ranks(role) == 1 for role in config.roles):
         return None
     kind, scope = config.cluster.rendezvous, f"rallypoint-{uuid.uuid4().hex}"
     if kind == "auto":

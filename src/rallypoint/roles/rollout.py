@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
+from rallypoint.cluster.call import Host
 from rallypoint.config import RunConfig
+from rallypoint.config.plan import Way
 from rallypoint.engine import Engine
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
@@ -13,9 +19,10 @@ from rallypoint.generation.requests import Decode
 from rallypoint.generation.row import BLOCK_TOKENS
 from rallypoint.models import trained_weights
 from rallypoint.roles.placement import Placement, WorkerSpec
+from rallypoint.roles.publishing import SOURCE, LineEnd, OpenSource, way_between
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import ActorBatch, Prompts, RolloutBatch
-from rallypoint.weights import Snapshot, load
+from rallypoint.weights import Plan, Sink, folder
 
 ACTOR_ENGINE = "actor/engine"
 """Name under which an actor worker leaves its engine for the rollout worker of the same process."""
@@ -32,15 +39,19 @@ class RolloutWorker(TurnTaker):
         self.turns = Turns(context)
         if shares_actor:
             engine: Engine[ActorBatch] = context.shared[ACTOR_ENGINE]
-            model = engine.model
+            shard = engine.shard
             if "actor" in config.sleeping:
                 self.turns.sleep_between(engine)
         else:
-            model = spec.load_policy(context).model
-        self._model, self._tick, self._shares_actor = model, context.tick, shares_actor
-        self._engine = make_engine(config, model, spec.decoder())
+            shard = spec.load_policy(context)
+        self._shard, self._model, self._shares_actor = shard, shard.model, shares_actor
+        self._rank, self._tick = context.rank, context.tick
+        self._end = LineEnd(context, spec)
+        self._open_source: OpenSource | None = context.shared.get(SOURCE)
+        self._problem: str | None = None
+        self._engine = make_engine(config, shard.model, spec.decoder())
         self._engine.sleep()
-        context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, model
+        context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, shard.model
 
     @shard
     @in_turn()
@@ -50,6 +61,8 @@ class RolloutWorker(TurnTaker):
         Raises:
             WeightsMismatchError: this rank does not hold the weights of that version.
         """
+        if self._problem is not None:
+            raise WeightsMismatchError(f"expected to sample from version {version}, but {self._problem}")
         self._engine.wake()
         try:
             return generate(self._engine, prompts, params, version=version, tick=self._tick)
@@ -57,13 +70,45 @@ class RolloutWorker(TurnTaker):
             self._engine.sleep()  # other roles of this process have the memory while it is their turn
 
     @broadcast
-    def load(self, version: int, snapshot: Snapshot | None) -> None:
-        """Take over new weights: None when they are the actor's own, already in place."""
-        if snapshot is not None:
-            load(snapshot, trained_weights(self._model))
+    def open_line(self, way: Way, plan: Plan) -> None:
+        """Meet those who send weights, when it is sure that they are of this model.
+
+        Raises:
+            WeightsMismatchError: names, shapes or types are not those of the model.
+        """
+        plan.manifest.check(trained_weights(self._model))
+        self._plan, self._place = plan, plan.taker(self._rank)
+        self._end.open(way, plan, self._place)
+
+    @broadcast
+    def load(self, version: int, published: Path | None) -> None:
+        """Take over new weights: of a folder, from the line, or, beside an unsharded actor, those that are in place.
+
+        From the first tensor to the last one the model is of no version, and after an error it stays so: `sample`
+        refuses until a whole version has been loaded.
+
+        Raises:
+            WeightsMismatchError: they are damaged, incomplete, or of another version or model.
+        """
+        self._problem = f"version {version} was not loaded whole"
+        if published is not None:
+            folder.read(self._shard, published, version)
+        elif self._end.is_open:
+            self._take_over(version)
         elif not self._shares_actor:
             raise WeightsMismatchError(f"version {version} was published without weights to a rank with its own copy")
         self._engine.load(version, None)
+        self._problem = None
+
+    def _take_over(self, version: int) -> None:
+        sink = Sink(self._plan.manifest, trained_weights(self._model), version)
+        with contextlib.ExitStack() as open_sources:
+            source = None
+            if self._plan.members[self._place].root is not None:
+                assert self._open_source is not None, "the actor's rank of this process left it"
+                source = open_sources.enter_context(self._open_source())
+            self._end.line.run(version, source, sink, self._tick)
+        sink.finish()
 
 
 def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None = None) -> GenerationEngine:
@@ -84,25 +129,39 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
 class Rollouts:
     """The sampling role as the driver sees it."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup[RolloutWorker], shares_actor: bool) -> None:
+    def __init__(self, config: RunConfig, group: WorkerGroup[RolloutWorker], way: Way) -> None:
         self._config, self._group = config, group
-        self.shares_actor = shares_actor
-        """Whether it samples from the actor's own tensors, so that publishing moves nothing."""
+        self.way: Way = way
+        """That published weights take to it; "shared" when it samples from the actor's own tensors."""
         self.version = 0
         """Of the weights it holds."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
-        """Start the workers; the actor's must be there before."""
+        """Start the workers; the actor's must be there before.
+
+        Raises:
+            PlacementError: rollout.weights is a way that does not lead from one role to the other.
+        """
         shares_actor = placement.config.rollout_shares_actor
         group = await placement.group("rollout", RolloutWorker, shares_actor)
-        return cls(placement.config, group, shares_actor)
+        way = way_between(placement.config, placement.groups["actor"].hosts, group.hosts)
+        return cls(placement.config, group, way)
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """The processes of its ranks."""
+        return self._group.hosts
 
     async def sample(self, prompts: Prompts, params: SamplingParams) -> RolloutBatch:
         """Sample a group of rollouts for each prompt, in the order of the prompts."""
         return await self._group.call(RolloutWorker.sample, prompts, params, self.version)
 
-    async def load(self, version: int, snapshot: Snapshot | None) -> None:
-        """Take over new weights on every rank."""
-        await self._group.call(RolloutWorker.load, version, snapshot)
+    async def open_line(self, plan: Plan) -> None:
+        """Have every rank meet those who send weights."""
+        await self._group.call(RolloutWorker.open_line, self.way, plan)
+
+    async def load(self, version: int, published: Path | None = None) -> None:
+        """Take over new weights on every rank: from a folder, or as they come."""
+        await self._group.call(RolloutWorker.load, version, published)
         self.version = version

@@ -87,6 +87,13 @@ def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
     return final
 
 
+def remove_others(written: Path) -> None:
+    """Remove all versions but one, which everybody has loaded."""
+    for path in written.parent.iterdir():
+        if path != written:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def verify(folder: Path, version: int) -> Manifest:
     """Compare every tensor with the manifest.
 

@@ -90,6 +90,7 @@ def test_the_plan_of_a_run_fits_a_terminal_and_has_its_numbers(command):
     lines = lines_of(command("train", "digits", *EXAMPLE, "--dry-run"))
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH
+    assert "published weights: shared (rollouts are sampled from the actor's own)" in text
     assert "…" not in text
     assert "digits: one of 40 steps" in text
     assert "5 prompts x 3 = 15 rows" in text

@@ -143,6 +143,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "rollout.top_k=1",
         ("rollout.top_k=1 makes the 4 rollouts", "at least 2, or null"),
     ),
+    "fit: a way of weights that stay where they are": (
+        "rollout.weights=memory",
+        ("rollout.weights='memory' has no effect", "leave it at auto"),
+    ),
+    "fit: device memory without a device": (
+        "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.weights=ipc",
+        ("rollout.weights='ipc' shares the memory of accelerators", "expected auto or memory"),
+    ),
+    "fit: memory of two nodes": (
+        "cluster.pools={main:[1],second:[1,1]} rollout.placement.pool=second rollout.weights=memory",
+        ("cluster.pools.second=[1, 1] has 2", "expected auto, broadcast or folder"),
+    ),
     "range: no token to choose from": ("rollout.top_p=0", ("rollout.top_p=0", "above 0, at most 1")),
     "type: number for a stop text": ("rollout.stop=[3]", ("rollout.stop=[3]", "text or a list of texts")),
     "fit: heads and tensor-parallel ranks": (

@@ -169,10 +169,10 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
     actor.train(cut(batch, num_epochs=3), 20)
     assert not torch.equal(actor.logprobs([batch])[0].values, before)
     assert torch.equal(reference.logprobs([batch])[0].values, before)
-    snapshot = actor.snapshot(3)
-    assert snapshot.weights
-    assert all(".lora_" in name for name in snapshot.weights)
-    rollout.load(3, snapshot)
+    held = actor.held()
+    assert held
+    assert all(".lora_" in name for name in held)
+    rollout.load(3, actor.write_published(3))
     prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
     params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
     sampled = rollout.sample(prompts, params, version=3)

@@ -1,13 +1,29 @@
 """What a worker checks before it begins."""
 
+import dataclasses
 import pickle
 
 import pytest
 
 from rallypoint.cluster import Mesh, WorkerContext, merge
+from rallypoint.cluster.host import HostInfo
 from rallypoint.config import load_config
+from rallypoint.config.plan import weights_way
 from rallypoint.errors import PlacementError
 from rallypoint.roles.placement import SharedFolder, WorkerSpec, pools_of
+from rallypoint.roles.publishing import way_between
+
+
+@dataclasses.dataclass(frozen=True)
+class Somewhere:
+    """A process of which nothing is asked but where it is."""
+
+    info: HostInfo
+
+
+@pytest.fixture
+def host_on():
+    return lambda node: Somewhere(HostInfo(node, f"id of {node}", 1))
 
 
 def test_a_node_that_sees_the_run_folder_is_content(tmp_path):
@@ -63,3 +79,31 @@ def test_an_accelerator_that_torch_does_not_find_is_named_with_what_there_is(tmp
         PlacementError, match=r"cluster\.device=warp, but on node .* finds (no accelerator|one of type)"
     ):
         spec.prepare(WorkerContext("actor", 0, Mesh({"dp_replicate": 1}), 1, config.cluster.device, {}))
+
+
+def test_weights_take_a_way_that_fits_where_the_roles_are(host_on):
+    split = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second")
+    here, there = [host_on("a")], [host_on("b")]
+    for overrides, nodes, way in (
+        ((), (here, here), "shared"),
+        (split, (here, here), "memory"),
+        (split, (here, there), "broadcast"),
+        ((*split, "cluster.device=cuda"), (here, here), "ipc"),
+        ((*split, "rollout.weights=folder"), (here, here), "folder"),
+    ):
+        assert way_between(load_config("digits", overrides).config, *nodes) == way
+    forced = load_config("digits", (*split, "rollout.weights=memory", "cluster.address=auto")).config
+    with pytest.raises(PlacementError, match=r"rollout.weights=memory leads .* of one node, but .* are on 2 \(a, b\)"):
+        way_between(forced, here, there)
+
+
+def test_the_way_of_weights_is_known_before_the_placement_where_the_config_says_enough():
+    split, there = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second"), "cluster.address=auto"
+    for overrides, way in (
+        ((), "shared"),
+        (split, "memory"),
+        ((*split, there), None),
+        (("cluster.pools={main: [1, 1]}", "actor.mesh.dp_shard=2", "critic.mesh.dp_shard=2", there), "broadcast"),
+        (("cluster.pools={main: [2]}", "actor.mesh.tp=2", there), "memory"),
+    ):
+        assert weights_way(load_config("digits", overrides).config) == way

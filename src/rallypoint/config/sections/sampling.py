@@ -44,6 +44,9 @@ class RolloutConfig(Section):
     cache_tokens: int | None = key(
         None, at_least=64, unit="tokens", help="Size of the KV cache of a process; null: all rows at their longest."
     )
+    weights: Literal["auto", "memory", "ipc", "broadcast", "folder"] = key(
+        "auto", help="Way of published weights to ranks with a model of their own; auto: what fits their placement."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 
 

@@ -1,0 +1,128 @@
+"""How weights get from the actor's ranks to those of the rollout role, as the driver and the workers see it.
+
+Owns: who takes part in a line of processes (`weights`), and which of two errors is the cause. Must not know: what
+travels.
+
+A process that has a rank of both roles takes part once: its actor worker leaves what it has to send (`SOURCE`), and the
+rollout worker sends it while it takes over what comes. Calls of one process are executed one after another, so that two
+of them could not wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+from rallypoint.cluster import WorkerContext
+from rallypoint.cluster.call import Host
+from rallypoint.config import RunConfig
+from rallypoint.config.plan import Way, weights_way
+from rallypoint.errors import PlacementError, WorkerError
+from rallypoint.roles.placement import WorkerSpec
+from rallypoint.weights import HEADER_BYTES, Held, Line, Manifest, Member, Plan, Source, join
+from rallypoint.weights.ways import BUCKET_BYTES
+
+SOURCE = "actor/source"
+"""Name under which an actor worker leaves a function that opens its `Source`."""
+
+PUBLISHED = "published"
+"""Folder within that of the run, for the way `folder`."""
+
+OpenSource: TypeAlias = Callable[[], AbstractContextManager[Source]]
+
+_PATIENCE_S = 10.0
+"""How long the one that failed first may take to say so after another one stopped because of it."""
+_NUMBERS = itertools.count(1)
+
+
+class LineEnd:
+    """A worker's end of the line, which it opens at the first publish, and again after one that failed."""
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        self._context, self._spec = context, spec
+        self._line: Line | None = None
+
+    def open(self, way: Way, plan: Plan, place: int) -> None:
+        """Meet the others."""
+        self.close()
+        assert self._spec.rendezvous is not None, "who publishes has a place to meet"
+        self._line = join(way, self._spec.rendezvous, plan, place, device=self._spec.config.cluster.device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this worker takes part."""
+        return self._line is not None
+
+    @property
+    def line(self) -> Line:
+        """The open line."""
+        assert self._line is not None, "the driver opens it before it publishes"
+        return self._line
+
+    def close(self) -> None:
+        """Leave, if it is open."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+def way_between(config: RunConfig, actor: Sequence[Host], rollout: Sequence[Host]) -> Way:
+    """Return the way that weights take from some processes to others.
+
+    Raises:
+        PlacementError: the config names one that does not lead there.
+    """
+    nodes = {host.info.node_id: host.info.node for host in (*actor, *rollout)}
+    way = weights_way(config, len(nodes))
+    assert way is not None, "it is known where the processes are"
+    if way in ("memory", "ipc") and len(nodes) > 1:
+        raise PlacementError(
+            f"rollout.weights={way} leads from process to process of one node, but actor and rollout are on "
+            f"{len(nodes)} ({', '.join(sorted(nodes.values()))}); expected auto, broadcast or folder"
+        )
+    return way
+
+
+def make_plan(
+    config: RunConfig, way: Way, held: Sequence[Mapping[str, Held]], actor: Sequence[Host], rollout: Sequence[Host]
+) -> Plan:
+    """Return who takes part in a line: all rollout ranks, and the ranks of the actor that have something to send.
+
+    Args:
+        config: of the run.
+        way: that the weights take.
+        held: by the ranks of the actor.
+        actor: the processes of its ranks.
+        rollout: the processes of the rollout role's ranks.
+    """
+    manifest = Manifest.of(held, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES)
+    roots = {bucket.root for bucket in manifest.buckets}
+    takers = {id(host): rank for rank, host in enumerate(rollout)}
+    senders = {id(actor[root]): root for root in sorted(roots)}
+    processes = dict.fromkeys([*senders, *takers])
+    members = tuple(Member(senders.get(process), takers.get(process)) for process in processes)
+    name = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
+    return Plan(name, members, manifest, config.cluster.call_timeout_s)
+
+
+async def both(*calls: Awaitable[None]) -> None:
+    """Wait for calls that need each other; of their errors, raise the cause and not what it led to."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if left and all(_is_consequence(task.exception()) for task in done if task.exception()):
+            done |= (await asyncio.wait(left, timeout=_PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION))[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+    errors = [error for task in done if (error := task.exception()) is not None]
+    if errors:
+        raise min(errors, key=_is_consequence)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    return isinstance(error, WorkerError) and error.is_consequence

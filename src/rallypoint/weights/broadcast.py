@@ -1,0 +1,67 @@
+"""Weights across nodes: every bucket is broadcast from its root, over gloo or over the devices' own network.
+
+Owns: the process group, of everybody who sends or takes. Must not know: what is in a bucket. Two buckets are under way:
+one travels while the next one is filled, or the last one copied out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rallypoint.cluster.rendezvous import Rendezvous
+from rallypoint.parallel import Device, Group, meet
+from rallypoint.weights.line import Plan, at_meeting
+from rallypoint.weights.stream import Sink, Source
+
+
+class BroadcastLine:
+    """See `Line`."""
+
+    def __init__(self, plan: Plan, place: int, group: Group) -> None:
+        """See `join`, which makes them."""
+        self._plan, self._root, self._group = plan, plan.members[place].root, group
+        self._memory = [torch.empty(plan.manifest.bucket_bytes, dtype=torch.uint8, device=group.device) for _ in "ab"]
+
+    def run(self, version: int, source: Source | None, sink: Sink | None, tick: Callable[[], None]) -> None:
+        """See `Line.run`; it ends the line if it raises."""
+        buckets = self._plan.manifest.buckets
+        with contextlib.ExitStack() as unless_done, self._group.watched():
+            unless_done.callback(self._group.abandon)
+            under_way: dist.Work | None = None
+            for index in range(len(buckets) + 1):
+                before, under_way = under_way, None
+                if index < len(buckets):
+                    if source is not None and buckets[index].root == self._root:
+                        source.pack(buckets[index], index, version, self._memory[index % 2])
+                    under_way = self._broadcast(index)
+                if before is not None:
+                    before.wait()
+                    if sink is not None:
+                        sink.unpack(index - 1, self._memory[(index - 1) % 2])
+                    tick()
+            unless_done.pop_all()
+
+    def close(self) -> None:
+        """See `Line.close`."""
+        self._group.close()
+
+    def _broadcast(self, index: int) -> dist.Work:
+        """Begin to send a bucket, or to receive it."""
+        bucket, options = self._plan.manifest.buckets[index], dist.BroadcastOptions()
+        sender = self._plan.sender(bucket.root)
+        assert sender is not None, "whose buckets travel is a member"
+        options.rootRank = sender
+        return self._group.torch_group.broadcast([self._memory[index % 2][: bucket.num_bytes]], options)
+
+
+def join(rendezvous: Rendezvous, plan: Plan, place: int, device: Device = "cpu") -> BroadcastLine:
+    """See `Join`; buckets are on the device."""
+    with at_meeting(plan):
+        group = meet(
+            rendezvous, plan.name, rank=place, world_size=len(plan.members), timeout_s=plan.timeout_s, device=device
+        )
+    return BroadcastLine(plan, place, group)

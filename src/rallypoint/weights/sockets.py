@@ -1,0 +1,210 @@
+"""Sockets between processes of one node: who is there, what they share, and one byte for every bucket.
+
+Owns: how two processes find each other, that they are of one user, and what a silent or closed end means. Must not
+know: weights. A process that dies closes its sockets, however it dies, so that the other end knows at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from rallypoint.errors import PeerFailedError, PublishError
+
+_LOOK_EVERY_S = 1.0
+"""How long a wait goes on without a line of Python, at which the call that it belongs to can be cancelled."""
+_NUMBER = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Peer:
+    """The other end of a connection."""
+
+    def __init__(self, connection: socket.socket, name: str, timeout_s: float) -> None:
+        """Take over a connection; `name` is for people, `timeout_s` bounds every wait."""
+        self.name, self._socket, self._timeout_s = name, connection, timeout_s
+        self._num_heard = 0
+        connection.settimeout(_LOOK_EVERY_S)
+
+    def tell(self) -> None:
+        """Send a byte: another bucket is filled, or taken.
+
+        Raises:
+            PeerFailedError: the other end is gone.
+        """
+        try:
+            self._socket.sendall(b".")
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def hear(self, count: int) -> None:
+        """Return when so many bytes have come since the beginning.
+
+        Raises:
+            PeerFailedError: the other end is gone.
+            PublishError: it was silent for too long.
+        """
+        while self._num_heard < count:
+            self._num_heard += len(self._receive(4096))
+
+    def give(self, data: bytes, descriptors: Sequence[int]) -> None:
+        """Send some bytes and open files; before the first `tell`."""
+        try:
+            socket.send_fds(self._socket, [_NUMBER.pack(len(data)) + data], descriptors)
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def given(self) -> tuple[bytes, list[int]]:
+        """Return what the other end gave; the open files belong to the caller."""
+        try:
+            self._socket.settimeout(self._timeout_s)
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _NUMBER.size, 1)
+            self._socket.settimeout(_LOOK_EVERY_S)
+        except OSError as error:
+            raise self._gone(error) from error
+        if len(head) < _NUMBER.size:
+            raise self._gone(None)
+        return self.receive_exactly(_NUMBER.unpack(head)[0]), descriptors
+
+    def receive_exactly(self, count: int) -> bytes:
+        """Return so many bytes."""
+        data = b""
+        while len(data) < count:
+            data += self._receive(count - len(data))
+        return data
+
+    def close(self) -> None:
+        """Let the other end know that nothing will come any more; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it, which `close` does not
+        self._socket.close()
+
+    def _receive(self, most: int) -> bytes:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                received = self._socket.recv(most)
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue
+                raise PublishError(f"{self.name} was silent for {self._timeout_s:g} s; expected a bucket") from None
+            except OSError as error:
+                raise self._gone(error) from error
+            if not received:
+                raise self._gone(None)
+            return received
+
+    def _gone(self, error: OSError | None) -> PeerFailedError:
+        why = f" ({error.strerror})" if error and error.strerror else ""
+        return PeerFailedError(f"{self.name} went away while weights were published{why}")
+
+
+class Listener:
+    """A place that other processes of this user and node connect to, until the end of the `with` block."""
+
+    def __init__(self) -> None:
+        """Listen under a name that nobody else has."""
+        name = f"rallypoint-{uuid.uuid4().hex}"
+        self._folder: str | None = None
+        if sys.platform == "linux":
+            self.address = f"\0{name}".encode()  # stands in no folder, and ends with the process
+        else:
+            self._folder = tempfile.mkdtemp(prefix="rally")  # that only this user may enter
+            self.address = os.fsencode(os.path.join(self._folder, "socket"))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.address)
+        self._socket.listen(1024)
+        self._socket.settimeout(_LOOK_EVERY_S)
+
+    def accept(self, names: Sequence[str], expected: Sequence[int], timeout_s: float) -> list[Peer]:
+        """Return the peers that connect, in the order of `expected`.
+
+        Args:
+            names: of everybody who might, by number.
+            expected: numbers of those who will.
+            timeout_s: how long to wait for all of them, and later for each word from them.
+
+        Raises:
+            PublishError: some did not come; they are named.
+        """
+        found: dict[int, Peer] = {}
+        deadline = time.monotonic() + timeout_s
+        while missing := [number for number in expected if number not in found]:
+            if time.monotonic() > deadline:
+                for peer in found.values():
+                    peer.close()
+                who = ", ".join(names[number] for number in missing)
+                raise PublishError(f"waited {timeout_s:g} s for {who} to connect, on this node")
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            if not _is_of_this_user(connection):
+                connection.close()
+                continue
+            peer = Peer(connection, "a process that connected", timeout_s)
+            number: int = _NUMBER.unpack(peer.receive_exactly(_NUMBER.size))[0]
+            peer.name = names[number]
+            found[number] = peer
+        return [found[number] for number in expected]
+
+    def close(self) -> None:
+        """Listen no more; connections stay."""
+        self._socket.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def connect(address: bytes, name: str, number: int, timeout_s: float) -> Peer:
+    """Connect to a listener that is there.
+
+    Args:
+        address: of the listener.
+        name: of it, for people.
+        number: of this process, for the listener.
+        timeout_s: how long to wait for each word from it.
+
+    Raises:
+        PeerFailedError: it is gone.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address)
+        connection.sendall(_NUMBER.pack(number))
+    except OSError as error:
+        connection.close()
+        raise PeerFailedError(f"{name} cannot be reached on this node: {error.strerror}") from error
+    return Peer(connection, name, timeout_s)
+
+
+@contextlib.contextmanager
+def closing_descriptors(descriptors: Sequence[int]) -> Iterator[None]:
+    """Close open files at the end of the block."""
+    try:
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether the other end is a process of the same user; elsewhere than on Linux the folder sees to that."""
+    if sys.platform != "linux":
+        return True
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user == os.getuid()

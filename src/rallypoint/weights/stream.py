@@ -1,0 +1,265 @@
+"""Weights as a stream of buckets: what every rank of the actor has of them, cut into rectangles and checked one by one.
+
+Owns: the cut, the layout of a bucket, and the checksums. Must not know: how a bucket gets from one process to another,
+or who they are. Sender and receiver cut alike, because both have the manifest; a bucket carries no names.
+
+A bucket is flat memory: a header of 64-bit numbers (version, place in the stream, a checksum for each rectangle) and,
+from `HEADER_BYTES` on, the rectangles, each at a multiple of 64 bytes. No process needs more memory for it than a few
+buckets, whatever the size of a tensor. Ranks that hold the same send it once, and a tensor that several ranks hold in
+parts is never put together anywhere but in its destination.
+
+A load is all or nothing in what it says, not in what it does: rectangles are copied into the model as they come, each
+after its checksum was found right, so that no second model is needed. From the first to the last one the model is of no
+version; see `Sink`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rallypoint.errors import WeightsMismatchError
+from rallypoint.models import Part
+
+HEADER_BYTES = 4096
+"""Of a bucket, before its rectangles."""
+BUCKET_BYTES = 2**20 + HEADER_BYTES
+"""Small enough to stay in a processor's cache between the copy into it and the copy out of it."""
+
+_ALIGNMENT = 64
+_VERSION, _INDEX, _FIRST_CHECKSUM = 0, 1, 2
+_MAX_RECTANGLES = HEADER_BYTES // 8 - _FIRST_CHECKSUM
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank has of a tensor."""
+
+    dtype: torch.dtype
+    """In which it travels."""
+    part: Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A part of a tensor in a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    part: Part
+    """In the coordinates of the whole tensor."""
+    start: int
+    """First byte in the bucket."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.part.num_elements * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rectangles that travel together."""
+
+    root: int
+    """The rank that sends it."""
+    rectangles: tuple[Rectangle, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the header and all rectangles, rounded up."""
+        last = self.rectangles[-1]
+        return _aligned(last.start + last.num_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """What travels at every publish, in order; the same for all who take part."""
+
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Of the whole tensors."""
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+    """What a bucket can have."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, each once."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.shapes.values())
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Held]], *, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
+        """Cut what ranks hold into buckets; what several of them hold is sent by the first one.
+
+        Two ranks with two rows each of `w`, and both with the same `b`:
+
+        >>> rows = [Part.whole([4, 2]).rows(0, 2), Part.whole([4, 2]).rows(2, 4)]
+        >>> b = Held(torch.float32, Part.whole([2]))
+        >>> manifest = Manifest.of([{"w": Held(torch.float32, part), "b": b} for part in rows])
+        >>> [(bucket.root, [(r.name, r.part.starts) for r in bucket.rectangles]) for bucket in manifest.buckets]
+        [(0, [('w', (0, 0)), ('b', (0,))]), (1, [('w', (2, 0))])]
+
+        Args:
+            ranks: of the actor; name of a tensor -> what the rank has of it.
+            bucket_bytes: of a bucket.
+        """
+        sent: set[tuple[str, Part]] = set()
+        streams: list[list[Bucket]] = []
+        for root, held in enumerate(ranks):
+            mine = {name: one for name, one in held.items() if one.part.num_elements and (name, one.part) not in sent}
+            sent |= {(name, one.part) for name, one in mine.items()}
+            streams.append([Bucket(root, rectangles) for rectangles in _packed(mine, bucket_bytes)])
+        shapes = {name: (held.dtype, held.part.shape) for rank in ranks for name, held in rank.items()}
+        num_sent = sum(part.num_elements for _, part in sent)
+        num_elements = sum(math.prod(shape) for _, shape in shapes.values())
+        assert num_sent == num_elements, "parts overlap, or leave something out"
+        # In turns, so that all of them can be at work.
+        turns = itertools.zip_longest(*streams)
+        return cls(shapes, tuple(bucket for turn in turns for bucket in turn if bucket is not None), bucket_bytes)
+
+    def check(self, into: Mapping[str, Tensor]) -> None:
+        """Refuse a model that has other weights.
+
+        Raises:
+            WeightsMismatchError: names, shapes or types differ.
+        """
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}
+        wrong = sorted(self.shapes.keys() ^ found.keys()) or [
+            f"{name}: {dtype} {list(shape)} instead of {found[name][0]} {list(found[name][1])}"
+            for name, (dtype, shape) in self.shapes.items()
+            if found[name] != (dtype, shape)
+        ]
+        if wrong:
+            raise WeightsMismatchError(f"the actor publishes weights of another model: {', '.join(wrong[:5])}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """The weights of one rank, to be sent."""
+
+    tensors: Mapping[str, Tensor]
+    """What it holds; those in another type than they travel in are converted, rectangle by rectangle."""
+    parts: Mapping[str, Part]
+    """Which part of the whole each of them is."""
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket, index: int, version: int, memory: Tensor) -> None:
+        """Fill a bucket's memory."""
+        for rectangle in bucket.rectangles:
+            where = rectangle.part.within(self.parts[rectangle.name])
+            _view(memory, rectangle).copy_(self.tensors[rectangle.name][where])
+        header = [version, index, *_checksums(bucket, memory)]
+        _header(memory)[: len(header)] = torch.tensor(header, dtype=torch.int64)
+
+
+class Sink:
+    """A model that takes over the weights of one version, bucket by bucket.
+
+    What is wrong with a bucket is kept until `finish`, so that a rank goes on to take what the others send to it.
+    """
+
+    def __init__(self, manifest: Manifest, into: Mapping[str, Tensor], version: int) -> None:
+        """Begin: from now on, and until `finish` has returned, the model is of no version.
+
+        Args:
+            manifest: which has been checked against `into`.
+            into: the model's weights, all of those that are published.
+            version: that is expected.
+        """
+        self._manifest, self._into, self._version = manifest, into, version
+        self._missing = set(range(len(manifest.buckets)))
+        self._problem: str | None = None
+
+    @torch.no_grad()
+    def unpack(self, index: int, memory: Tensor) -> None:
+        """Take over a bucket, if it is the one it should be and nothing of it was damaged."""
+        bucket = self._manifest.buckets[index]
+        version, place = _header(memory)[:_FIRST_CHECKSUM].tolist()
+        if (version, place) != (self._version, index):
+            self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
+            return
+        expected = _header(memory)[_FIRST_CHECKSUM : _FIRST_CHECKSUM + len(bucket.rectangles)].tolist()
+        for rectangle, one, other in zip(bucket.rectangles, expected, _checksums(bucket, memory), strict=True):
+            if one != other:
+                self._refuse(f"{rectangle.name} was damaged on its way: its checksum differs")
+                return
+        for rectangle in bucket.rectangles:
+            where = rectangle.part.within(Part.whole(rectangle.part.shape))
+            self._into[rectangle.name][where].copy_(_view(memory, rectangle))
+        self._missing.discard(index)
+
+    def finish(self) -> None:
+        """Return if the model has all of the version.
+
+        Raises:
+            WeightsMismatchError: a bucket was damaged, of another version, or did not come.
+        """
+        problem = self._problem
+        if problem is None and self._missing:
+            lost = self._manifest.buckets[min(self._missing)].rectangles[0].name
+            problem = f"{len(self._missing)} of {len(self._manifest.buckets)} buckets did not come, {lost} first"
+        if problem is not None:
+            raise WeightsMismatchError(f"version {self._version} was not loaded: {problem}")
+
+    def _refuse(self, problem: str) -> None:
+        self._problem = self._problem or problem
+
+
+def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Rectangle, ...]]:
+    """Fill buckets with rectangles in the order of the tensors."""
+    rectangles: list[Rectangle] = []
+    end = HEADER_BYTES
+    for name, one in held.items():
+        for part in rectangles_of(one.part, (bucket_bytes - HEADER_BYTES) // one.dtype.itemsize):
+            num_bytes = part.num_elements * one.dtype.itemsize
+            if rectangles and (end + num_bytes > bucket_bytes or len(rectangles) == _MAX_RECTANGLES):
+                yield tuple(rectangles)
+                rectangles, end = [], HEADER_BYTES
+            rectangles.append(Rectangle(name, one.dtype, part, end))
+            end = _aligned(end + num_bytes)
+    if rectangles:
+        yield tuple(rectangles)
+
+
+def rectangles_of(part: Part, max_elements: int) -> Iterator[Part]:
+    """Cut a part into rectangles of a limited size, along its first dimensions.
+
+    >>> [(cut.starts, cut.sizes) for cut in rectangles_of(Part.whole([5, 3]), 6)]
+    [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((4, 0), (1, 3))]
+    >>> [(cut.starts, cut.sizes) for cut in rectangles_of(Part.whole([1, 5]), 2)]
+    [((0, 0), (1, 2)), ((0, 2), (1, 2)), ((0, 4), (1, 1))]
+    """
+    if part.num_elements <= max_elements:
+        yield part
+        return
+    dim = next(dim for dim, size in enumerate(part.sizes) if size > 1)
+    step = max(1, max_elements // (part.num_elements // part.sizes[dim]))
+    for start in range(0, part.sizes[dim], step):
+        yield from rectangles_of(part.narrow(dim, start, min(step, part.sizes[dim] - start)), max_elements)
+
+
+def _view(memory: Tensor, rectangle: Rectangle) -> Tensor:
+    data = memory[rectangle.start : rectangle.start + rectangle.num_bytes]
+    return data.view(rectangle.dtype).view(rectangle.part.sizes)
+
+
+def _header(memory: Tensor) -> Tensor:
+    return memory[:HEADER_BYTES].view(torch.int64)
+
+
+def _checksums(bucket: Bucket, memory: Tensor) -> Iterable[int]:
+    """Return a signed number for each rectangle: xxh3_64 of its bytes."""
+    data = memory.cpu().numpy().data
+    for rectangle in bucket.rectangles:
+        checksum = xxhash.xxh3_64_intdigest(data[rectangle.start : rectangle.start + rectangle.num_bytes])
+        yield checksum - 2**64 if checksum >= 2**63 else checksum
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

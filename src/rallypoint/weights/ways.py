@@ -1,0 +1,32 @@
+"""The ways that weights take between processes, by name."""
+
+from __future__ import annotations
+
+from rallypoint.cluster.rendezvous import Rendezvous
+from rallypoint.parallel import Device
+from rallypoint.weights import broadcast, ipc, memory
+from rallypoint.weights.line import Line, Plan
+
+BUCKET_BYTES = {"memory": 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
+"""What a bucket can have: where it is copied twice, it stays in a processor's cache in between."""
+
+
+def join(way: str, rendezvous: Rendezvous, plan: Plan, place: int, *, device: Device) -> Line:
+    """Meet the other members of a line; this is the one at `place`.
+
+    Args:
+        way: "memory", "ipc" or "broadcast".
+        rendezvous: where to meet.
+        plan: who takes part.
+        place: of this member.
+        device: where the weights are.
+
+    Raises:
+        PublishError: some did not come; they are named.
+        PeerFailedError: another member went away.
+    """
+    if way == "memory":
+        return memory.join(rendezvous, plan, place)
+    if way == "ipc":
+        return ipc.join(rendezvous, plan, place, device)
+    return broadcast.join(rendezvous, plan, place, device)
