@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.protocol import FinishReason, Piece, Request
@@ -82,6 +82,9 @@ class HFEngine:
         self.is_asleep = False
 
     def _continue(self, request: Request, draw: _Draw) -> FinishReason:
+        own = self.model.generation_config
+        # What the folder says of sampling is not asked for here, but would fill in whatever is left out below.
+        self.model.generation_config = GenerationConfig()
         self.model.set_attn_implementation("eager")
         try:
             self.model.generate(  # pyright: ignore[reportCallIssue] - a mixin's method that is not typed
@@ -96,6 +99,7 @@ class HFEngine:
             )
         finally:
             self.model.set_attn_implementation(ATTENTION)
+            self.model.generation_config = own
         return "stop" if draw.stopped else "length"
 
     def _piece(self, request_id: int, draw: _Draw, reason: FinishReason, error: NotFiniteError | None = None) -> Piece:

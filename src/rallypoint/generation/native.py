@@ -140,7 +140,8 @@ class NativeEngine:
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """See `GenerationEngine.load`."""
         take_over(self.model, version, weights)
-        self._late += [row.piece(self.version) for row in self._running if row.num_delivered < len(row.tokens)]
+        begun = (*self._running, *self._waiting)  # those that were set back, or slept, have tokens too
+        self._late += [row.piece(self.version) for row in begun if row.num_delivered < len(row.tokens)]
         self.version = version
         if self._recomputes:
             self._set_back(self._running)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, SamplingParams, generate, stream
-from rallypoint.models import ModelShard, named_weights
+from rallypoint.models import ModelShard, load_policy, named_weights
 
 LENGTHS = [3, 9, 1, 17]
 TEXT = "0123456789abcdefghij"
@@ -22,10 +23,10 @@ def decode(tokens):
 
 
 ENGINES = {
-    "hf": lambda model: HFEngine(model, decode=decode, version=4),
-    "native": lambda model: NativeEngine(model, decode=decode, version=4),
-    "native, exact": lambda model: NativeEngine(model, decode=decode, version=4, mode="exact"),
-    "native, little memory": lambda model: NativeEngine(model, decode=decode, version=4, max_rows=3),
+    "hf": lambda model, decode=decode: HFEngine(model, decode=decode, version=4),
+    "native": lambda model, decode=decode: NativeEngine(model, decode=decode, version=4),
+    "native, exact": lambda model, decode=decode: NativeEngine(model, decode=decode, version=4, mode="exact"),
+    "native, little memory": lambda model, decode=decode: NativeEngine(model, decode=decode, version=4, max_rows=3),
 }
 
 PARAMS = {
@@ -70,6 +71,29 @@ def test_every_engine_draws_the_same_tokens(engine, make_policy, make_prompts, p
         torch.testing.assert_close(batch.sampled_logprobs, expected.sampled_logprobs, rtol=1e-4, atol=1e-5)
 
 
+def test_how_a_model_folder_would_generate_changes_nothing(make_engine, make_policy, make_prompts, params, tmp_path):
+    make_policy().save_pretrained(tmp_path)
+    own = {
+        "do_sample": True,
+        "repetition_penalty": 1.5,
+        "no_repeat_ngram_size": 1,
+        "suppress_tokens": [3, 4],
+        "bad_words_ids": [[7]],
+        "max_time": 1e-9,
+        "stop_strings": ["1"],
+        "num_beams": 2,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    model = load_policy(str(tmp_path), dtype="float32").model
+    said = model.generation_config
+    expected = generate(make_engine(make_policy()), make_prompts(LENGTHS), params, version=4)
+    batch = generate(make_engine(model), make_prompts(LENGTHS), params, version=4)
+    assert torch.equal(batch.tokens, expected.tokens)
+    assert torch.equal(batch.rollout_logprobs, expected.rollout_logprobs)
+    assert model.generation_config is said
+    assert said.num_beams == 2
+
+
 @pytest.mark.parametrize("changes", PARAMS.values(), ids=PARAMS)
 def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distribution(
     engine, make_policy, make_prompts, params, changes
@@ -97,6 +121,38 @@ def test_a_stop_string_ends_a_rollout_with_the_token_that_completes_it(engine, m
         assert len(text) == 40 or not batch.truncated[row]
         assert "12" not in text[:-1]
         assert "j" not in text[:-1]
+
+
+def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it(make_engine, make_policy, params):
+    def shown(tokens):
+        return "".join({3: "a", 4: "b"}.get(token, "") for token in tokens)
+
+    engine = make_engine(make_policy(), decode=shown)
+    endless = dataclasses.replace(params, stop_tokens=(), max_new_tokens=100)
+    distances = []
+    for sample in range(2):
+        request = Request(tokens=(5, 6), params=endless, sample_index=sample)
+        tokens = [token for piece in stream(engine, request) for token in piece.tokens]
+        end = next((n for n in range(1, 101) if "ab" in shown(tokens[:n])), 100)
+        stopped = dataclasses.replace(request, params=dataclasses.replace(endless, stop_strings=("ab",)))
+        assert [token for piece in stream(engine, stopped) for token in piece.tokens] == tokens[:end]
+        if "ab" in shown(tokens):
+            distances.append(end - 1 - max(n for n in range(end) if tokens[n] == 3))
+    assert max(distances) > 15
+
+
+def test_a_stop_string_counts_only_if_its_last_token_comes_after_the_minimum_length(engine, make_prompts, params):
+    endless = dataclasses.replace(params, stop_tokens=(), max_new_tokens=40)
+    wanted = dataclasses.replace(endless, stop_strings=("1", "j"), min_new_tokens=9)
+    tokens = generate(engine, make_prompts(LENGTHS), endless, version=4)
+    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
+    came_early = 0
+    for row in range(len(batch)):
+        text = decode(tokens.response(row).tolist())
+        end = next((n for n in range(9, 40) if text[:n].endswith(("1", "j"))), 40)
+        assert decode(batch.response(row).tolist()) == text[:end]
+        came_early += end > 9 and not {"1", "j"}.isdisjoint(text[:8])
+    assert came_early
 
 
 def test_a_minimum_length_is_kept(engine, make_prompts, params):
@@ -206,6 +262,31 @@ def test_an_engine_that_sleeps_waits_and_goes_on_after_wake(engine, params):
     while engine.has_work:
         pieces += engine.step()
     assert [token for piece in pieces for token in piece.tokens] == expected
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
+def test_every_token_is_stamped_with_the_weights_that_it_was_sampled_from(make_engine, make_policy, params, sleeps):
+    """What is handed out at the end has the stamps of what is handed out token by token."""
+    other = named_weights(make_policy(initializer_range=0.2))
+    endless = dataclasses.replace(params, stop_tokens=())
+
+    def stamped(streamed):
+        engine = make_engine(copy.deepcopy(make_policy()))
+        for sample in range(4):
+            engine.submit(Request(tokens=(3, 4), params=endless, sample_index=sample, streamed=streamed))
+        pieces = [piece for _ in range(3) for piece in engine.step()]
+        if sleeps:
+            engine.sleep()
+        engine.load(5, other)
+        engine.wake()
+        while engine.has_work:
+            pieces += engine.step()
+        pieces.sort(key=lambda piece: piece.request_id)
+        return [(piece.request_id, token, piece.version) for piece in pieces for token in piece.tokens]
+
+    expected = stamped(streamed=True)
+    assert {version for _, _, version in expected} == {4, 5}
+    assert stamped(streamed=False) == expected
 
 
 def test_logits_that_are_not_finite_fail_their_request_and_no_other(make_engine, make_policy, params):

@@ -374,6 +374,26 @@ def test_weights_that_come_while_requests_run_are_stamped_on_what_they_sample(ma
     assert same is (on_load == "recompute")
 
 
+def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_policy, params):
+    long = dataclasses.replace(params, max_new_tokens=90, stop_tokens=())
+
+    def stamped(streamed):
+        engine = NativeEngine(make_policy(), cache_tokens=12 * 32, version=3)
+        for place in range(3):
+            engine.submit(Request(tokens=(3 + place,) * 40, params=long, streamed=streamed))
+        pieces = []
+        while not engine.num_set_back:
+            assert engine.has_work
+            pieces += engine.step()
+        engine.load(4, None)
+        while engine.has_work:
+            pieces += engine.step()
+        pieces.sort(key=lambda piece: piece.request_id)
+        return [(piece.request_id, token, piece.version) for piece in pieces for token in piece.tokens]
+
+    assert stamped(streamed=False) == stamped(streamed=True)
+
+
 def test_a_prompt_is_not_found_again_under_other_weights(make_policy, params):
     model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
     engine, request = NativeEngine(model), Request(tokens=(3,) * 70, params=params)
