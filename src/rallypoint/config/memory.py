@@ -216,19 +216,32 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
     """Return the blocks of keys and values of a process.
 
     An accelerator reserves all that there are. On a CPU what is never written takes no memory: what is counted are
-    prompts once a group and responses once a row.
+    prompts once a group, which stay when their rollouts are gone, and responses once a row of those that run together.
     """
     rollout = config.rollout
-    num_groups = _groups_together(config)
-    num_rows = num_groups * rollout.group_size
+    num_rows = _groups_together(config) * rollout.group_size
     tokens = rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * _BLOCK_TOKENS)
     if config.cluster.device == "cpu":
         prompt, response = (
             -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS
             for longest in (config.data.max_prompt_tokens, rollout.max_response_tokens)
         )
-        tokens = min(tokens, num_groups * prompt + num_rows * response)
+        num_ranks, num_validated = config.num_ranks("rollout"), _num_validation_prompts(config)
+        trained = -(-rollout.num_prompts // num_ranks) * prompt + num_rows * response
+        validated = tokens
+        if num_validated is not None:
+            num_validated = -(-num_validated // num_ranks)
+            validated = num_validated * prompt + min(num_validated, rollout.max_batch_rows) * response
+        tokens = min(tokens, max(trained, validated))
     return 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim * tokens
+
+
+def _num_validation_prompts(config: RunConfig) -> int | None:
+    """Return how many prompts are validated on, each with one response; None if only their files know."""
+    made, most = config.data.generate, config.validation.max_prompts
+    if made is not None:
+        return min(made.num_validation_prompts, most or made.num_validation_prompts)
+    return most if config.data.validation else 0
 
 
 def _groups_together(config: RunConfig) -> int:

@@ -121,7 +121,7 @@ def test_batches_that_do_not_divide_by_hand(here: Path):
 
 
 def test_memory_by_hand(here: Path):
-    plan = make_plan(load("model.dtype=bfloat16", "rollout.max_batch_rows=8"))
+    plan = make_plan(load("model.dtype=bfloat16", "rollout.max_batch_rows=8", "validation.max_prompts=2"))
     by_role = {memory.role: memory for memory in plan.memory}
     actor, rollout, reference = by_role["actor"], by_role["rollout"], by_role["reference"]
     assert actor.weights == 2 * plan.num_parameters
@@ -130,8 +130,11 @@ def test_memory_by_hand(here: Path):
     assert actor.optimizer == 3 * 4 * plan.num_parameters
     assert (reference.gradients, reference.optimizer, reference.cache) == (0, 0, 0)
     # Keys and values (2) of 2 bytes, in 2 layers, of 2 heads of 16: 256 bytes a token. Each of 2 ranks has 4 prompts,
-    # but decodes 8 rows = 2 groups together: a block of 32 tokens for each prompt and each response.
-    assert rollout.cache == 256 * 32 * (2 + 8)
+    # which stay, and decodes 8 rows = 2 groups together: a block of 32 tokens for each prompt and each response.
+    assert rollout.cache == 256 * 32 * (4 + 8)
+    # Many prompts to validate on fill all the blocks that there are.
+    validated = make_plan(load("model.dtype=bfloat16", "rollout.max_batch_rows=8")).memory
+    assert next(m for m in validated if m.role == "rollout").cache == 256 * 8 * (16 + 2 * 32)
     # A GPU reserves blocks for 8 rows of 16 tokens that begin two blocks each.
     on_gpu = {m.role: m for m in make_plan(load("cluster.device=cuda", "rollout.max_batch_rows=8")).memory}
     assert on_gpu["rollout"].cache == 2 * 256 * 8 * (16 + 2 * 32)
