@@ -4,7 +4,7 @@ BIN := .venv/bin
 # An index of CPU builds, for machines whose package index would answer with CUDA packages: see CONTRIBUTING.md.
 PIP_FLAGS ?=
 
-.PHONY: demo test check format test-slow bench clean
+.PHONY: demo test check format test-slow test-vllm bench clean
 
 demo: .venv/installed
 	$(BIN)/rally train digits
@@ -14,6 +14,10 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+# Needs `rally engine install vllm`.
+test-vllm: .venv/installed
+	$(BIN)/python -m pytest -m vllm tests/engines
 
 check: .venv/installed
 	$(BIN)/ruff check src tests benchmarks examples

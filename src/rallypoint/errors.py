@@ -79,6 +79,10 @@ class GenerationError(RallyError, RuntimeError):
     """An engine that samples has failed or was closed; its requests are lost."""
 
 
+class EngineError(RallyError, RuntimeError):
+    """An engine's own environment is not there, or cannot be made; the command or the step is named."""
+
+
 class ServingError(RallyError, RuntimeError):
     """The endpoint cannot be started, or has ended by itself: the port, the key or the package is named."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rallypoint.config.check_sampling import sampling_contradictions
+from rallypoint.config.check_vllm import vllm_contradictions
 from rallypoint.config.fields import shown, values_of
 from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, misfit_of
 from rallypoint.config.problem import Problem
@@ -22,6 +23,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _algorithm(config)
     yield from _batch(config)
     yield from sampling_contradictions(config)
+    yield from vllm_contradictions(config)
     yield from _created_model(config)
     yield from _lora(config)
     yield from _placement(config)

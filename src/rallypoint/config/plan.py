@@ -75,6 +75,8 @@ def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
         return "shared"
     if config.rollout.weights != "auto":
         return config.rollout.weights
+    if config.rollout.engine == "vllm":
+        return "folder"  # the one that a process without our packages can read
     num_nodes = num_nodes or _num_nodes(config)
     if num_nodes is None:
         return None

@@ -89,7 +89,7 @@ class RunConfig(Section):
     @property
     def rollout_shares_actor(self) -> bool:
         """Whether every rollout rank lives in a process that has an actor rank, and samples from its weights."""
-        return self._lives_with_actor("rollout")
+        return self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
 
     @property
     def reference_shares_actor(self) -> bool:

@@ -27,6 +27,7 @@ def generate(
     *,
     version: int,
     tick: Callable[[], None] = lambda: None,
+    failures: list[GenerationError] | None = None,
 ) -> RolloutBatch:
     """Sample G rollouts of each prompt; those of a prompt are neighbours in the result.
 
@@ -36,6 +37,8 @@ def generate(
         params: see there.
         version: that must be loaded; stamped on every rollout.
         tick: called at every step, so that whoever waits knows that it gets on.
+        failures: takes the errors of rollouts that failed because of their engine, which the result then lacks; None:
+            the first one is raised.
 
     Raises:
         WeightsMismatchError: the engine holds other weights.
@@ -60,7 +63,9 @@ def generate(
     num_open = len(pieces)
     while num_open:
         for piece in engine.step():
-            if piece.error is not None:
+            if failures is not None and isinstance(piece.error, GenerationError):
+                failures.append(piece.error)
+            elif piece.error is not None:
                 _withdraw(engine, row_of_request)
                 raise piece.error
             pieces[row_of_request[piece.request_id]].append(piece)
@@ -221,8 +226,10 @@ def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:
 def _assemble(
     prompts: Prompts, params: SamplingParams, version: int, pieces: Sequence[Sequence[Piece]]
 ) -> RolloutBatch:
-    """Join prompts with their responses into ragged rows; `pieces` of row b belong to prompt b // G."""
-    repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(params.group_size))
+    """Join prompts with their responses into ragged rows, without those that failed; row b is of prompt b // G."""
+    kept = torch.tensor([b for b, row in enumerate(pieces) if row[-1].finish_reason != "failed"], dtype=torch.int64)
+    pieces = [pieces[b] for b in kept.tolist()]
+    repeated = prompts.rows(kept // params.group_size)
     lengths = torch.tensor([sum(len(piece.tokens) for piece in row) for row in pieces], dtype=torch.int64)
     offsets = offsets_from_lengths(repeated.lengths + lengths)
     row_of_token = torch.repeat_interleave(torch.arange(len(pieces)), offsets[1:] - offsets[:-1])
@@ -245,7 +252,7 @@ def _assemble(
         if params.narrows
         else None,
         prompt_index=repeated.prompt_index,
-        sample_index=torch.arange(params.group_size).repeat(len(prompts)),
+        sample_index=kept % params.group_size,
         versions=torch.tensor([min((p.version for p in row), default=version) for row in pieces], dtype=torch.int64),
         truncated=torch.tensor([row[-1].finish_reason != "stop" for row in pieces], dtype=torch.bool),
     )

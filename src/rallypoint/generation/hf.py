@@ -16,7 +16,14 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.protocol import FinishReason, Piece, Request
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over
+from rallypoint.generation.requests import (
+    Decode,
+    check_request,
+    max_positions,
+    not_finite,
+    take_over,
+    vocabulary_of,
+)
 from rallypoint.generation.sampling import Rules, penalise, sample
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.models import ATTENTION
@@ -43,7 +50,7 @@ class HFEngine:
 
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
-        check_request(request, self.model, self.max_request_tokens, self._decode is not None)
+        check_request(request, vocabulary_of(self.model), self.max_request_tokens, self._decode is not None)
         self._next_id += 1
         self._waiting.append((self._next_id, request))
         return self._next_id

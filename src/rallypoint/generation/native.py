@@ -33,7 +33,14 @@ from rallypoint.generation.drawing import Drawing
 from rallypoint.generation.layout import Query, QueryRows, tidy
 from rallypoint.generation.prefill import Stretch, StretchRows
 from rallypoint.generation.protocol import Piece, Request
-from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over
+from rallypoint.generation.requests import (
+    Decode,
+    check_request,
+    max_positions,
+    not_finite,
+    take_over,
+    vocabulary_of,
+)
 from rallypoint.generation.row import BLOCK_TOKENS, Row
 from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
@@ -102,7 +109,7 @@ class NativeEngine:
 
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
-        check_request(request, self.model, self.max_request_tokens, self._decode is not None)
+        check_request(request, vocabulary_of(self.model), self.max_request_tokens, self._decode is not None)
         room = max_positions(self.model) - len(request.tokens)
         max_new_tokens = min(request.params.max_new_tokens, room)
         needed = sum(-(-count // BLOCK_TOKENS) for count in (len(request.tokens), max_new_tokens))

@@ -22,8 +22,19 @@ def max_positions(model: PreTrainedModel) -> int:
     return int(getattr(model.config, "max_position_embeddings", 2**20))
 
 
-def check_request(request: Request, model: PreTrainedModel, max_tokens: int, has_decoder: bool) -> None:
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return how many token ids a model knows."""
+    return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+
+
+def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: bool) -> None:
     """Refuse a request that cannot be answered.
+
+    Args:
+        request: to be looked at.
+        num_ids: that the model knows.
+        max_tokens: of prompt and response together.
+        has_decoder: whether stop strings can be looked for.
 
     Raises:
         RequestError: the prompt is empty, leaves no room for a token, or has ids that the model does not know.
@@ -35,7 +46,6 @@ def check_request(request: Request, model: PreTrainedModel, max_tokens: int, has
         raise RequestError(
             f"{name} has {len(prompt)} tokens, but prompt and response together may have {max_tokens}; shorten it"
         )
-    num_ids = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     unknown = next((place for place, token in enumerate(prompt) if not 0 <= token < num_ids), None)
     if unknown is not None:
         raise RequestError(
@@ -64,6 +74,17 @@ def take_over(model: PreTrainedModel, version: int, weights: Mapping[str, Tensor
     if weights is None:
         return
     into = named_weights(model)
+    check_weights(version, weights, into)
+    for name, tensor in weights.items():
+        into[name].copy_(tensor)
+
+
+def check_weights(version: int, weights: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not those of a model.
+
+    Raises:
+        WeightsMismatchError: names, shapes or types differ.
+    """
     wrong = sorted(weights.keys() ^ into.keys()) or [
         f"{name}: {tensor.dtype} {list(tensor.shape)} instead of {into[name].dtype} {list(into[name].shape)}"
         for name, tensor in weights.items()
@@ -71,5 +92,3 @@ def take_over(model: PreTrainedModel, version: int, weights: Mapping[str, Tensor
     ]
     if wrong:
         raise WeightsMismatchError(f"version {version} is of another model: {', '.join(wrong[:5])}")
-    for name, tensor in weights.items():
-        into[name].copy_(tensor)

@@ -4,7 +4,16 @@ from rallypoint.models.adapter import fresh, is_adapter, merge_adapters, open_ad
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
 from rallypoint.models.gather import gather
-from rallypoint.models.load import DTYPES, lm_head, load_critic, load_policy, named_weights, reload, value_head
+from rallypoint.models.load import (
+    DTYPES,
+    lm_head,
+    load_critic,
+    load_policy,
+    named_weights,
+    outline_policy,
+    reload,
+    value_head,
+)
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part
 from rallypoint.models.prefix import SharedPrefixes
@@ -37,6 +46,7 @@ __all__ = [
     "merge_adapters",
     "named_weights",
     "open_adapter",
+    "outline_policy",
     "read_adapter",
     "reload",
     "save_adapter",

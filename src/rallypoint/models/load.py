@@ -164,6 +164,23 @@ load_critic = _CriticLoader()
 """Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one."""
 
 
+def outline_policy(path: str, *, dtype: str, trust_remote_code: bool = False) -> ModelShard:
+    """Return the causal language model of a folder without its weights, on the meta device.
+
+    Raises:
+        ModelError: the folder is missing or incomplete.
+    """
+    config = _read_config(path, trust_remote_code)
+    with explained(path):
+        return build(
+            config,
+            AutoModelForCausalLM,
+            dtype=DTYPES[dtype],
+            mesh=DeviceMesh.solo(),
+            trust_remote_code=trust_remote_code,
+        )
+
+
 def reload(path: str, shard: ModelShard) -> None:
     """Replace the weights of a model by those in a folder of the same shapes.
 

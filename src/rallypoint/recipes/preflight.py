@@ -14,6 +14,8 @@ from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
+from rallypoint.errors import EngineError
+from rallypoint.install import BUILDS, find_engine
 
 
 def load_checked(name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -54,6 +56,11 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             ("rollout.serve",),
             f"rollout.serve={config.rollout.serve} needs {' and '.join(missing)}: pip install 'rallypoint[serve]'",
         )
+    if config.rollout.engine in BUILDS:
+        try:
+            find_engine(config.rollout.engine)
+        except EngineError as error:
+            yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
     reward = check_reward_spec(config.reward.function)
     if reward is not None:
         yield Problem(("reward.function",), f"reward.function={config.reward.function!r}: {reward}")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
+from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.cluster.call import Host
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import Way
 from rallypoint.engine import Engine
-from rallypoint.errors import WeightsMismatchError
-from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams, generate
-from rallypoint.generation.requests import Decode
-from rallypoint.generation.row import BLOCK_TOKENS
-from rallypoint.models import trained_weights
+from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.generation import GenerationEngine, SamplingParams, generate
+from rallypoint.generation.vllm import VLLMEngine
+from rallypoint.models import ModelShard, trained_weights
+from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import SOURCE, LineEnd, OpenSource, way_between
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
@@ -37,26 +37,47 @@ class RolloutWorker(TurnTaker):
         config = spec.config
         spec.prepare(context)
         self.turns = Turns(context)
-        if shares_actor:
-            engine: Engine[ActorBatch] = context.shared[ACTOR_ENGINE]
-            shard = engine.shard
-            if "actor" in config.sleeping:
-                self.turns.sleep_between(engine)
-        else:
-            shard = spec.load_policy(context)
-        self._shard, self._model, self._shares_actor = shard, shard.model, shares_actor
-        self._rank, self._tick = context.rank, context.tick
+        self._rank, self._tick, self._shares_actor = context.rank, context.tick, shares_actor
         self._end = LineEnd(context, spec)
         self._open_source: OpenSource | None = context.shared.get(SOURCE)
         self._problem: str | None = None
-        self._engine = make_engine(config, shard.model, spec.decoder())
+        self._failures: list[GenerationError] = []
+        self._until = contextlib.ExitStack()
+        self._shard: ModelShard | None = None
+        self._server: VLLMEngine | None = None
+        """Another process, with the model, where that is what samples."""
+        if config.rollout.engine == "vllm":
+            self._server = start_server(spec, context, self._until)
+            self._engine: GenerationEngine = self._server
+        else:
+            self._shard = self._own_model(context, spec)
+            self._engine = make_engine(config, self._shard.model, spec.decoder())
+            context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, self._shard.model
         self._engine.sleep()
-        context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, shard.model
+
+    def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
+        if not self._shares_actor:
+            return spec.load_policy(context)
+        engine: Engine[ActorBatch] = context.shared[ACTOR_ENGINE]
+        if "actor" in spec.config.sleeping:
+            self.turns.sleep_between(engine)
+        return engine.shard
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        assert self._shard is not None, "a server has the model"
+        return self._shard.model
+
+    def __enter__(self) -> RolloutWorker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._until.close()
 
     @shard
     @in_turn()
     def sample(self, prompts: Prompts, params: SamplingParams, version: int) -> RolloutBatch:
-        """Sample a group of rollouts for each prompt.
+        """Sample a group of rollouts for each prompt; what its engine fails on is left out, see `failures`.
 
         Raises:
             WeightsMismatchError: this rank does not hold the weights of that version.
@@ -65,9 +86,15 @@ class RolloutWorker(TurnTaker):
             raise WeightsMismatchError(f"expected to sample from version {version}, but {self._problem}")
         self._engine.wake()
         try:
-            return generate(self._engine, prompts, params, version=version, tick=self._tick)
+            return generate(self._engine, prompts, params, version=version, tick=self._tick, failures=self._failures)
         finally:
             self._engine.sleep()  # other roles of this process have the memory while it is their turn
+
+    @collect
+    def failures(self) -> list[str]:
+        """Return why rollouts failed since this was last asked, one sentence each."""
+        failed, self._failures = self._failures, []
+        return [str(error) for error in failed]
 
     @broadcast
     def open_line(self, way: Way, plan: Plan) -> None:
@@ -91,7 +118,11 @@ class RolloutWorker(TurnTaker):
             WeightsMismatchError: they are damaged, incomplete, or of another version or model.
         """
         self._problem = f"version {version} was not loaded whole"
-        if published is not None:
+        if self._server is not None and published is not None:
+            self._server.load_folder(version, published)
+            self._problem = None
+            return
+        if self._shard is not None and published is not None:
             folder.read(self._shard, published, version)
         elif self._end.is_open:
             self._take_over(version)
@@ -111,21 +142,6 @@ class RolloutWorker(TurnTaker):
         sink.finish()
 
 
-def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None = None) -> GenerationEngine:
-    """Return the engine that the config names, for a model in this process; stop texts need `decode`."""
-    rollout = config.rollout
-    if rollout.engine == "hf":
-        return HFEngine(model, decode=decode)
-    num_rows = min(rollout.max_batch_rows, -(-rollout.num_prompts // config.num_ranks("rollout")) * rollout.group_size)
-    return NativeEngine(
-        model,
-        max_rows=rollout.max_batch_rows,
-        cache_tokens=rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * BLOCK_TOKENS),
-        mode="exact" if rollout.exact else "fast",
-        decode=decode,
-    )
-
-
 class Rollouts:
     """The sampling role as the driver sees it."""
 
@@ -135,6 +151,8 @@ class Rollouts:
         """That published weights take to it; "shared" when it samples from the actor's own tensors."""
         self.version = 0
         """Of the weights it holds."""
+        self.failures: tuple[str, ...] = ()
+        """Why rollouts of the newest batch are missing."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
@@ -154,8 +172,19 @@ class Rollouts:
         return self._group.hosts
 
     async def sample(self, prompts: Prompts, params: SamplingParams) -> RolloutBatch:
-        """Sample a group of rollouts for each prompt, in the order of the prompts."""
-        return await self._group.call(RolloutWorker.sample, prompts, params, self.version)
+        """Sample a group of rollouts for each prompt, in the order of the prompts; some may be missing, see `failures`.
+
+        Raises:
+            GenerationError: all of them are.
+        """
+        batch = await self._group.call(RolloutWorker.sample, prompts, params, self.version)
+        failures: list[str] = []
+        if len(batch) < len(prompts) * params.group_size:
+            failures = [failure for rank in await self._group.call(RolloutWorker.failures) for failure in rank]
+        if not len(batch):
+            raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
+        self.failures = tuple(failures)
+        return batch
 
     async def open_line(self, plan: Plan) -> None:
         """Have every rank meet those who send weights."""

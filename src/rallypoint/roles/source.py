@@ -99,7 +99,7 @@ class RolloutSource:
         rows = [self._stream.example_index(admission) for admission in admissions]
         prompts = _prompts([self._train.token_ids[row] for row in rows], first)
         with span("rollout"):
-            batch = await self.rollouts.sample(prompts, self._params)
+            batch = await self._sample(prompts, self._params)
         self.num_admitted += len(prompts)
         if len(batch) and int(batch.versions.min()) != self.rollouts.version:
             raise StalenessError(f"sampled from version {int(batch.versions.min())}, newest {self.rollouts.version}")
@@ -121,7 +121,14 @@ class RolloutSource:
             group_size=1,
             temperature=self._config.validation.temperature,
         )
-        return self._score(await self.rollouts.sample(_prompts(token_ids, 0), params), examples)
+        batch = await self._sample(_prompts(token_ids, 0), params)
+        return self._score(batch, [examples[int(index)] for index in batch.prompt_index])
+
+    async def _sample(self, prompts: Prompts, params: SamplingParams) -> RolloutBatch:
+        batch = await self.rollouts.sample(prompts, params)
+        if failures := self.rollouts.failures:
+            self._say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
+        return batch
 
     def _score(self, batch: RolloutBatch, examples: Sequence[Example]) -> Sampled:
         texts = self._tokenizer.batch_decode(
@@ -151,6 +158,7 @@ class RolloutSource:
                 "reward/mean": Mean(float(scores.sum()), len(scores)),
                 "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
                 "reward/failed": Sum(len(scored.failures)),
+                "rollout/failed": Sum(len(self.rollouts.failures)),
                 "rollout/num_tokens": Sum(num_tokens),
                 "rollout/response_length": Mean(num_tokens, num_rows),
                 "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),

@@ -191,6 +191,8 @@ def test_ranks_default_to_the_whole_pool_and_rollout_shares_the_actor_where_it_c
     assert not load("actor.mesh.tp=2").config.rollout_shares_actor
     assert not load("actor.mesh.dp_shard=2").config.rollout_shares_actor
     assert load("actor.mesh.sp=2").config.rollout_shares_actor
+    heads = ("model.create.hidden_size=64", "model.create.num_heads=2", "model.create.num_key_value_heads=2")
+    assert not load("rollout.engine=vllm", *heads).config.rollout_shares_actor
 
 
 def test_ranks_that_no_other_axis_takes_are_copies_of_the_model(here: Path):

@@ -134,6 +134,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
     # Keys that do not fit together.
     "fit: ranks and bundles": ("actor.placement.num_ranks=3", ("num_ranks=3", "cluster.pools.main=[2] makes 2")),
+    "fit: vllm's heads": (
+        "rollout.engine=vllm model.create.num_heads=4 model.create.num_key_value_heads=4",
+        ("heads are 16 wide, and vLLM on processors knows 32, 64", "model.create.num_heads=2"),
+    ),
+    "fit: vllm and adapters": ("rollout.engine=vllm model.lora={}", ("takes whole models only", "model.lora=null")),
+    "fit: vllm and the way of weights": ("rollout.engine=vllm rollout.weights=memory", ("the way `folder`",)),
+    "fit: vllm and outsiders": ("rollout.engine=vllm rollout.serve=8000", ("rollout.serve=8000", "rollout.engine=nat")),
+    "fit: vllm and exact": ("rollout.engine=vllm rollout.exact=true", ("rollout.exact=true", "rollout.engine=native")),
     "fit: shortest and longest response": (
         "rollout.min_response_tokens=9 rollout.max_response_tokens=8",
         ("rollout.min_response_tokens=9 is more than rollout.max_response_tokens=8", "at most that"),

@@ -41,6 +41,12 @@ def test_a_folder_that_exists_makes_a_path_of_what_looks_like_a_name(tmp_path: P
     assert not is_hub_name("models/mine")
 
 
+def test_an_engine_that_is_not_installed_is_refused_with_the_command_that_installs_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RALLYPOINT_ENGINES", str(tmp_path))
+    with pytest.raises(ValueError, match=r"rollout.engine='vllm'.*not installed.*: rally engine install vllm"):
+        load_checked("digits", ["rollout.engine=vllm"])
+
+
 @pytest.mark.parametrize("task", ["sort", "sequence", "sum"])
 def test_the_least_limits_of_each_task_are_accepted_and_one_less_is_not(task: str):
     num_digits = 4

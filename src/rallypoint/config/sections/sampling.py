@@ -29,8 +29,9 @@ class RolloutConfig(Section):
     )
     stop: Texts = key((), help="A rollout ends with the token that completes one of these texts.")
     min_response_tokens: int = key(0, at_least=0, unit="tokens", help="No rollout ends before, by stop token or text.")
-    engine: Literal["native", "hf"] = key(
-        "native", help="What samples: our own engine, or transformers' generate, which is slow and plainly right."
+    engine: Literal["native", "hf", "vllm"] = key(
+        "native",
+        help="What samples: our own engine, transformers' generate (slow and plainly right), or a vLLM server.",
     )
     serve: int | None = key(
         None, at_least=0, at_most=65535, help="Port of this machine at which the run answers OpenAI's API (0: any)."

@@ -1,0 +1,200 @@
+"""The life of a server: started, made to hold the right weights, looked after, started again.
+
+Owns: which server there is and what it holds. Must not know: requests. All coroutines are for one event loop, and only
+one of them runs at a time. Every wait has a deadline and says what it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.generation.vllm.http import Address, LostError, ask
+from rallypoint.generation.vllm.server import Server
+
+_LOOK_EVERY_S, _SAY_EVERY_S = 0.1, 30.0
+_HEALTH_S, _CALL_S = 10.0, 600.0
+
+
+class Control:
+    """Keeps one server with the weights that were loaded last."""
+
+    def __init__(
+        self,
+        launch: Callable[[Path], Server],
+        folder: Path,
+        version: int,
+        *,
+        start_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._launch, self._folder, self._start_s, self._say = launch, folder, start_s, say
+        self._server: Server | None = None
+        self.num_servers = 0
+        """That were started, so far as they came to be ready."""
+        self._doubt: str | None = None
+        self._held: tuple[int, Path | None] = (version, None)
+        """Version of the weights and their folder; None for those that a server begins with."""
+
+    @property
+    def address(self) -> Address:
+        """Of the server; there is one after `revive`."""
+        assert self._server is not None
+        return self._server.address
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether `revive` has to be called before anything is asked."""
+        return self._server is None or self._doubt is not None or self._server.ended() is not None
+
+    def beat(self) -> int:
+        """See `Server.beat`."""
+        return self._server.beat() if self._server is not None else 0
+
+    def doubt(self, why: str) -> None:
+        """Have `revive` look whether the server is well."""
+        self._doubt = self._doubt or why
+
+    def give_up(self, why: str) -> None:
+        """End the server, so that `revive` starts another one."""
+        self._doubt = why
+        if self._server is not None:
+            self._server.stop()
+
+    async def revive(self) -> None:
+        """Return when a server is well and holds the weights that were loaded last.
+
+        Raises:
+            GenerationError: it ended while it started, or did not start in time.
+            WeightsMismatchError: it does not take the weights.
+        """
+        if (server := self._server) is not None:
+            if server.ended() is None and await self._is_well(server):
+                self._doubt = None
+                return
+            self._say(f"starting vllm again: {server.ended() or self._doubt}")
+            server.stop()
+        self._server, self._doubt = None, None
+        server = self._launch(self._folder)
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(server.stop)
+            try:
+                await self._make_ready(server)
+            except LostError as error:
+                raise GenerationError(f"vllm was lost while it started: {server.ended() or error}") from error
+            otherwise.pop_all()
+        self._server = server
+        self.num_servers += 1
+
+    async def _make_ready(self, server: Server) -> None:
+        await self._started(server)
+        version, folder = self._held
+        if folder is not None:
+            await self._enter(server, version, folder)
+        await self._call(server, "/update_weight_version", {"new_version": str(version)})
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Have the server hold other weights; requests under way wait and go on with them.
+
+        Raises:
+            WeightsMismatchError: it does not take them; it holds those of before.
+            GenerationError: see `revive`.
+        """
+        assert self._server is not None
+        before, self._held = self._held, (version, folder)
+        try:
+            await self._call(self._server, "/pause?mode=keep")
+            await self._enter(self._server, version, folder)
+            # Keys and values of the weights before go, also those of requests under way, which are computed again.
+            await self._call(self._server, "/reset_prefix_cache?reset_running_requests=true", expect={"success": True})
+            await self._call(self._server, "/update_weight_version", {"new_version": str(version)})
+            await self._call(self._server, "/resume")
+        except LostError as error:
+            self.give_up(str(error))
+            await self.revive()
+        except WeightsMismatchError:
+            self._held = before
+            self.give_up(f"it may hold a mixture of versions {before[0]} and {version}")
+            await self.revive()
+            raise
+
+    async def call(self, path: str) -> None:
+        """Have the server do something that has no answer; a server that is lost is started again.
+
+        Raises:
+            GenerationError: see `revive`.
+        """
+        assert self._server is not None
+        try:
+            await self._call(self._server, path)
+        except LostError as error:
+            self.give_up(str(error))
+            await self.revive()
+
+    async def end(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.stop()
+
+    async def _started(self, server: Server) -> None:
+        began = said = time.monotonic()
+        while not await self._is_well(server):
+            now = time.monotonic()
+            if (why := server.ended()) is not None:
+                raise GenerationError(f"vllm did not start: {why}")
+            if now - began > self._start_s:
+                raise GenerationError(f"vllm did not start in {self._start_s:g} s")
+            if now - said > _SAY_EVERY_S:
+                said = now
+                self._say(f"waiting for vllm to start, for {now - began:.0f} s of {self._start_s:g}")
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _is_well(self, server: Server) -> bool:
+        try:
+            async with asyncio.timeout(_HEALTH_S), ask(server.address, "GET", "/health") as answer:
+                return answer.status == 200
+        except (LostError, TimeoutError):
+            return False
+
+    async def _enter(self, server: Server, version: int, folder: Path) -> None:
+        """Have all workers of a server take weights over.
+
+        Raises:
+            WeightsMismatchError: one of them did not.
+        """
+        asked = {"method": "rallypoint_load", "args": [str(folder)]}
+        results = (await self._call(server, "/collective_rpc", asked))["results"]
+        wrong = [
+            str(result["error"] or f"it holds version {result['version']}")
+            for result in results
+            if result["error"] is not None or result["version"] != version
+        ]
+        if wrong or not results:
+            raise WeightsMismatchError(f"version {version} was not loaded by vllm: {'; '.join(wrong) or 'no worker'}")
+
+    async def _call(
+        self, server: Server, path: str, body: dict[str, Any] | None = None, expect: dict[str, Any] | None = None
+    ) -> Any:
+        """Return what a call answers.
+
+        Raises:
+            LostError: it failed, did not answer in time, or another thing than what is expected.
+        """
+        data = json.dumps(body).encode() if body is not None else b""
+        try:
+            async with asyncio.timeout(_CALL_S), ask(server.address, "POST", path, data) as answer:
+                whole = await answer.whole()
+        except TimeoutError as error:
+            raise LostError(f"{path} did not answer in {_CALL_S:g} s") from error
+        if answer.status != 200 or (expect is not None and json.loads(whole or b"null") != expect):
+            raise LostError(f"{path} answered with status {answer.status}: {whole[:500].decode(errors='replace')}")
+        try:
+            return json.loads(whole) if whole else None
+        except ValueError as error:
+            raise LostError(f"{path} answered nonsense: {whole[:500].decode(errors='replace')}") from error

@@ -1,0 +1,147 @@
+"""What vLLM's own processes load of rallypoint, in an environment that has vLLM's packages and none of ours.
+
+Owns: how a token is drawn there (`Drawn`, a logits processor) and how published weights enter the model (`Loading`,
+an extension of its worker). Both are points that vLLM offers: nothing of it is replaced. Of rallypoint only modules
+that need torch alone are imported, beside the package's `__init__`, which would import more.
+
+Invariant: the tokens and logprobs of a request are those that our own engines give for the same logits.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import mmap
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+_PACKAGE = Path(__file__).resolve().parents[3]
+
+
+def _borrow(name: str, folder: Path) -> None:
+    """Make modules of a package importable without its `__init__`."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = package
+
+
+_borrow("rallypoint", _PACKAGE)
+_borrow("rallypoint.generation", _PACKAGE / "generation")
+_borrow("rallypoint.generation.vllm", _PACKAGE / "generation" / "vllm")
+
+from rallypoint.generation.vllm.rows import DrawnRows  # noqa: E402 - only now can it be found
+
+
+class Drawn(LogitsProcessor):
+    """Draws the token of every request by the request's own random numbers; see `rows.DrawnRows`."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        del vllm_config, is_pin_memory
+        self._rows = DrawnRows(device)
+        self._beat = _heartbeat()
+
+    @classmethod
+    def validate_params(cls, sampling_params: VLLMSamplingParams) -> None:
+        """Accept all: a request without our arguments is left as it is."""
+
+    def is_argmax_invariant(self) -> bool:
+        """Say no, so that it is applied to requests that vLLM takes for greedy."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the rows of the batch: out, in, and from place to place, in this order."""
+        if batch_update is None:
+            return
+        for place in batch_update.removed:
+            self._rows.remove(place)
+        for place, params, prompt, response in batch_update.added:
+            self._rows.add(place, (params.extra_args or {}).get("rallypoint"), prompt or (), response)
+        for start, end, direction in batch_update.moved:
+            self._rows.move(start, end, swap=direction == MoveDirectionality.SWAP)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Leave the drawn token of each row as the likeliest one."""
+        self._beat()
+        return self._rows.draw(logits)
+
+
+class Loading:
+    """Extends vLLM's worker by the loading of published weights; see `rallypoint.weights.folder` for their folder."""
+
+    rallypoint_version: int | None = None
+    """Of the weights that this worker holds whole; None while it holds those it began with, or may hold a mixture."""
+
+    def rallypoint_load(self, folder: str) -> dict[str, object]:
+        """Take over the weights of a folder, after every tensor of it was compared with the manifest.
+
+        Returns:
+            `version`, of the weights that are held now (None: of none that can be named), and `error`, None if they are
+            those of the folder.
+        """
+        try:
+            manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
+            tensors = _verified(Path(folder), manifest["tensors"])
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            return {"version": self.rallypoint_version, "error": f"{folder}: {error}"}
+        self.rallypoint_version = None
+        try:
+            self.reload_weights(weights_iterator=tensors.items())  # pyright: ignore[reportAttributeAccessIssue]
+        except (ValueError, KeyError, RuntimeError, AttributeError, AssertionError) as error:
+            return {"version": None, "error": f"{folder}: {type(error).__name__}: {error}"}
+        self.rallypoint_version = manifest["version"]
+        return {"version": self.rallypoint_version, "error": None}
+
+
+def _verified(folder: Path, described: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder, as views of its files.
+
+    Raises:
+        ValueError: one is missing, or differs from what is described.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({tensor["file"] for tensor in described.values()}):
+        # Mapped, not read: a tensor is copied once, into the model.
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                tensors[name] = opened.get_tensor(name)
+    wrong = sorted(tensors.keys() ^ described.keys()) or [
+        name
+        for name, tensor in tensors.items()
+        if list(tensor.shape) != described[name]["shape"] or _checksum(tensor) != described[name]["xxh3_64"]
+    ]
+    if wrong:
+        raise ValueError(f"differs from its manifest in {', '.join(wrong[:5])}")
+    return tensors
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _heartbeat() -> Callable[[], None]:
+    """Return a function that counts up in the file that RALLYPOINT_BEAT names, for whoever waits for this process."""
+    path = os.environ.get("RALLYPOINT_BEAT")
+    if path is None:
+        return lambda: None
+    with open(path, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 8)
+    count = 0
+
+    def beat() -> None:
+        nonlocal count
+        count += 1
+        shared[:8] = count.to_bytes(8, "little")
+
+    return beat

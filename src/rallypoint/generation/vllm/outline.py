@@ -1,0 +1,83 @@
+"""What a server's model looks like, without its weights.
+
+Owns: what is checked of weights before they are sent to a server, and the folder in which they are; that is the one of
+`rallypoint.weights.folder`, with one file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rallypoint.errors import WeightsMismatchError
+from rallypoint.generation.requests import check_weights, vocabulary_of
+from rallypoint.models import ModelShard, Part, named_weights
+from rallypoint.models.reader import TYPES
+from rallypoint.models.sources import Sources
+
+_FILE = "model.safetensors"
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outline:
+    """Names, shapes and types of a model's weights, and its vocabulary."""
+
+    weights: Mapping[str, Tensor]
+    """On the meta device will do."""
+    sources: Sources
+    """How they are named in files."""
+    num_ids: int
+    """Token ids that it knows."""
+    cache_bytes_per_token: int
+    """Of keys and values."""
+
+    @classmethod
+    def of(cls, shard: ModelShard) -> Outline:
+        """Return the outline of a model, which may be on the meta device."""
+        model, config = shard.model, shard.model.config.get_text_config()
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_head = 2 * config.num_hidden_layers * head_dim * next(model.parameters()).dtype.itemsize
+        return cls(named_weights(model), shard.sources, vocabulary_of(model), num_heads * per_head)
+
+    def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
+        """Write weights into a folder of their own below one, and return it.
+
+        Raises:
+            WeightsMismatchError: they are not the model's.
+        """
+        check_weights(version, weights, self.weights)
+        stored = {
+            piece.tensor: weight[piece.part.within(Part.whole(weight.shape))].reshape(piece.stored_shape).contiguous()
+            for name, weight in weights.items()
+            for piece in self.sources(name, weight.shape)
+        }
+        stored = {name: tensor.detach().cpu() for name, tensor in stored.items()}
+        tensors = {
+            name: {
+                "file": _FILE,
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "xxh3_64": xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data),
+            }
+            for name, tensor in stored.items()
+        }
+        target = folder / f"version_{version:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        try:
+            save_file(stored, target / _FILE)
+            manifest = {"format": 1, "version": version, "kind": "model", "tensors": tensors}
+            (target / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        except OSError as error:
+            raise WeightsMismatchError(f"version {version} cannot be written to {target}: {error}") from error
+        return target

@@ -1,0 +1,128 @@
+"""The rows of vLLM's batch, and how their tokens are drawn. Runs inside of vLLM's processes, and in tests.
+
+Owns: what is written into logits so that vLLM takes the token that was drawn and reports our logprobs. Must not know:
+vLLM. Imported where only torch is certain.
+
+vLLM is told to be greedy and to report the logits as they are. So the drawn token gets the only numbers that count:
+
+- its own logit is its surprisal (minus its logprob in the whole distribution at the temperature), 0 or more;
+- where the distribution is narrowed, the token after it has the logprob in what was drawn from, 0 or less;
+- all others have -inf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from rallypoint.generation.drawing import Drawing
+from rallypoint.generation.protocol import Request, SamplingParams
+
+
+class Encoded(TypedDict):
+    """A request as vLLM passes it on."""
+
+    params: dict[str, Any]
+    prompt_index: int
+    sample_index: int
+    num_done: int
+    """The last so many tokens of the prompt are the response so far."""
+
+
+NOT_FINITE = 1e30
+"""Reported as the surprisal of a token whose logits were not finite."""
+
+
+def needs_companion(params: SamplingParams) -> bool:
+    """Whether two numbers are reported of each token."""
+    return params.narrows and params.temperature > 0
+
+
+def encode(request: Request, num_done: int) -> Encoded:
+    """Return what vLLM passes on for a request; the last `num_done` tokens of its prompt are its response so far."""
+    return {
+        "params": dataclasses.asdict(request.params),
+        "prompt_index": request.prompt_index,
+        "sample_index": request.sample_index,
+        "num_done": num_done,
+    }
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    request: Request
+    done: tuple[int, ...]
+    """The response so far when the request came."""
+    response: Sequence[int]
+    """What came since; vLLM appends to it."""
+
+
+class DrawnRows:
+    """Draws for those rows of a batch that ask for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[int, _Row] = {}
+        self._drawing: Drawing | None = None
+        self._places: list[int] = []
+        self._lengths: list[int] = []
+        """Of the responses that `_drawing` draws the next token for."""
+
+    def add(self, place: int, asked: Encoded | None, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Let a request have a row of the batch, in the place of whatever was there."""
+        self._drawing = None
+        self._rows.pop(place, None)
+        if asked is None:
+            return
+        split = len(prompt) - asked["num_done"]
+        params: dict[str, Any] = dict(asked["params"])
+        params |= {name: tuple(value) for name, value in params.items() if isinstance(value, list)}
+        request = Request(
+            tokens=tuple(prompt[:split]),
+            params=SamplingParams(**params),
+            prompt_index=asked["prompt_index"],
+            sample_index=asked["sample_index"],
+        )
+        self._rows[place] = _Row(request, tuple(prompt[split:]), response)
+
+    def remove(self, place: int) -> None:
+        """Forget a row."""
+        self._drawing = None
+        self._rows.pop(place, None)
+
+    def move(self, start: int, end: int, *, swap: bool) -> None:
+        """Let a row have another place; the one that was there has its place, or is forgotten."""
+        self._drawing = None
+        moved, replaced = self._rows.pop(start, None), self._rows.pop(end, None)
+        if moved is not None:
+            self._rows[end] = moved
+        if swap and replaced is not None:
+            self._rows[start] = replaced
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw a token for each row: [B, V] float32, changed in place and returned."""
+        if not self._rows:
+            return logits
+        lengths = [len(row.response) for row in self._rows.values()]
+        if self._drawing is None or lengths != self._lengths:
+            rows = [(row.request, (*row.done, *row.response)) for row in self._rows.values()]
+            self._drawing, self._places = Drawing(rows, self._device), list(self._rows)
+        self._lengths = [length + 1 for length in lengths]
+        everything = self._places == list(range(len(logits)))
+        places = torch.tensor(self._places, device=logits.device)
+        draws = self._drawing.draw(logits if everything else logits.index_select(0, places))
+        surprisals = draws.logprobs.neg().nan_to_num(nan=NOT_FINITE, posinf=NOT_FINITE)
+        logits.index_fill_(0, places, float("-inf"))
+        logits[places, draws.tokens] = surprisals
+        narrowed = [at for at, row in enumerate(self._rows.values()) if needs_companion(row.request.params)]
+        if narrowed:
+            at = torch.tensor(narrowed, device=logits.device)
+            beside = (draws.tokens[at] + 1) % logits.shape[1]
+            # Where both are 0 the first of them would be taken, so one says it for both.
+            sampled = draws.sampled_logprobs[at].where(surprisals[at] > 0, float("-inf"))
+            logits[places[at], beside] = sampled.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+        return logits

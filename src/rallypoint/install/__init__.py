@@ -1,0 +1,6 @@
+"""Engines that run in Python environments of their own: made, found, removed."""
+
+from rallypoint.install.engines import BUILDS, Build
+from rallypoint.install.environment import Environment, Installed, engines_folder, find_engine, installed_engines
+
+__all__ = ["BUILDS", "Build", "Environment", "Installed", "engines_folder", "find_engine", "installed_engines"]

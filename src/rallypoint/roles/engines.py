@@ -1,0 +1,80 @@
+"""The engine that the config names, for one rank of the rollout role."""
+
+from __future__ import annotations
+
+import contextlib
+
+from transformers import PreTrainedModel
+
+from rallypoint.cluster import WorkerContext
+from rallypoint.config import RunConfig
+from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
+from rallypoint.generation.requests import Decode
+from rallypoint.generation.row import BLOCK_TOKENS
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.install import find_engine
+from rallypoint.models import outline_policy
+from rallypoint.roles.placement import WorkerSpec
+
+_VLLM_BLOCK_TOKENS = 128
+"""Of keys and values, on processors, where blocks are largest."""
+
+
+def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None = None) -> GenerationEngine:
+    """Return the engine that the config names, for a model in this process; stop texts need `decode`."""
+    rollout = config.rollout
+    if rollout.engine == "hf":
+        return HFEngine(model, decode=decode)
+    return NativeEngine(
+        model,
+        max_rows=rollout.max_batch_rows,
+        cache_tokens=rollout.cache_tokens or _num_rows(config) * (config.max_row_tokens + 2 * BLOCK_TOKENS),
+        mode="exact" if rollout.exact else "fast",
+        decode=decode,
+    )
+
+
+def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.ExitStack) -> VLLMEngine:
+    """Start vLLM for this rank, with the initial policy; it ends with `until`, or with this process.
+
+    Raises:
+        EngineError: this node does not have it.
+        ModelError: the model cannot be read.
+    """
+    config, rollout = spec.config, spec.config.rollout
+    model = config.model
+    installed = find_engine("vllm")
+    outline = Outline.of(outline_policy(spec.model_path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
+    num_blocks = -(-config.max_row_tokens // _VLLM_BLOCK_TOKENS) + 1
+    cache_tokens = rollout.cache_tokens or _num_rows(config) * num_blocks * _VLLM_BLOCK_TOKENS
+    launch = Launch(
+        python=installed.python,
+        model=spec.model_path,
+        dtype=model.dtype,
+        device=context.device,
+        num_cpus=context.num_cpus,
+        max_tokens=config.max_row_tokens,
+        max_rows=rollout.max_batch_rows,
+        cache_bytes=cache_tokens * outline.cache_bytes_per_token,
+        trust_remote_code=model.trust_remote_code,
+        log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
+    )
+    return until.enter_context(
+        VLLMEngine(
+            lambda folder: ServerProcess(launch, folder),
+            outline,
+            max_request_tokens=config.max_row_tokens,
+            max_rows=rollout.max_batch_rows,
+            decode=spec.decoder(),
+            gives_memory=context.device != "cpu",
+            start_s=config.cluster.call_timeout_s,
+            silence_s=config.cluster.call_timeout_s,
+            tick=context.tick,
+        )
+    )
+
+
+def _num_rows(config: RunConfig) -> int:
+    """Return how many rollouts a rank has to itself, as far as they run together."""
+    rollout = config.rollout
+    return min(rollout.max_batch_rows, -(-rollout.num_prompts // config.num_ranks("rollout")) * rollout.group_size)

@@ -1,0 +1,180 @@
+"""A real server: the tokens of the plain engine, weights that enter it, a kill in the middle, a run that learns."""
+
+import copy
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.errors import NotFiniteError, WeightsMismatchError
+from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.models import create_model, load_policy, named_weights, outline_policy
+from rallypoint.observability import read_metrics
+from rallypoint.types import Prompts, offsets_from_lengths
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TEXT = "0123456789abcdefghij"
+PARAMS = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "cold": {"temperature": 0.6},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.7, "temperature": 1.5},
+    "min-p": {"min_p": 0.3},
+    "penalty": {"repetition_penalty": 1.7},
+    "at least": {"min_new_tokens": 6},
+    "stop strings": {"stop_strings": ("12", "j"), "stop_tokens": ()},
+    "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8, "min_new_tokens": 3},
+}
+BASE = SamplingParams(group_size=2, max_new_tokens=12, seed=3, stop_tokens=(0, 5, 11))
+
+
+def decode(tokens):
+    return "".join(TEXT[token] for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    create_model(
+        path, make_digits_tokenizer(), architecture="llama", hidden_size=64, num_layers=2, num_heads=2,
+        num_key_value_heads=1, intermediate_size=128, tie_embeddings=False, initializer_range=0.3, max_positions=256,
+        seed=0,
+    )  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_policy(str(folder), dtype="float32").model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    offsets = offsets_from_lengths(torch.tensor([3, 9, 1, 17]))
+    tokens = torch.randint(1, 20, (int(offsets[-1]),), generator=torch.Generator().manual_seed(0))
+    return Prompts(offsets=offsets, tokens=tokens, prompt_index=torch.arange(4) + 7)
+
+
+@pytest.fixture(scope="module")
+def servers() -> list[ServerProcess]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(installed, folder, servers, tmp_path_factory):
+    outline = Outline.of(outline_policy(str(folder), dtype="float32"))
+    launch = Launch(
+        python=installed.python, model=str(folder), dtype="float32", device="cpu", num_cpus=1, max_tokens=256,
+        max_rows=64, cache_bytes=64 * 512 * outline.cache_bytes_per_token, trust_remote_code=False,
+        log=tmp_path_factory.mktemp("logs") / "vllm.log",
+    )  # fmt: skip
+
+    def start(own: Path) -> ServerProcess:
+        servers.append(ServerProcess(launch, own))
+        return servers[-1]
+
+    with VLLMEngine(start, outline, max_request_tokens=256, max_rows=64, decode=decode, version=4) as made:
+        yield made
+
+
+@pytest.fixture
+def back(engine, model):
+    """Whatever a test loads, the next one finds the model's own weights."""
+    yield
+    engine.load(4, named_weights(model))
+
+
+@pytest.mark.parametrize("changes", PARAMS.values(), ids=PARAMS)
+def test_the_tokens_and_logprobs_are_those_of_transformers(engine, model, prompts, changes):
+    params = dataclasses.replace(BASE, **changes)
+    expected = generate(HFEngine(model, decode=decode, version=4), prompts, params, version=4)
+    batch = generate(engine, prompts, params, version=4)
+    assert batch.tokens.tolist() == expected.tokens.tolist()
+    assert batch.truncated.tolist() == expected.truncated.tolist()
+    torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
+    if expected.sampled_logprobs is not None:
+        torch.testing.assert_close(batch.sampled_logprobs, expected.sampled_logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stream_is_the_rollout_token_by_token(engine, prompts):
+    tokens = tuple(prompts.tokens[:3].tolist())
+    pieces = list(stream(engine, Request(tokens=tokens, params=BASE, prompt_index=7, streamed=True)))
+    batch = generate(engine, prompts, BASE, version=4)
+    assert [token for piece in pieces for token in piece.tokens] == batch.response(0).tolist()
+    assert len(pieces) == len(batch.response(0))
+
+
+@pytest.mark.usefixtures("back")
+def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine, model, prompts):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.8)
+    with pytest.raises(WeightsMismatchError, match="of another model"):
+        engine.load(5, {name: weight for name, weight in named_weights(other).items() if "q_proj" not in name})
+    for version in (5, 6):
+        engine.load(version, named_weights(other))
+        batch = generate(engine, prompts, BASE, version=version)
+        assert batch.versions.tolist() == [version] * len(batch)
+        expected = generate(HFEngine(other, version=version), prompts, BASE, version=version)
+        assert batch.tokens.tolist() == expected.tokens.tolist()
+    damaged = engine._folder.path / "versions" / "version_000006" / "model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(WeightsMismatchError, match=r"version 6 was not loaded by vllm: .*differs from its manifest"):
+        engine.load_folder(6, damaged.parent)
+
+
+@pytest.mark.usefixtures("back")
+def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, model, prompts):
+    broken = {name: weight.detach().clone() for name, weight in named_weights(model).items()}
+    broken["model.embed_tokens.weight"][19] = float("nan")
+    engine.load(5, broken)
+    good, bad = (Request(tokens=tokens, params=BASE, prompt_index=8) for tokens in ((3, 4), (3, 19)))
+    with pytest.raises(NotFiniteError, match="token 0 of the response of prompt 8 sample 0"):
+        list(stream(engine, bad))
+    assert list(stream(engine, good))[-1].finish_reason in ("stop", "length")
+
+
+def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):
+    params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200, group_size=8)
+    expected = generate(engine, prompts, params, version=4)
+    before, num_ticks = len(servers), 0
+
+    def kill() -> None:
+        nonlocal num_ticks
+        num_ticks += 1
+        if num_ticks == 2:  # requests are under way
+            os.killpg(servers[-1].pid, signal.SIGKILL)
+
+    batch = generate(engine, prompts, params, version=4, tick=kill)
+    assert len(servers) == before + 1
+    assert batch.tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_run_publishes_at_every_step_and_what_is_sampled_is_what_is_trained(tmp_path):
+    overrides = [
+        "rollout.engine=vllm", "rollout.placement.num_ranks=1", "rollout={num_prompts: 32, group_size: 4}",
+        "data.generate.num_validation_prompts=32", "validation.every_steps=6", "trainer.num_steps=6",
+        f"trainer.runs_dir={tmp_path}", "trainer.name=run",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in record]
+    assert len(steps) == 6
+    assert all(record["rollout/logprob_gap_max"] < 1e-3 for record in steps)
+    assert all(record["rollout/failed"] == 0 for record in steps)
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"]
+    assert (tmp_path / "run" / "logs" / "vllm-0.log").is_file()

@@ -1,0 +1,119 @@
+"""The life of a server's process, with a script in the place of vLLM."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rallypoint.generation.vllm import Launch, ServerProcess
+from rallypoint.generation.vllm.server import INSIDE, OwnFolder
+
+SERVER = """
+import os, subprocess, sys, time
+beat, worker = os.environ["RALLYPOINT_BEAT"], subprocess.Popen(["sleep", "1000"])
+if "--model=bad" in sys.argv:
+    sys.exit("ValueError: no such model")
+print(worker.pid, os.environ.get("PYTHONPATH"), flush=True)
+with open(beat, "r+b") as file:
+    file.write((7).to_bytes(8, "little"))
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A launch whose interpreter runs the script instead of vLLM, but our own guard as it is."""
+    (tmp_path / "server.py").write_text(SERVER)
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$1" in *launch.py) exec {sys.executable} "$@";; esac\n'
+        f'exec {sys.executable} {tmp_path}/server.py "$@"\n'
+    )
+    python.chmod(0o755)
+    return Launch(
+        python=python, model="good", dtype="float32", device="cpu", num_cpus=1, max_tokens=8, max_rows=2,
+        cache_bytes=100, trust_remote_code=False, log=tmp_path / "logs" / "vllm.log",
+    )  # fmt: skip
+
+
+def wait_until(what):
+    for _ in range(1000):
+        if found := what():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def is_gone(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def worker_of(launch):
+    lines = wait_until(lambda: launch.log.exists() and launch.log.read_text())
+    return int(lines.split()[0])
+
+
+def test_a_server_runs_with_our_inside_only_and_ends_with_all_that_it_started(launch, tmp_path):
+    folder = OwnFolder(tmp_path)
+    server = ServerProcess(launch, folder.path)
+    worker = worker_of(launch)
+    assert wait_until(lambda: server.beat() == 7)
+    assert launch.log.read_text().split()[1] == str(INSIDE)
+    assert server.ended() is None
+    server.stop()
+    wait_until(lambda: is_gone(worker))
+    assert server.ended() is not None
+    assert folder.path.exists(), "the next server wants its weights"
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_a_server_that_ends_says_why(launch, tmp_path):
+    server = ServerProcess(dataclasses.replace(launch, model="bad"), OwnFolder(tmp_path).path)
+    why = wait_until(server.ended)
+    assert "ValueError: no such model" in why
+    assert str(launch.log) in why
+
+
+def test_nothing_stays_of_a_server_whose_process_is_killed(launch, tmp_path):
+    code = f"""
+import sys, time
+from pathlib import Path
+from rallypoint.generation.vllm import Launch, ServerProcess
+from rallypoint.generation.vllm.server import OwnFolder
+folder = OwnFolder(Path({str(tmp_path)!r}))
+server = ServerProcess({launch!r}, folder.path)
+print(folder.path, server.pid, flush=True)
+time.sleep(1000)
+""".replace("PosixPath", "Path")
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        folder, guard = owner.stdout.readline().split()
+        worker = worker_of(launch)
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    for pid in (int(guard), worker):
+        wait_until(lambda pid=pid: is_gone(pid))
+    wait_until(lambda: not Path(folder).exists())
+
+
+def test_folders_of_processes_that_are_gone_are_swept_and_others_are_not(tmp_path):
+    mine = OwnFolder(tmp_path)
+    left = tmp_path / "rallypoint-vllm-old"
+    left.mkdir()
+    (left / "lock").touch()
+    other = OwnFolder(tmp_path)
+    assert mine.path.exists()
+    assert other.path.exists()
+    assert not left.exists()
+    assert os.stat(mine.path).st_mode & 0o077 == 0

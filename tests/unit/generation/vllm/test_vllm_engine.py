@@ -1,0 +1,327 @@
+"""What becomes of requests when the server behaves, dies, hangs, or answers nonsense."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
+from rallypoint.generation import EngineThread, Request, SamplingParams, generate, stream
+from rallypoint.types import Prompts, offsets_from_lengths
+
+from .conftest import NUM_IDS, WEIGHTS, token_at
+
+PARAMS = SamplingParams(max_new_tokens=12, stop_tokens=(0, 5))
+
+
+def request_of(*tokens, **options):
+    return Request(tokens=tokens, params=options.pop("params", PARAMS), **options)
+
+
+def expected_of(request):
+    """The response that the fake model gives."""
+    tokens = []
+    while len(tokens) < request.params.max_new_tokens:
+        tokens.append(token_at(request.tokens, len(tokens)))
+        if tokens[-1] in request.params.stop_tokens:
+            break
+    return tokens
+
+
+def all_pieces(engine):
+    pieces = []
+    while engine.has_work:
+        pieces += engine.step()
+    return pieces
+
+
+def tokens_of(pieces, request_id):
+    return [token for piece in pieces if piece.request_id == request_id for token in piece.tokens]
+
+
+def die(server, answer):
+    server.die()
+
+
+def hang(server, answer):
+    return None
+
+
+def test_every_request_gets_its_own_answer_and_no_more_are_sent_than_may_run_together(engine, world):
+    requests = [request_of(1, number) for number in range(20)]
+    ids = [engine.submit(request) for request in requests]
+    pieces = all_pieces(engine)
+    for request, request_id in zip(requests, ids, strict=True):
+        assert tokens_of(pieces, request_id) == expected_of(request)
+    assert {piece.version for piece in pieces} == {4}
+    assert all(piece.logprobs == (-0.5,) * len(piece.tokens) for piece in pieces)
+    assert len(world.servers) == 1
+    assert len(world.servers[0].asked) == 20
+
+
+def test_a_stream_comes_token_by_token(engine):
+    request = request_of(2, 3, streamed=True)
+    pieces = list(stream(engine, request))
+    assert [piece.tokens for piece in pieces] == [(token,) for token in expected_of(request)]
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason in ("stop", "length")
+
+
+def test_a_stop_text_ends_a_response_here_and_the_server_is_told(make_engine):
+    engine = make_engine(decode=lambda tokens: "".join(chr(65 + token) for token in tokens))
+    whole = expected_of(request_of(9, params=SamplingParams(max_new_tokens=12)))
+    text = chr(65 + whole[3]) + chr(65 + whole[4])
+    (piece,) = list(stream(engine, request_of(9, params=SamplingParams(max_new_tokens=12, stop_strings=(text,)))))
+    assert list(piece.tokens) == whole[:5]
+    assert piece.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ((), "no tokens"),
+        ((1,) * 100, "may have 100"),
+        ((NUM_IDS,), "the model knows 0 to 49"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_never_sent(engine, tokens, problem):
+    with pytest.raises(RequestError, match=problem):
+        engine.submit(request_of(*tokens))
+    assert not engine.has_work
+
+
+def changed(**changes):
+    def change(server, answer):
+        answer["choices"][0] |= changes
+        return answer
+
+    return change
+
+
+def with_logprob(value):
+    def change(server, answer):
+        answer["choices"][0]["logprobs"]["content"][1]["logprob"] = value
+        return answer
+
+    return change
+
+
+NONSENSE = {
+    "no JSON": (lambda server, answer: b"<html>", "Expecting value.*its answer: <html>"),
+    "another JSON": (lambda server, answer: b'{"choices": []}', "IndexError"),
+    "no list": (lambda server, answer: b"[1, 2]", "TypeError"),
+    "a token short": (
+        lambda server, answer: changed(token_ids=answer["choices"][0]["token_ids"][:-1])(server, answer),
+        "11 tokens with 12 logprobs",
+    ),
+    "nothing": (changed(token_ids=[], logprobs={"content": []}), "0 tokens, expected 1 to 12"),
+    "an unknown token": (
+        lambda server, answer: changed(token_ids=[NUM_IDS, *answer["choices"][0]["token_ids"][1:]])(server, answer),
+        "token 50, but the model knows 0 to 49",
+    ),
+    "words": (changed(token_ids=["a"] * 12), "token 'a'"),
+    "another token's logprob": (
+        lambda server, answer: changed(token_ids=[7] * 12)(server, answer),
+        "beside token 7",
+    ),
+    "NaN": (with_logprob(float("nan")), "a logprob of nan"),
+    "a probability over 1": (with_logprob(-2.0), "a logprob of 2.0"),
+    "no end": (changed(finish_reason=None), "finish_reason None"),
+    "given up": (changed(finish_reason="abort"), "finish_reason 'abort'"),
+    "a stop without a stop token": (changed(finish_reason="stop"), "without one of the stop tokens"),
+    "no version": (changed(weight_versions=None), "weight_versions of 0 tokens"),
+    "another version": (
+        changed(weight_versions=[{"version": "9", "start": 0, "end": 12}]),
+        "weights of version 9, expected 4",
+    ),
+    "no number": (changed(weight_versions=[{"version": "default", "start": 0, "end": 12}]), "invalid literal"),
+    "refused": (lambda server, answer: (400, b"too hot"), "refused prompt 0 sample 0 with status 400: too hot"),
+}
+
+
+@pytest.mark.parametrize(("nonsense", "problem"), NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_fails_its_request_with_what_came_and_no_other(engine, world, nonsense, problem):
+    world.misbehave.append(nonsense)
+    bad, good = request_of(1), request_of(2, prompt_index=1)
+    assert len(expected_of(bad)) == 12
+    engine.submit(bad)
+    pieces = all_pieces(engine)
+    (failed,) = [piece for piece in pieces if piece.error is not None]
+    assert failed.finish_reason == "failed"
+    with pytest.raises(GenerationError, match=problem):
+        raise failed.error
+    request_id = engine.submit(good)
+    assert tokens_of(all_pieces(engine), request_id) == expected_of(good)
+    assert len(world.servers) == 1
+
+
+def test_logits_that_are_not_finite_are_told_from_nonsense(engine, world):
+    world.misbehave.append(with_logprob(1e30))
+    engine.submit(request_of(1, prompt_index=8, sample_index=3))
+    (piece,) = all_pieces(engine)
+    with pytest.raises(NotFiniteError, match="token 1 of the response of prompt 8 sample 3"):
+        raise piece.error
+    request_id = engine.submit(request_of(2))
+    assert tokens_of(all_pieces(engine), request_id) == expected_of(request_of(2))
+    assert len(world.servers) == 2, "the cache of the first one has numbers that are not finite"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_server_that_dies_is_started_again_with_the_weights_and_its_requests_are_sent_again(
+    make_engine, world, streamed
+):
+    said = []
+    engine = make_engine(say=said.append)
+    engine.load(5, WEIGHTS)
+    world.misbehave.extend([None, None, die])
+    requests = [request_of(3, number, streamed=streamed) for number in range(6)]
+    ids = [engine.submit(request) for request in requests]
+    pieces = all_pieces(engine)
+    for request, request_id in zip(requests, ids, strict=True):
+        assert tokens_of(pieces, request_id) == expected_of(request)
+    assert {piece.version for piece in pieces} == {5}
+    assert len(world.servers) == 2
+    assert world.loads == [5, 5]
+    assert "starting vllm again: it died" in said
+
+
+def test_a_request_that_loses_two_servers_fails_and_is_counted(engine, world):
+    world.misbehave.extend([die, die])
+    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([2, 3]), prompt_index=torch.tensor([7]))
+    failures = []
+    batch = generate(engine, prompts, PARAMS, version=4, failures=failures)
+    assert len(batch) == 0
+    (failure,) = failures
+    assert "prompt 7 sample 0 was sent 2 times, and each time the vllm server was lost" in str(failure)
+    again = generate(engine, prompts, PARAMS, version=4)
+    assert again.response(0).tolist() == expected_of(request_of(2, 3))
+    assert len(world.servers) == 3
+
+
+def test_what_a_failed_rollout_leaves_are_the_others(engine, world):
+    world.misbehave.extend([None, lambda server, answer: b"?", None, None])
+    prompts = Prompts(
+        offsets=offsets_from_lengths(torch.tensor([1, 1])),
+        tokens=torch.tensor([1, 2]),
+        prompt_index=torch.arange(2) + 5,
+    )
+    params = SamplingParams(max_new_tokens=3, group_size=2)
+    failures = []
+    batch = generate(engine, prompts, params, version=4, failures=failures)
+    assert len(failures) == 1
+    assert sorted(zip(batch.prompt_index.tolist(), batch.sample_index.tolist(), strict=True)) == [
+        (5, 0),
+        (6, 0),
+        (6, 1),
+    ]
+    world.misbehave.append(lambda server, answer: b"?")
+    with pytest.raises(GenerationError, match="nonsense"):
+        generate(engine, prompts, params, version=4)
+
+
+def test_a_server_that_has_work_and_does_none_is_given_up(make_engine, world):
+    engine = make_engine(silence_s=0.3)
+    world.misbehave.append(hang)
+    request = request_of(4)
+    request_id = engine.submit(request)
+    assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
+    assert len(world.servers) == 2
+    assert world.servers[0].why == "it was told to"
+
+
+def test_a_server_error_has_its_request_sent_again_to_the_same_server_if_it_is_well(engine, world):
+    world.misbehave.append(lambda server, answer: (500, b"oops"))
+    request = request_of(4)
+    request_id = engine.submit(request)
+    assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
+    assert len(world.servers) == 1
+
+
+def test_a_server_that_does_not_start_is_an_error_with_its_last_words(make_engine, world):
+    world.starts.append("it has no such model")
+    engine = make_engine()
+    engine.submit(request_of(4))
+    (piece,) = all_pieces(engine)
+    with pytest.raises(GenerationError, match="vllm did not start: it has no such model"):
+        raise piece.error
+
+
+def test_weights_are_checked_here_before_a_server_hears_of_them(engine, world):
+    for wrong in ({"a": WEIGHTS["a"]}, WEIGHTS | {"b": torch.ones(5)}, WEIGHTS | {"b": torch.ones(4).bfloat16()}):
+        with pytest.raises(WeightsMismatchError, match="version 5 is of another model: b"):
+            engine.load(5, wrong)
+    with pytest.raises(WeightsMismatchError, match="without weights"):
+        engine.load(5, None)
+    assert world.loads == []
+    assert engine.version == 4
+
+
+def test_loaded_weights_stamp_what_is_sampled_and_only_the_newest_stay(engine, world):
+    engine.load(5, WEIGHTS)
+    engine.load(6, WEIGHTS)
+    assert engine.version == 6
+    engine.submit(request_of(1))
+    (piece,) = all_pieces(engine)
+    assert piece.version == 6
+    folders = list(Path(world.servers[0].address.socket).parent.glob("versions/*"))
+    assert [folder.name for folder in folders] == ["version_000006"]
+    tensors = json.loads((folders[0] / "manifest.json").read_text())["tensors"]
+    assert tensors["a"]["shape"] == [2, 3]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_server_that_refuses_weights_serves_those_of_before(engine, world, forgets):
+    engine.load(4, WEIGHTS)
+    world.refuse, world.forgets = "a checksum differs", forgets
+    with pytest.raises(WeightsMismatchError, match="version 5 was not loaded by vllm: a checksum differs"):
+        engine.load(5, WEIGHTS)
+    assert engine.version == 4
+    engine.submit(request_of(1))
+    (piece,) = all_pieces(engine)
+    assert piece.version == 4
+    assert world.loads == [4, 5, 4]
+
+
+def test_what_streams_while_weights_are_loaded_goes_on_with_the_new_ones(engine, world):
+    request = request_of(2, 3, streamed=True)
+    engine.submit(request)
+    pieces = []
+    while not pieces:
+        pieces += engine.step()
+    engine.load(5, WEIGHTS)
+    pieces += all_pieces(engine)
+    assert [token for piece in pieces for token in piece.tokens] == expected_of(request)
+    assert pieces[0].version == 4
+    assert pieces[-1].version in (4, 5)
+    assert [piece.version for piece in pieces] == sorted(piece.version for piece in pieces)
+
+
+def test_a_cancelled_request_ends_and_the_others_do_not_notice(engine, world):
+    world.misbehave.extend([hang, None])
+    first, second = (engine.submit(request_of(number)) for number in (1, 2))
+    pieces = engine.step()
+    engine.cancel(first)
+    pieces += all_pieces(engine)
+    assert [piece.finish_reason for piece in pieces if piece.request_id == first] == ["cancelled"]
+    assert tokens_of(pieces, second) == expected_of(request_of(2))
+    engine.cancel(10**6)
+
+
+def test_an_engine_that_sleeps_says_nothing_and_goes_on_after_wake(engine, world):
+    world.misbehave.append(hang)
+    request = request_of(6)
+    request_id = engine.submit(request)
+    engine.step()
+    engine.sleep()
+    assert engine.step() == []
+    assert engine.has_work
+    engine.wake()
+    assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
+
+
+def test_requests_of_many_threads_get_their_own_pieces(engine):
+    thread = EngineThread(engine)
+    request = request_of(3, streamed=True)
+    assert [token for piece in thread.stream(request) for token in piece.tokens] == expected_of(request)
+    thread.close()
