@@ -219,8 +219,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
     prompts once a group, which stay when their rollouts are gone, and responses once a row of those that run together.
     """
     rollout = config.rollout
-    num_rows = _groups_together(config) * rollout.group_size
-    tokens = rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * _BLOCK_TOKENS)
+    num_rows, tokens = _groups_together(config) * rollout.group_size, reserved_tokens(config)
     if config.cluster.device == "cpu":
         prompt, response = (
             -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS
@@ -234,6 +233,12 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
             validated = num_validated * prompt + min(num_validated, rollout.max_batch_rows) * response
         tokens = min(tokens, max(trained, validated))
     return 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim * tokens
+
+
+def reserved_tokens(config: RunConfig) -> int:
+    """Return how many tokens there are blocks for in a process of the rollout role."""
+    num_rows = _groups_together(config) * config.rollout.group_size
+    return config.rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * _BLOCK_TOKENS)
 
 
 def _num_validation_prompts(config: RunConfig) -> int | None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from rallypoint.cluster import Layout, Mesh, WorkerContext, WorkerGroup, collect, scatter
+from rallypoint.config.memory import reserved_tokens
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError
 from rallypoint.generation import GenerationEngine, NativeEngine, Piece, Request
@@ -29,8 +30,6 @@ from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 
 _SLICE_S = 0.25
 """How long outsiders may keep a process before it looks whether training wants it."""
-_CACHE_TOKENS = 65_536
-"""Whose keys and values there is room for, at most."""
 PATIENCE_S = 60.0
 """How long a request may get no slice, as while a colocated actor trains."""
 
@@ -58,6 +57,8 @@ class GuestWorker(TurnTaker):
         self._training: GenerationEngine = context.shared[ROLLOUT_ENGINE]
         self._decode = decoder(load_tokenizer(spec.model_path, trust_remote_code=spec.config.model.trust_remote_code))
         self._max_rows, self._is_exact = max_rows, spec.config.rollout.exact
+        # What training's own engine has, which sleeps meanwhile: nobody has to plan for more.
+        self._cache_tokens = reserved_tokens(spec.config)
         self._numbers: dict[int, int] = {}
         self._engine = self._new_engine()
 
@@ -113,7 +114,7 @@ class GuestWorker(TurnTaker):
         engine = NativeEngine(
             self._model,
             max_rows=self._max_rows,
-            cache_tokens=_CACHE_TOKENS,
+            cache_tokens=self._cache_tokens,
             mode="exact" if self._is_exact else "fast",
             decode=self._decode,
             version=self._training.version,
