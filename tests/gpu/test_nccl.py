@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.parallel import meet
+from rallypoint.parallel import Grouped, meet
 from rallypoint.parallel.nccl import NcclCommunicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,3 +38,11 @@ def test_a_process_group_on_a_gpu_sums(rendezvous):
         tensor = torch.ones(3, device="cuda")
         torch.distributed.all_reduce(tensor, group=group.torch_group)
         assert tensor.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_lies_on_a_cpu_goes_through_a_group_of_gpus_and_comes_back(rendezvous):
+    with meet(rendezvous, "actor", rank=0, world_size=1, timeout_s=60, device="cuda") as group:
+        ranks, part = Grouped(group), torch.tensor([3, 4])
+        (gathered,), (given,) = ranks.all_gather(part, [2]), ranks.exchange([part], [2])
+        assert gathered.tolist() == given.tolist() == [3, 4]
+        assert gathered.device == given.device == part.device

@@ -114,21 +114,21 @@ class Grouped:
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Pad to the largest, because gloo gathers equal sizes only."""
         most, rest = max(sizes), tensor.shape[1:]
-        sent = tensor.contiguous()
+        sent = tensor.to(self.group.device).contiguous()
         if len(tensor) < most:
-            sent = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *rest)])
-        gathered = tensor.new_empty(self.size, most, *rest)
+            sent = torch.cat([sent, sent.new_zeros(most - len(tensor), *rest)])
+        gathered = sent.new_empty(self.size, most, *rest)
         with self.group.watched():
             self.group.torch_group.allgather([list(gathered.unbind())], [sent]).wait()
-        return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
+        return [part[:size].to(tensor.device) for part, size in zip(gathered, sizes, strict=True)]
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """See `Collective.exchange`."""
-        sent = torch.cat(list(parts))
+        sent = torch.cat(list(parts)).to(self.group.device)
         received = sent.new_empty(sum(sizes), *sent.shape[1:])
         with self.group.watched():
             self.group.torch_group.alltoall_base(received, sent, list(sizes), [len(part) for part in parts]).wait()
-        return list(received.split(list(sizes)))
+        return list(received.to(parts[0].device).split(list(sizes)))
 
     def _travels(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be reduced where it lies."""
