@@ -89,10 +89,10 @@ RULES: tuple[Rule, ...] = (
         name="actor/ratio_error",
         words="ratio not 1 at first",
         side="above",
-        watch=1e-3,
-        bad=1e-2,
+        watch=0.1,
+        bad=0.3,
         advice="old and new logprobs of the same weights differ: a bug",
-        reason="float32 gives 1e-5, bf16 with another packing 1e-3; 1e-2 is noise as large as a PPO step",
+        reason="float32 stops at checks.ratio_tolerance; bf16 with another packing gives single tokens 0.05",
     ),
     Rule(
         name="actor/approx_kl",

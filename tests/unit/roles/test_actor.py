@@ -8,7 +8,7 @@ import torch
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.errors import OffPolicyError
+from rallypoint.errors import NotFiniteError, OffPolicyError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import create_model
 from rallypoint.roles.actor import ActorWorker
@@ -38,7 +38,7 @@ def spec(tmp_path):
         intermediate_size=32,
         tie_embeddings=False,
         initializer_range=0.2,
-        max_positions=16,
+        max_positions=64,
         seed=0,
     )
     return WorkerSpec(load_config("digits").config, str(tmp_path / "model"), SharedFolder.marked(tmp_path), None)
@@ -106,6 +106,58 @@ def test_long_work_shows_that_it_gets_on_so_that_its_deadline_does_not_end_it(wo
 def test_another_ratio_in_the_first_update_is_refused_and_names_prompt_sample_and_token(worker):
     with pytest.raises(OffPolicyError, match=r"differs by 0\.\d+ .* prompt 41 sample 3, token 2 of its row"):
         worker.train(cut(judged(worker, shift_at=7, by=0.1)), 1)
+
+
+@pytest.fixture
+def half_worker(context, spec):
+    half = spec.config.model.model_copy(update={"dtype": "bfloat16"})
+    return ActorWorker(context, dataclasses.replace(spec, config=spec.config.model_copy(update={"model": half})))
+
+
+def off_by(worker, errors):
+    """Rows of 48, 20 and 3 tokens whose old logprobs are off at some places of the stream."""
+    offsets = torch.tensor([0, 48, 68, 71])
+    mask = torch.ones(71, dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    tokens = torch.randint(3, 20, (71,), generator=torch.Generator().manual_seed(0))
+    samples = torch.zeros(3, dtype=torch.int64)
+    rows = Sequences(offsets=offsets, tokens=tokens, loss_mask=mask, prompt_index=torch.arange(3), sample_index=samples)
+    old = worker.logprobs([rows])[0].values.clone()
+    for place, error in errors.items():
+        old[place] += error
+    return cut(rows.widen(ActorBatch, old_logprobs=old, reference_logprobs=old, advantages=mask.float()))
+
+
+def test_in_bfloat16_single_tokens_may_be_rounded_otherwise_and_the_largest_is_reported(half_worker, worker):
+    rounded = {5: 0.05, 30: -0.03, 60: 0.06, 69: 0.05}
+    metrics = half_worker.train(off_by(half_worker, rounded), 1).scalars()
+    assert metrics["ratio_error"] == pytest.approx(0.06, rel=0.1)
+    with pytest.raises(OffPolicyError, match=r"ratio must be 1 .* prompt 1 sample 0, token 12 of its row"):
+        worker.train(off_by(worker, rounded), 1)
+
+
+@pytest.mark.parametrize(
+    ("errors", "named"),
+    [
+        (
+            {**dict.fromkeys(range(1, 48), 0.02), 10: 0.03},
+            r"differs by 0\.03, and by 0\.02 in the mean of its row .* prompt 0 sample 0, token 10 ",
+        ),
+        ({60: -0.3}, r"by 0\.35, and by 0\.018 in the mean .* prompt 1 sample 0, token 12 "),
+        ({69: 0.1, 70: -0.2}, r"by 0\.22, and by 0\.02 in the mean .* prompt 2 sample 0, token 2 "),
+    ],
+)
+def test_in_bfloat16_a_wrong_row_and_a_wrong_token_are_named(half_worker, errors, named):
+    with pytest.raises(OffPolicyError, match=named):
+        half_worker.train(off_by(half_worker, errors), 1)
+
+
+def test_logprobs_that_are_nan_are_called_so_and_not_off_policy(worker):
+    batch = cut(judged(worker))
+    with torch.no_grad():
+        worker.engine.model.get_output_embeddings().weight[0, 0] = float("nan")
+    with pytest.raises(NotFiniteError, match=r"the loss is nan for prompt 4[01]"):
+        worker.train(batch, 1)
 
 
 def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):

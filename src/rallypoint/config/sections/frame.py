@@ -18,7 +18,10 @@ class CheckConfig(Section):
     """Bounds of the checks that every run makes of itself."""
 
     ratio_tolerance: float = key(
-        1e-2, above=0, help="Largest |ratio - 1| in the first update of a step, where it must be 1."
+        1e-2,
+        above=0,
+        help="Largest |ratio - 1| in the first update of a step, where it must be 1: of a token; in bfloat16 the mean "
+        "of a row, of 16 tokens at least.",
     )
     rollout_gap: float = key(
         0.5, above=0, unit="nats", help="Largest mean difference between rollout_ and old_logprobs of a step."
