@@ -109,6 +109,8 @@ def interpreter(folder: Path, create: bool = False) -> str:
         venv.EnvBuilder(symlinks=True).create(folder)
         pth = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages" / "outer.pth"
         pth.write_text(sysconfig.get_paths()["purelib"] + "\n")
-        found = subprocess.run([python, "-c", "import ray, rallypoint"], capture_output=True, text=True, check=False)
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        command = [python, "-c", "import ray, rallypoint"]
+        found = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
         assert "No module named 'rallypoint'" in found.stderr, "rallypoint has to be installed editable for this test"
     return python

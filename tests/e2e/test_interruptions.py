@@ -1,9 +1,12 @@
 """What is killed or interrupted goes on as if nothing had happened."""
 
+import json
 import signal
 import time
 
 import pytest
+
+from rallypoint.errors import CheckpointError
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 LONG = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 99}")
@@ -46,6 +49,16 @@ def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, we
     assert f"rally train {runs.folder / 'stopped'} --resume" in printed.replace("\n", "")
     assert len(list((runs.folder / "stopped" / "checkpoints").iterdir())) == 1
     assert weights_of(whole) == weights_of(runs.resume("stopped"))
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_of_the_run_is_lost(runs):
+    run = runs.run("damaged", "trainer.num_steps=2", *INLINE)
+    state, metrics = run.checkpoints / "step_000002" / "training" / "state.json", run.metrics.read_bytes()
+    for damage in (json.loads(state.read_text()) | {"step": 0}, [1, 2]):
+        state.write_text(json.dumps(damage))
+        with pytest.raises(CheckpointError, match=r"training/state.json: .* remove its folder to go on from the one"):
+            runs.resume("damaged")
+    assert run.metrics.read_bytes() == metrics
 
 
 def test_two_processes_cannot_train_in_one_run_folder(runs):

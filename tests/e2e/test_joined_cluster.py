@@ -45,10 +45,12 @@ def test_a_run_over_two_nodes_gives_the_weights_of_one_in_this_process(
     own = (f"reward.function={tmp_path}/rewards.py:compute_score", *SPLIT)
     here = runs.run("here", "cluster.runtime=inline", *own)
     joined = [f"cluster.address={two_nodes.address}", f"cluster.rendezvous={rendezvous}", f"rollout.weights={weights}"]
-    done = train(runs.overrides("there", *own, *joined), two_nodes.environment, tmp_path)
+    # Relative to the driver's working directory, which is not that of the nodes.
+    relative = type(runs)(Path("runs"))
+    done = train(relative.overrides("there", *own, *joined), two_nodes.environment, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    there = type(here)(tmp_path / "there")
+    there = type(here)(tmp_path / "runs" / "there")
     assert weights_of(there) == weights_of(here)
 
 

@@ -12,7 +12,7 @@ import json
 import shutil
 import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -23,7 +23,6 @@ from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, make_plan
 from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.data import load_tokenizer
-from rallypoint.errors import CheckpointError
 from rallypoint.observability import (
     Completion,
     MetricsLog,
@@ -42,7 +41,7 @@ from rallypoint.observability.metrics_log import STEP
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.recipes.run_folder import RunFolder, anchored
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
 from rallypoint.roles.rollout import Rollouts
@@ -113,19 +112,20 @@ def train(loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume
     # What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
     torch.set_num_threads(1)
     with folder.locked():
-        return asyncio.run(_train(loaded.config, folder, progress, resume=resume))
+        return asyncio.run(_train(anchored(loaded.config), folder, progress, resume=resume))
 
 
 async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, resume: bool) -> bool:
     say = _Voice(folder, progress)
     endpoint = _endpoint(config, folder, say)
     with MetricsLog(folder.metrics) as log:
-        first = _state_of(folder)["step"] if resume else 0
+        first = _newest_step(folder) if resume else 0
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
         progress.waiting(f"starting {config.cluster.runtime}, loading model and data")
         # Two things that take seconds each and do not need each other.
         preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, say))
+        preparing.add_done_callback(_take_note)
         await asyncio.sleep(0)
         runtime = open_runtime(
             config.cluster.runtime,
@@ -143,15 +143,16 @@ async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, re
         shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
         try:
             pools = pools_of(config)
-            await pools.open(runtime)
-            material = await preparing
+            material = await _open_and_prepare(pools.open(runtime), preparing)
             progress.waiting("starting the roles")
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             recipe = await _start(config, placement, material, say)
             run = _Run(config, folder, progress, log, recipe, material, placement, endpoint)
-            return await run.steps(await run.restore() if first else 0)
+            if first:
+                await run.restore(first)
+            return await run.steps(first)
         finally:
             if endpoint is not None:
                 await endpoint.close()
@@ -168,6 +169,22 @@ def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | N
     from rallypoint.recipes.endpoint import Endpoint
 
     return Endpoint(config.rollout.serve, folder, say)
+
+
+async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:
+    """Wait for both; bad data need not wait for a place on the cluster to be reported."""
+    opened = asyncio.create_task(opening)
+    try:
+        return (await asyncio.gather(preparing, opened))[0]
+    finally:
+        opened.cancel()
+        await asyncio.gather(opened, return_exceptions=True)
+
+
+def _take_note(prepared: asyncio.Task[Material]) -> None:
+    """Look at an error, so that asyncio does not complain about one that came after another."""
+    if not prepared.cancelled():
+        prepared.exception()
 
 
 async def _start(config: RunConfig, placement: Placement, material: Material, say: _Voice) -> Recipe:
@@ -280,30 +297,26 @@ class _Run:
             checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
         self.log.write(step, spans.scalars())
 
-    async def restore(self) -> int:
-        """Read the newest checkpoint back and return its step."""
-        state = _state_of(self.folder)
-        folder = self.folder.checkpoints / checkpoint.checkpoint_name(state["step"])
-        checkpoint.verify(folder)
+    async def restore(self, step: int) -> None:
+        """Read a checkpoint back that was verified."""
+        folder = self.folder.checkpoints / checkpoint.checkpoint_name(step)
+        state = json.loads((folder / "training" / "state.json").read_text())
         for learner in self.recipe.learners:
             await learner.restore(folder)
         self.recipe.actor.version = state["version"]
         self.recipe.source.num_admitted = state["num_admitted"]
-        return state["step"]
 
 
-def _state_of(folder: RunFolder) -> dict[str, int]:
-    """Return what the newest checkpoint says of itself; step 0 when there is none."""
+def _newest_step(folder: RunFolder) -> int:
+    """Return the step of the newest checkpoint, which is whole; 0 when there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     found = checkpoint.steps(folder.checkpoints)
-    if not found:
-        return {"step": 0, "num_admitted": 0, "version": 0}
-    path = folder.checkpoints / checkpoint.checkpoint_name(found[-1]) / "training" / "state.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}); remove its folder to resume from an earlier one"
-        ) from error
+    if found:
+        checkpoint.verify(folder.checkpoints / checkpoint.checkpoint_name(found[-1]))
+    return found[-1] if found else 0
 
 
 def _due(every_steps: int | None, step: int) -> bool:

@@ -32,6 +32,7 @@ class RunFolder:
     """Where everything of a run lies."""
 
     path: Path
+    """Absolute where it was made or opened: processes of a cluster have working directories of their own."""
 
     @property
     def config(self) -> Path:
@@ -121,7 +122,8 @@ def create_run(loaded: LoadedConfig) -> RunFolder:
         RunFolderError: it is there already, or cannot be made.
     """
     trainer = loaded.config.trainer
-    path = Path(trainer.runs_dir).expanduser() / (trainer.name or f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    runs_dir = Path(trainer.runs_dir).expanduser().absolute()
+    path = runs_dir / (trainer.name or f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if trainer.name is None:
         path = _free(path)
     try:
@@ -139,7 +141,7 @@ def create_run(loaded: LoadedConfig) -> RunFolder:
 
 def open_run(path: Path) -> RunFolder:
     """Return the folder of a run that exists, with all that a run needs in it."""
-    folder = RunFolder(path)
+    folder = RunFolder(path.absolute())
     folder.logs.mkdir(exist_ok=True)
     return folder
 
@@ -147,6 +149,14 @@ def open_run(path: Path) -> RunFolder:
 def write_config(folder: RunFolder, config: RunConfig) -> None:
     """Write every key with its value, whole or not at all; paths so that they hold from any working directory."""
     folder.logs.mkdir(exist_ok=True)
+    partial = folder.config.with_suffix(".partial")
+    values = anchored(config).model_dump(mode="json")
+    partial.write_text(f"# The resolved config of this run.\n{to_yaml(values)}", encoding="utf-8")
+    partial.rename(folder.config)
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """Return a config whose paths hold from any working directory, those of workers on other nodes included."""
     values = config.model_dump(mode="json")
     for section, name in (("model", "path"), ("critic", "path"), ("trainer", "runs_dir")):
         values[section][name] = _absolute(values[section][name])
@@ -156,9 +166,7 @@ def write_config(folder: RunFolder, config: RunConfig) -> None:
         values["data"][name] = [_absolute(path) for path in values["data"][name]]
     file, colon, function = values["reward"]["function"].rpartition(":")
     values["reward"]["function"] = f"{_absolute(file)}:{function}" if colon else function
-    partial = folder.config.with_suffix(".partial")
-    partial.write_text(f"# The resolved config of this run.\n{to_yaml(values)}", encoding="utf-8")
-    partial.rename(folder.config)
+    return RunConfig.model_validate(values)
 
 
 def newest_run(name: str, runs_dir: Path) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.config import LoadedConfig, load_config
 from rallypoint.errors import RunFolderError
-from rallypoint.recipes.run_folder import RunFolder, create_run, newest_run, open_run, write_config
+from rallypoint.recipes.run_folder import RunFolder, anchored, create_run, newest_run, open_run, write_config
 
 
 @pytest.fixture
@@ -106,12 +106,26 @@ def test_paths_in_a_config_hold_from_any_working_directory_and_hub_names_stay(tm
     own = ["model.path=model", "critic.path=Some/Critic", "data.train=train.jsonl", "reward.function=rewards.py:f"]
     folder = create_run(load_config("ppo", [*own, "trainer.name=mine"]))
     monkeypatch.chdir("/")
-    config = load_config(str(tmp_path / folder.path)).config
+    assert folder.path == tmp_path / "runs" / "mine"
+    config = load_config(str(folder.path)).config
     assert config.model.path == f"{tmp_path}/model"
     assert config.critic.path == "Some/Critic"
     assert config.data.train == (f"{tmp_path}/train.jsonl",)
     assert config.reward.function == f"{tmp_path}/rewards.py:f"
     assert config.trainer.runs_dir == f"{tmp_path}/runs"
+
+
+def test_paths_that_workers_get_hold_from_their_own_working_directory(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "critic", "adapter"):
+        (tmp_path / name).mkdir()
+    own = ["data.train=x.jsonl", "reward.function=rewards.py:f", "model.lora={path: adapter}", "critic.path=critic"]
+    config = anchored(load_config("ppo", [*own, "model.path=model"]).config)
+    assert (config.model.path, config.critic.path) == (f"{tmp_path}/model", f"{tmp_path}/critic")
+    assert config.model.lora is not None
+    assert config.model.lora.path == f"{tmp_path}/adapter"
+    (tmp_path / "logs").mkdir()
+    assert open_run(Path()).path == tmp_path
 
 
 @dataclasses.dataclass
