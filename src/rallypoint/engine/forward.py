@@ -21,6 +21,7 @@ from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import head_outputs
+from rallypoint.models.prefix import pick
 from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
 from rallypoint.types import Sequences
@@ -71,7 +72,7 @@ def hidden_states(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
         use_cache=False,
         rows=rows,
     )
-    return output.last_hidden_state.squeeze(0).index_select(0, sources.to(device))
+    return pick(output.last_hidden_state.squeeze(0), sources)
 
 
 def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:

@@ -16,6 +16,8 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,3 +58,38 @@ class SharedPrefixes:
         computed = ~alike | (first[row] == row)
         place = (computed.cumsum(0) - 1)[torch.where(computed, own, twin)]
         return cls(torch.nonzero(computed).flatten(), place)
+
+
+def pick(states: Tensor, places: Tensor) -> Tensor:
+    """Return rows of a tensor, each as often as it is named: [S, E] and [N] -> [N, E].
+
+    The gradient of a row is the sum over its copies, in their order. That of `index_select` is added up by atomics on
+    accelerators, in another order and with other bits every time.
+
+    Args:
+        states: [S, E].
+        places: [N] int64, on the CPU.
+    """
+    return _Pick.apply(states, places)
+
+
+class _Context(FunctionCtx):
+    places: Tensor
+    num_rows: int
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, states: Tensor, places: Tensor) -> Tensor:
+        ctx.places, ctx.num_rows = places, len(states)
+        return states.index_select(0, places.to(states.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        if not len(grad):
+            return grad.new_zeros(ctx.num_rows, *grad.shape[1:]), None
+        counts = torch.bincount(ctx.places, minlength=ctx.num_rows)
+        copies, starts = ctx.places.argsort(stable=True), counts.cumsum(0) - counts
+        # A bag of embeddings is a sum of rows, in float32 for half precision; an empty one is zero.
+        return functional.embedding_bag(copies.to(grad.device), grad, starts.to(grad.device), mode="sum"), None

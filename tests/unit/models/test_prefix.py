@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.models import PackedRows, SharedPrefixes, load_policy
+from rallypoint.models.prefix import pick
 from rallypoint.types import offsets_from_lengths
 
 CPU = torch.device("cpu")
@@ -87,3 +88,14 @@ def test_the_same_rows_give_the_same_bits_of_gradients(dtype):
         out = PackedRows(offsets, CPU, shared).attend(0, *states, 0.3)
         gradients.append(torch.autograd.grad(out.square().sum(), states))
     assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("places", [[], [2, 0, 2, 2, 4], [4, 4, 4], [0, 1, 2, 3, 4]], ids=str)
+def test_rows_that_are_picked_more_than_once_get_the_sum_of_the_gradients(places):
+    states = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    at, grad = torch.tensor(places, dtype=torch.int64), torch.randn(len(places), 3, dtype=torch.float64)
+    picked = pick(states, at)
+    assert torch.equal(picked, states[at])
+    picked.backward(grad)
+    expected = [grad[at == row].sum(0) for row in range(5)]
+    torch.testing.assert_close(states.grad, torch.stack(expected), rtol=1e-12, atol=1e-12)

@@ -1,0 +1,18 @@
+"""What is added up on an accelerator is added up in the same order every time."""
+
+import pytest
+import torch
+
+from rallypoint.models.prefix import pick
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_states_that_many_rows_share_has_the_same_bits_every_time(dtype):
+    device = torch.accelerator.current_accelerator()
+    states = torch.randn(64, 256, device=device, dtype=dtype, requires_grad=True)
+    places = torch.randint(0, 8, (4096,))
+    grad = torch.randn(4096, 256, device=device, dtype=dtype)
+    first, *others = [torch.autograd.grad(pick(states, places), states, grad)[0] for _ in range(20)]
+    assert all(torch.equal(first, other) for other in others)
