@@ -7,12 +7,10 @@ recipe's own page.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
-import signal
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -39,6 +37,7 @@ from rallypoint.observability import (
 from rallypoint.observability.agreement import Agreement
 from rallypoint.observability.metrics_log import STEP
 from rallypoint.recipes.grpo import GRPO
+from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.run_folder import RunFolder, anchored
@@ -245,7 +244,7 @@ class _Run:
         if first == 0:
             self.log.write(0, self.material.counts())
             await self._validate(0)
-        with _interruptible() as interrupted:
+        with interruptible() as interrupted:
             for step in range(first + 1, num_steps + 1):
                 await self._step(step)
                 if step % self.config.validation.every_steps == 0 or step == num_steps:
@@ -321,29 +320,6 @@ def _newest_step(folder: RunFolder) -> int:
 
 def _due(every_steps: int | None, step: int) -> bool:
     return every_steps is not None and step % every_steps == 0
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[asyncio.Event]:
-    """Yield an event that the first Ctrl-C (or SIGTERM) sets; the second one ends the program at once."""
-    event, loop = asyncio.Event(), asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def stop() -> None:
-        event.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-    try:
-        for number in numbers:
-            loop.add_signal_handler(number, stop)
-    except (NotImplementedError, RuntimeError, ValueError):
-        pass  # not in a main thread: whoever started the thread handles signals
-    try:
-        yield event
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[RolloutRecord, ...]) -> StepReport:
