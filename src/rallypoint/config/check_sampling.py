@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from rallypoint.config.problem import Problem
 from rallypoint.config.tree import RunConfig
 
+_MIN_TEMPERATURE = 1e-3
+
 
 def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
     """Yield what does not fit together in the section `rollout`."""
@@ -27,6 +29,12 @@ def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
             ("rollout.top_k", "rollout.group_size"),
             f"rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (rollout.group_size) the same; "
             "expected at least 2, or null",
+        )
+    if 0 < config.validation.temperature < _MIN_TEMPERATURE:
+        yield Problem(
+            ("validation.temperature",),
+            f"validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
+            f"{_MIN_TEMPERATURE:g}; logits are divided by it",
         )
     if rollout.weights != "auto":
         yield from _way_of_weights(config)

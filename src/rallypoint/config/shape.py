@@ -11,6 +11,8 @@ from rallypoint.config.sections import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
 
 _DIGITS_VOCABULARY = 20
+_TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text")
+"""Types of models whose config.json leaves out that embedding and head are one matrix."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     try:
         values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+        model_type = str(values.get("model_type", ""))
         return ModelShape(
             num_layers=int(values["num_hidden_layers"]),
             hidden_size=hidden,
@@ -147,9 +150,9 @@ def read_shape(folder: Path) -> ModelShape | None:
             head_dim=int(values.get("head_dim") or hidden // heads),
             intermediate_size=int(values["intermediate_size"]),
             vocab_size=int(values["vocab_size"]),
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-            query_key_norm="qwen3" in str(values.get("model_type", "")),
-            model_type=str(values.get("model_type", "")),
+            tie_embeddings=bool(values.get("tie_word_embeddings", model_type in _TIED_UNLESS_SAID)),
+            query_key_norm="qwen3" in model_type,
+            model_type=model_type,
             **_read_experts(values),
         )
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):

@@ -79,7 +79,8 @@ def pack_groups(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) 
 def pad_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Cut rows into micro-batches of at most `max_tokens` tokens where each row takes as many as the longest beside it.
 
-    Rows of similar length meet, so that little is padding: longest first, as many as the cap allows.
+    Rows of similar length meet, so that little is padding: longest first, as many as the cap allows. Training packs;
+    this is for the other side of the parity table, see `Engine`.
 
     Returns:
         Row numbers of each micro-batch, rising; every row occurs exactly once.

@@ -54,6 +54,8 @@ class Engine(Generic[BatchT]):
             optimizer: None for a model that is evaluated only.
             max_tokens_per_micro_batch: the hard cap.
             padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
+                Nobody trains so: it is the other side of the parity table (docs/parity.md), against which packing is
+                measured on every mesh.
             activations: what a layer leaves for the backward pass.
             eps: is added to AdamW's denominator; a larger one keeps the division well conditioned.
             tick: called after every micro-batch, so that whoever waits knows that it gets on.

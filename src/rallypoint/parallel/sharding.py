@@ -79,11 +79,6 @@ class Sharding:
         return self._leaves
 
     @property
-    def shares_passes(self) -> bool:
-        """Whether a pass needs other ranks, so that each has to make as many."""
-        return self._root is not None
-
-    @property
     def half(self) -> torch.dtype | None:
         """The precision that the model computes in, where `weights` are float32 masters of that; None where not."""
         return None if self._root is None else self._root.half_dtype

@@ -68,7 +68,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if runs.exists() and not runs.is_dir():
         yield Problem(("trainer.runs_dir",), f"trainer.runs_dir={str(runs)!r} is a file; expected a folder")
     name = config.trainer.name
-    if name is not None and (not name or Path(name).name != name or name.startswith(".")):
+    if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
         yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
 
 

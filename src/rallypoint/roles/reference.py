@@ -34,9 +34,8 @@ class ReferenceWorker(TurnTaker):
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
             tick=context.tick,
         )
-        # Who shares the actor's weights wakes the actor.
-        if ("actor" if shares_actor else "reference") in config.sleeping:
-            self.turns.sleep_between(context.shared[ACTOR_ENGINE] if shares_actor else self.engine)
+        if "reference" in config.sleeping:  # who shares the actor's weights never does
+            self.turns.sleep_between(self.engine)
 
     @shard
     @in_turn()

@@ -35,17 +35,6 @@ class Delta:
     versions: tuple[int, ...]
     finish_reason: Literal["stop", "length"] | None
 
-    def __add__(self, later: Delta) -> Delta:
-        return Delta(
-            index=self.index,
-            text=self.text + later.text,
-            tokens=self.tokens + later.tokens,
-            logprobs=self.logprobs + later.logprobs,
-            sampled_logprobs=self.sampled_logprobs + later.sampled_logprobs,
-            versions=self.versions + later.versions,
-            finish_reason=later.finish_reason,
-        )
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:

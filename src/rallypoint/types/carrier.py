@@ -132,6 +132,8 @@ class Carrier:
     def padded(self, length: int) -> Self:
         """Return the rows with zeros (False) behind each of them, all of one length: [B * length] tokens.
 
+        Training packs; this is for the other side of the parity table, see `engine.Engine`.
+
         Raises:
             ValueError: a row is longer.
         """

@@ -1,16 +1,23 @@
 """The plan's numbers, against real models and against examples done by hand."""
 
+import importlib
+import json
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig
 
+from rallypoint import generation, models
 from rallypoint.config import CreateModelConfig, RunConfig, load_config, make_plan
+from rallypoint.config import memory as memory_module
 from rallypoint.config.plan import attention_cost
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.models import PackedRows, create_model, load_critic, load_policy, trained_weights
+from rallypoint.models.families import FAMILIES
+from rallypoint.models.head import CHUNK_BYTES
 from rallypoint.observability.flops import flops_of
 from rallypoint.types import offsets_from_lengths
 
@@ -94,6 +101,38 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(here: Path, changes:
     shape = read_shape(here / "mixture")
     assert shape.num_parameters == num_parameters(model)
     assert shape.attention_cost == pytest.approx(flops_of(model).attention_cost, rel=0.05)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_one_matrix_or_two_for_embedding_and_head_is_what_the_family_means_where_config_json_is_silent(
+    here: Path, model_type: str
+):
+    sizes = {"num_attention_heads": 4, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+    (here / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 9, **sizes}))
+    shape = read_shape(here)
+    assert shape is not None
+    assert shape.tie_embeddings == AutoConfig.from_pretrained(here).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("copied", "package", "name"),
+    [
+        ("_LONGEST_WITH_SCORES", models, "_LONGEST_FOR_PRODUCTS"),
+        ("_QUERIES_PER_BLOCK", models, "_QUERIES_PER_BLOCK"),
+        ("_BLOCK_TOKENS", generation, "BLOCK_TOKENS"),
+        ("_PREFILL_TOKENS", generation, "_PREFILL_TOKENS"),
+        ("_KEPT_LOGITS_BYTES", models, "KEPT_BYTES"),
+    ],
+)
+def test_sizes_that_the_plan_cannot_import_are_those_of_the_modules_that_have_them(copied, package, name):
+    """The config knows no torch; whichever module of a package has the number, it is this one."""
+    names = [f"{package.__name__}.{module.name}" for module in iter_modules(package.__path__)]
+    found = [vars(module)[name] for module in map(importlib.import_module, names) if name in vars(module)]
+    assert set(found) == {vars(memory_module)[copied]}
+
+
+def test_the_logits_of_one_product_are_counted_as_large_as_they_are():
+    assert vars(memory_module)["_CHUNK_BYTES"] == CHUNK_BYTES
 
 
 def test_batches_by_hand(here: Path):

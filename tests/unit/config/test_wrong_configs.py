@@ -142,6 +142,11 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: vllm and the way of weights": ("rollout.engine=vllm rollout.weights=memory", ("the way `folder`",)),
     "fit: vllm and outsiders": ("rollout.engine=vllm rollout.serve=8000", ("rollout.serve=8000", "rollout.engine=nat")),
     "fit: vllm and exact": ("rollout.engine=vllm rollout.exact=true", ("rollout.exact=true", "rollout.engine=native")),
+    "range: temperature that overflows": ("rollout.temperature=1e-300", ("temperature=1e-300", "from 0.001 to 10")),
+    "fit: validation almost greedy": (
+        "validation.temperature=1e-300",
+        ("1e-300: expected 0 (greedy) or",),
+    ),
     "fit: shortest and longest response": (
         "rollout.min_response_tokens=9 rollout.max_response_tokens=8",
         ("rollout.min_response_tokens=9 is more than rollout.max_response_tokens=8", "at most that"),
@@ -311,6 +316,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "file: reward of two": ("reward.function=rewards.py:two_arguments", ("(data_source, text)", "ground_truth")),
     "file: async reward": ("reward.function=rewards.py:later", ("rewards.py:later", "async")),
     "file: runs below a file": ("trainer.runs_dir=good.jsonl", ("runs_dir='good.jsonl' is a file", "a folder")),
+    "file: name of two lines": ('trainer.name="a\\nb"', ("trainer.name='a\\nb'", "plain folder name")),
     "file: name with a slash": ("trainer.name=a/b", ("trainer.name='a/b'", "plain folder name")),
     # Overrides that are none.
     "override: no value": ("seed=", ("'seed='", "seed=null")),

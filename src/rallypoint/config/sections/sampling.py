@@ -15,7 +15,7 @@ class RolloutConfig(Section):
     group_size: int = key(8, at_least=1, unit="rollouts", help="G: rollouts per prompt.")
     max_response_tokens: int = key(256, at_least=1, unit="tokens", help="A rollout ends here at the latest.")
     temperature: float = key(
-        1.0, above=0, at_most=10, help="Sampling temperature; the policy that is trained is the one at it."
+        1.0, at_least=1e-3, at_most=10, help="Sampling temperature; the policy that is trained is the one at it."
     )
     top_k: int | None = key(None, at_least=1, help="Only the k likeliest tokens are drawn; null for all.")
     top_p: float = key(
@@ -56,4 +56,4 @@ class ValidationConfig(Section):
 
     every_steps: int = key(20, at_least=1, unit="steps", help="Also before the first and after the last step.")
     max_prompts: int | None = key(None, at_least=1, unit="prompts", help="Use the first so many; null for all.")
-    temperature: float = key(1.0, at_least=0, at_most=10, help="0 is greedy; all else is drawn as in training.")
+    temperature: float = key(1.0, at_least=0, at_most=10, help="0 is greedy; from 0.001 on it is drawn as in training.")
