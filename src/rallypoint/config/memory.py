@@ -79,9 +79,10 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
         trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut
     own = trained if role == "reference" and config.reference_shares_actor else parameters
     shares_actor = role == "rollout" and config.rollout_shares_actor
-    activations = _sampling_bytes(config, shape) if role == "rollout" else _forward_bytes(config, shape, role)
+    computed = shape.part(sizes["tp"])
+    activations = _sampling_bytes(config, shape) if role == "rollout" else _forward_bytes(config, computed, role)
     if learner is not None:
-        training = _training_bytes(config, shape, role, num_parts=learner.num_mini_batches)
+        training = _training_bytes(config, computed, role, num_parts=learner.num_mini_batches)
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
         flat = trained * _WIDE if sizes["dp_replicate"] > 1 else 0
         activations = max(activations, training, flat)
@@ -165,7 +166,8 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
     if role != "critic":
         logits = full.num_outputs * shape.vocab_size * size
         at_head += min(logits, _KEPT_LOGITS_BYTES + _CHUNK_BYTES)
-        at_head += shape.vocab_size * shape.hidden_size * (4 + size)  # the gradient of its weight, and a part of that
+        if config.model.lora is None:  # the gradient of its weight, and a part of that
+            at_head += shape.vocab_size * shape.hidden_size * (4 + size)
     # Gradients of the MLP's two halves and of the residual stream.
     at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
     return _on_heap(config, kept + max(at_head, at_layer), checkpointed=config.engine.activations != "keep")

@@ -55,6 +55,17 @@ class ModelShape:
             shared["columns of the MLP"] = self.intermediate_size
         return shared
 
+    def part(self, tp: int) -> ModelShape:
+        """Return the sizes of what a rank of `tp` computes: some of the heads, columns, experts' work, and tokens."""
+        return dataclasses.replace(
+            self,
+            num_heads=-(-self.num_heads // tp),
+            num_key_value_heads=-(-self.num_key_value_heads // tp),
+            intermediate_size=-(-self.intermediate_size // tp),
+            expert_size=-(-self.expert_size // tp),
+            vocab_size=-(-self.vocab_size // tp),
+        )
+
     @property
     def num_backbone_parameters(self) -> int:
         """Weights of the layers and norms, as in Llama, Qwen3 and Qwen3-MoE."""

@@ -43,7 +43,7 @@ class LoRALinear(nn.Linear):
     ...     for weight in layer.parameters():
     ...         _ = weight.fill_(1.0)
     >>> layer(torch.ones(1, 3))  # 3 + 2 x 3
-    tensor([[9., 9.]], grad_fn=<AddBackward0>)
+    tensor([[9., 9.]], grad_fn=<ViewBackward0>)
     >>> [name for name, weight in layer.named_parameters() if weight.requires_grad]
     ['lora_A.weight', 'lora_B.weight']
     """
@@ -74,7 +74,9 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 - torch's own name; see the class
         frozen = functional.linear(input, self.weight, self.bias if self._adds_bias else None)
-        return torch.add(frozen, self.lora_B(self.lora_A(input)), alpha=self.scaling)
+        # In one product, into what is there: neither the update nor the sum takes memory of its own.
+        low = self.lora_A(input).flatten(0, -2)
+        return frozen.view(len(low), -1).addmm_(low, self.lora_B.weight.T, alpha=self.scaling).view_as(frozen)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

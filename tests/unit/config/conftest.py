@@ -1,7 +1,9 @@
-"""A config of the tests' own: what the shipped recipes are tuned to must not matter here."""
+"""A config of the tests' own: what the shipped recipes are tuned to must not matter here. And files beside it."""
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 BASE = """\
@@ -22,6 +24,18 @@ engine: {max_tokens_per_micro_batch: 64}
 cluster: {pools: {main: [2]}}
 trainer: {num_steps: 20}
 """
+REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+
+def two_arguments(data_source, text):
+    return 0.0
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+"""
+SIZES = '"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8, "vocab_size": 9'
+EXPERTS = '"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 4'
 
 
 @pytest.fixture
@@ -30,3 +44,55 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base.yaml").write_text(BASE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def files(here: Path) -> Path:
+    """Good and bad files of a user, beside base.yaml."""
+    good = '{"prompt": "1+2", "ground_truth": "3"}\n'
+    texts = {
+        "good.jsonl": good,
+        "good.csv": "a,b\n",
+        "zero.jsonl": "",
+        "zero.parquet": "",
+        "blank.jsonl": "\n  \n",
+        "torn.parquet": "PAR1 and no more",
+        "rewards.py": REWARDS,
+        "torn.py": "def compute_score(:\n",
+        "model/config.json": '{"model_type": "llama", "max_position_embeddings": 32}',
+        "model/model.safetensors": "",
+        "adapter/adapter_config.json": "{}",
+        "adapter/adapter_model.safetensors": "",
+        "cohere/config.json": f'{{"model_type": "cohere", {SIZES}}}',
+        "cohere/model.safetensors": "",
+        "mixture/config.json": f'{{"model_type": "qwen3_moe", {SIZES}, {EXPERTS}}}',
+        "mixture/model.safetensors": "",
+        "no_weights/config.json": '{"model_type": "llama"}',
+        "no_config/model.safetensors": "",
+        "no_type/config.json": "{}",
+        "no_type/model.safetensors": "",
+        "torn/config.json": "{",
+        "torn/model.safetensors": "",
+        "twice.yaml": "base: base\nseed: 1\nactor: {num_epochs: 1, num_epochs: 2}\nseed: 2\n",
+        "broken.yaml": "recipe: ppo\nrollout: [1\n",
+        "empty.yaml": "# nothing\n",
+        "list.yaml": "- recipe\n",
+        "loop.yaml": "base: loop2.yaml\n",
+        "loop2.yaml": "base: sub/../loop.yaml\n",
+        "sub/.keep": "",
+        "lost.yaml": "seed: 1\nbase: bse.yaml\n",
+        "number.yaml": "base: 3\n",
+        "itself.yaml": "base: base.yaml\nactor: &a\n  optimizer: *a\n",
+        "deep.yaml": "seed: " + "[" * 3000,
+        "keys.yaml": "base: base.yaml\n[a, b]: 3\n",
+        "out.yaml": "base: base.yaml\nactor:\n  # everything below is commented out\n",
+        "no_pools.yaml": "recipe: ppo\nreward: {function: digits}\nmodel: {create: {}}\ndata: {generate: {}}\n"
+        "cluster: {pools: {}}\n",
+        "nothing.yaml": "recipe: grpo\n",
+    }
+    for name, text in texts.items():
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(text)
+    (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), here / "no_rows.parquet")
+    return here

@@ -5,16 +5,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
-from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
+from rallypoint.generation import NativeEngine, Request
 from rallypoint.generation import generate as through
-from rallypoint.models import ModelShard, PackedRows, load_policy, named_weights
+from rallypoint.models import ModelShard
 from rallypoint.types import RolloutBatch
 
 LENGTHS = [3, 9, 1, 17, 5, 4]
+
+
 FAMILIES = [("llama", 1), ("llama", 2), ("llama", 4), ("qwen3", 2), ("qwen3", 4)]
 
 
@@ -314,66 +315,6 @@ def test_a_request_whose_memory_is_taken_is_computed_again_and_ends_the_same(mak
     assert little.num_set_back > 0
 
 
-def test_a_request_that_no_memory_could_hold_is_refused_and_says_what_it_needs(make_policy, make_prompts, params):
-    engine = NativeEngine(make_policy(), cache_tokens=4 * 32)
-    with pytest.raises(RequestError, match="takes 5 blocks of 32 tokens, but the cache has 4"):
-        through(engine, make_prompts([40]), dataclasses.replace(params, max_new_tokens=70), version=0)
-
-
-def test_requests_join_while_others_run_and_common_beginnings_are_computed_once(make_policy):
-    """Sixty-four tokens in common, then each its own; the model counts the tokens that go through it."""
-    model, counted = copy.deepcopy(make_policy()), []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, options: counted.append(options["input_ids"].numel()), with_kwargs=True
-    )
-    params = SamplingParams(max_new_tokens=20, seed=1)
-    requests = [
-        Request(tokens=(3,) * 64 + (4 + place % 3,) * 7, params=params, prompt_index=place % 3, sample_index=place)
-        for place in range(9)
-    ]
-    alone = [[t for piece in stream(NativeEngine(model), one) for t in piece.tokens] for one in requests]
-    engine = NativeEngine(model)
-    counted.clear()
-    found = {}
-    for request in requests:
-        found[engine.submit(request)] = []
-        for piece in engine.step():
-            found[piece.request_id] += piece.tokens
-    while engine.has_work:
-        for piece in engine.step():
-            found[piece.request_id] += piece.tokens
-    assert list(found.values()) == alone
-    # One token to ask for shapes, 64 in common, three endings of 7, and all but the last token of each response.
-    assert sum(counted) == 1 + 64 + 3 * 7 + 9 * 19
-
-
-@pytest.mark.parametrize("on_load", ["keep", "recompute"])
-def test_weights_that_come_while_requests_run_are_stamped_on_what_they_sample(make_policy, params, on_load):
-    model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
-    engine = NativeEngine(model, on_load=on_load, version=3)
-    request_id = engine.submit(Request(tokens=(3, 4, 5), params=dataclasses.replace(params, stop_tokens=())))
-    for _ in range(5):
-        assert engine.step() == []
-    engine.load(4, named_weights(other))
-    pieces = []
-    while engine.has_work:
-        pieces += engine.step()
-    assert [(piece.request_id, piece.version, len(piece.tokens)) for piece in pieces] == [
-        (request_id, 3, 5),
-        (request_id, 4, params.max_new_tokens - 5),
-    ]
-    # With its keys and values computed again, the rest is what the new weights alone say of it.
-    tokens = torch.tensor([3, 4, 5, *(token for piece in pieces for token in piece.tokens)])
-    rows = PackedRows(torch.tensor([0, len(tokens)]), tokens.device)
-    with torch.no_grad():
-        states = other.base_model(
-            input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
-        ).last_hidden_state
-        logprobs = other.lm_head(states[0, 7:-1]).log_softmax(-1).gather(1, tokens[8:].unsqueeze(1)).squeeze(1)
-    same = torch.allclose(logprobs, torch.tensor(pieces[1].logprobs), atol=1e-5)
-    assert same is (on_load == "recompute")
-
-
 def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_policy, params):
     long = dataclasses.replace(params, max_new_tokens=90, stop_tokens=())
 
@@ -392,52 +333,3 @@ def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_polic
         return [(piece.request_id, token, piece.version) for piece in pieces for token in piece.tokens]
 
     assert stamped(streamed=False) == stamped(streamed=True)
-
-
-def test_a_prompt_is_not_found_again_under_other_weights(make_policy, params):
-    model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
-    engine, request = NativeEngine(model), Request(tokens=(3,) * 70, params=params)
-    list(stream(engine, request))
-    engine.load(1, named_weights(other))
-    tokens = [token for piece in stream(engine, request) for token in piece.tokens]
-    assert tokens == [token for piece in stream(NativeEngine(other), request) for token in piece.tokens]
-
-
-def limited_policy(folder, config) -> PreTrainedModel:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return load_policy(str(folder), dtype="float32").model
-
-
-LIMITED = {
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "sliding_window": 6,
-}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(**LIMITED),
-        Gemma2Config(**LIMITED, head_dim=8, attn_logit_softcapping=1.0, final_logit_softcapping=2.0),
-    ],
-    ids=["windows", "windows, and capped scores and logits"],
-)
-@pytest.mark.parametrize("mode", ["fast", "exact"])
-def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prompts, params, tmp_path, config, mode):
-    model = limited_policy(tmp_path, config)
-    long = dataclasses.replace(params, max_new_tokens=30, stop_tokens=(0,))
-    batch = through(NativeEngine(model, mode=mode), make_prompts(LENGTHS), long, version=0)
-    # With little memory responses are computed again, looking back at their prompt.
-    little = NativeEngine(model, mode=mode, cache_tokens=9 * 32)
-    assert torch.equal(through(little, make_prompts(LENGTHS), long, version=0).tokens, batch.tokens)
-    assert little.num_set_back > 0
-    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
-    expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
-    assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4

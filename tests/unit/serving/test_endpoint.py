@@ -2,25 +2,13 @@
 
 import dataclasses
 import json
-import socket
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rallypoint.errors import NotFiniteError
-from rallypoint.generation import Piece
-from rallypoint.serving import bind
-
 
 def said(answer) -> str:
     return answer.json["choices"][0]["message"]["content"]
-
-
-def accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def streamed(answer) -> str:
@@ -146,61 +134,6 @@ def test_every_way_to_sample_reaches_the_engine(serve):
 
 
 USER = {"role": "user", "content": "x"}
-REFUSED = {
-    "not JSON": (b"{", None, "no JSON"),
-    "not UTF-8": (b'{"prompt": "\xff"}', None, "no JSON in UTF-8"),
-    "not an object": (b"[1]", None, "expected an object"),
-    "nested": (b"[" * 50_000, None, "recursion"),
-    "no messages": ({"messages": []}, "messages", "at least 1"),
-    "messages missing": ({}, "messages", "required"),
-    "unknown role": ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'system'"),
-    "role of no template": ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
-    "picture": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content",
-        "type text",
-    ),
-    "tool calls": ({"messages": [USER | {"tool_calls": [{}]}]}, "messages.0.tool_calls", "not supported"),
-    "negative length": ({"messages": [USER], "max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
-    "no length": ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens", "greater"),
-    "too long": ({"messages": [USER], "max_tokens": 395}, "messages", "6 tokens and the answer may have 395"),
-    "long prompt": ({"messages": [USER | {"content": "x" * 500}]}, "messages", "505 tokens"),
-    "huge n": ({"messages": [USER], "n": 10**12}, "n", "at most 8"),
-    "n": ({"messages": [USER], "n": 0}, "n", "greater"),
-    "huge integer": ({"messages": [USER], "seed": 10**30}, "seed", "less than"),
-    "word": ({"messages": [USER], "temperature": "hot"}, "temperature", "number"),
-    "truth": ({"messages": [USER], "n": True}, "n", "integer"),
-    "not a number": (b'{"messages": [], "temperature": NaN}', None, "no JSON"),
-    "tiny temperature": ({"messages": [USER], "temperature": 1e-30}, "temperature", "0 (greedy)"),
-    "top_p": ({"messages": [USER], "top_p": 0}, "top_p", "greater than 0"),
-    "stop": ({"messages": [USER], "stop": ["a", ""]}, "stop", "list of strings"),
-    "empty stop": ({"messages": [USER], "stop": ""}, "stop", "list of strings"),
-    "alternatives": ({"messages": [USER], "logprobs": True, "top_logprobs": 3}, "top_logprobs", "sampled token"),
-    "penalty": ({"messages": [USER], "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-    "tools": ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
-    "unknown": ({"messages": [USER], "temprature": 1}, "temprature", "no field"),
-    "surrogate": (b'{"messages": [], "\\udc00": 1}', None, "no JSON"),
-}
-
-
-@pytest.mark.parametrize(("body", "param", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_answered_is_refused_by_name(serve, body, param, message):
-    served = serve()
-    answer = served.client.post("chat/completions", body)
-    assert answer.status == 400, answer.body
-    assert answer.error["type"] == "invalid_request_error"
-    assert answer.error["param"] == param
-    assert message in answer.error["message"]
-    assert served.engine.seen == []
-
-
-@pytest.mark.parametrize("prompt", [[], [[]], "", [["a"]], 5, {"a": 1}, [1, "a"], [257], [-1], [10**30], ["a", ""]])
-def test_prompts_that_are_none_are_refused_and_leave_nothing_running(serve, prompt):
-    client = serve().client
-    answer = client.complete(prompt)
-    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error"), answer.body
-    client.wait_until(lambda health: health["num_running"] == 0)
-    assert client.complete("x").status == 200
 
 
 def test_what_cannot_change_the_answer_is_let_pass(serve):
@@ -243,122 +176,6 @@ def test_weights_that_come_in_the_middle_show_in_the_answer(serve):
     assert served.client.get("/health").json["version"] == 8
 
 
-def test_a_key_is_asked_for_where_there_is_one(serve):
-    client = serve(keys=("secret", "other")).client
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer é"}):
-        answer = client.get("/v1/models", **headers)
-        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
-        assert answer.headers["www-authenticate"] == "Bearer"
-    for key in ("secret", "other"):
-        assert client.get("/v1/models", Authorization=f"Bearer {key}").status == 200
-    assert client.get("/health").status == 200
-
-
-def test_without_a_key_pages_of_other_sites_cannot_call(serve):
-    client = serve().client
-    assert client.get("/v1/models", Host="evil.example").status == 403
-    assert client.get("/v1/models", Host="[::1]:8000").status == 200
-    answer = client.post("completions", {"prompt": "x"}, **{"Content-Type": "text/plain"})
-    assert answer.status == 415
-
-
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_body_that_is_too_large_is_refused_however_it_is_sent(serve, is_chunked):
-    client = serve(max_body_bytes=1000).client
-    connection = client.connect()
-    body = json.dumps({"prompt": "x" * 1000}).encode()
-    parts = [body[i : i + 100] for i in range(0, len(body), 100)]
-    connection.request(
-        "POST",
-        "/v1/completions",
-        iter(parts) if is_chunked else body,
-        {"Content-Type": "application/json"},
-        encode_chunked=is_chunked,
-    )
-    response = connection.getresponse()
-    assert response.status == 413
-    assert "more than 1,000 bytes" in json.loads(response.read())["error"]["message"]
-    assert client.complete("x").status == 200
-
-
-def test_more_at_once_than_allowed_is_told_to_come_again(serve):
-    served = serve(max_concurrency=4)
-    served.engine.is_frozen = True
-    waiting = served.client.begin("completions", {"prompt": "x", "n": 3})
-    served.client.wait_until(lambda health: health["num_running"] == 3)
-    answer = served.client.complete("x", n=2)
-    assert (answer.status, answer.headers["retry-after"]) == (429, "1")
-    assert "3 of at most 4 responses are under way" in answer.error["message"]
-    served.engine.is_frozen = False
-    assert waiting.getresponse().status == 200
-    assert served.client.complete("x", n=2).status == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_takes_its_request_along(serve, stream):
-    served = serve("hello" * 60)
-    served.engine.is_frozen = True
-    connection = served.client.begin("completions", {"prompt": "x", "n": 3, "stream": stream})
-    served.client.wait_until(lambda health: health["num_running"] == 3)
-    if stream:
-        connection.getresponse()
-    connection.sock.close() if connection.sock else None
-    connection.close()
-    served.client.wait_until(lambda health: health["num_running"] == 0)
-    while len(served.engine.cancelled) < 3:
-        time.sleep(0.005)
-
-
-def test_a_client_that_does_not_read_holds_nobody_up(serve):
-    served = serve("hello" * 60, max_concurrency=100)
-    slow = [
-        served.client.begin("completions", {"prompt": "x", "n": 8, "stream": True, "max_tokens": 300, "logprobs": 0})
-        for _ in range(4)
-    ]
-    for _ in range(3):
-        assert served.client.complete("x").json["choices"][0]["text"] == "hellohellohelloh"
-    for connection in slow:
-        assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
-
-
-def test_an_engine_that_fails_is_an_error_of_everybody_and_no_empty_answer(serve):
-    served = serve()
-    served.engine.is_frozen = True
-    bodies = [{"prompt": "x"}, {"prompt": "x", "stream": True}]
-    whole, stream = (served.client.begin("completions", body) for body in bodies)
-    served.client.wait_until(lambda health: health["num_running"] == 2)
-    served.engine.error = OSError("burnt")
-    response = whole.getresponse()
-    assert response.status == 500
-    error = json.loads(response.read())["error"]
-    assert (error["type"], "burnt" in error["message"]) == ("server_error", True)
-    text = stream.getresponse().read()
-    assert b"burnt" in text
-    assert b"[DONE]" not in text
-    assert served.client.complete("x").status == 500
-    health = served.client.get("/health")
-    assert (health.status, health.json["status"]) == (503, "failed")
-
-
-def test_one_response_that_fails_fails_its_request_only(serve):
-    served = serve(lambda request: "hello")
-    step = served.engine.step
-
-    def failing_step() -> list[Piece]:
-        return [
-            dataclasses.replace(piece, finish_reason="failed", error=NotFiniteError("the logits are not finite"))
-            if piece.request_id == 2
-            else piece
-            for piece in step()
-        ]
-
-    served.engine.step = failing_step
-    assert served.client.complete("x").status == 200
-    answer = served.client.complete("x", n=3)
-    assert (answer.status, answer.error["message"]) == (500, "the logits are not finite")
-    assert served.client.complete("x").status == 200
-
-
 def test_a_model_without_a_chat_template_still_completes(serve, tokenizer):
     import copy
 
@@ -368,49 +185,6 @@ def test_a_model_without_a_chat_template_still_completes(serve, tokenizer):
     answer = client.chat()
     assert (answer.status, "/v1/completions" in answer.error["message"]) == (400, True)
     assert client.complete("x").status == 200
-
-
-def test_the_end_waits_for_what_is_under_way(serve):
-    served = serve("hello" * 20)
-    served.engine.is_frozen = True
-    connection = served.client.begin("chat/completions", {"messages": [USER]})
-    served.client.wait_until(lambda health: health["num_running"] == 1)
-    ending = threading.Thread(target=served.server.stop, args=(served.thread.close,))
-    ending.start()
-    while accepts(served.client.port):
-        time.sleep(0.005)
-    served.engine.is_frozen = False
-    assert json.loads(connection.getresponse().read())["choices"][0]["message"]["content"] == "hello" * 20
-    ending.join()
-
-
-def test_the_end_gives_up_what_does_not_end_in_time(serve):
-    served = serve(grace_s=0.2)
-    served.engine.is_frozen = True
-    bodies = [{"prompt": "x"}, {"prompt": "x", "stream": True}]
-    whole, stream = (served.client.begin("completions", body) for body in bodies)
-    served.client.wait_until(lambda health: health["num_running"] == 2)
-    served.server.stop(served.thread.close)
-    response = whole.getresponse()
-    assert (response.status, b"closed" in response.read()) == (500, True)
-    assert b'"error"' in stream.getresponse().read()
-
-
-def test_a_port_that_is_taken_is_named(serve):
-    client = serve().client
-    with pytest.raises(Exception, match=f"127.0.0.1:{client.port}: Address already in use"):
-        bind("127.0.0.1", client.port)
-
-
-def test_bytes_that_are_no_http_do_no_harm(serve):
-    client = serve().client
-    with socket.create_connection(("127.0.0.1", client.port)) as connection:
-        connection.sendall(b"\x16\x03\x01\x00\xff\xfe\r\n\r\n")
-        assert connection.recv(100).startswith(b"HTTP/1.1 400")
-    half = socket.create_connection(("127.0.0.1", client.port))
-    half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Le")
-    assert client.complete("x").status == 200
-    half.close()
 
 
 def test_two_hundred_connections_at_once_are_all_answered(serve):

@@ -1,0 +1,303 @@
+"""Model folders as they come: what may be otherwise in them, and what is refused, with the file and the remedy."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    CohereConfig,
+    CohereForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rallypoint.errors import ModelError
+from rallypoint.models import lm_head, load_critic, load_policy, save_model
+
+SMALL = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def folder(make_folder, tmp_path):
+    """A folder of a policy that may be damaged."""
+    shutil.copytree(make_folder(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def edit_weights(folder, change):
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(folder):
+    edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(
+        ModelError, match=r"do not fit config\.json, .*:\n  - missing model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
+        load_policy(str(folder), dtype="float32")
+    with pytest.raises(ModelError, match="missing"):
+        load_critic(str(folder), dtype="float32")
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder):
+    def shorten(weights):
+        weights["model.norm.weight"] = torch.ones(8)
+
+    edit_weights(folder, shorten)
+    with pytest.raises(ModelError, match=r"wrong shape .*model\.norm\.weight.*8.*16"):
+        load_policy(str(folder), dtype="float32")
+
+
+def test_many_missing_tensors_are_counted_rather_than_listed(folder):
+    edit(folder, num_hidden_layers=5)
+    with pytest.raises(ModelError, match=r"(?s)missing model\.layers\.2.*and 7 more"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_file_is_refused(folder, kept):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
+    with pytest.raises(ModelError, match=r"model\.safetensors: (expected .* bytes.*found|its safetensors header)"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_missing_file_is_refused(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=re.escape(str(folder))):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no_such_family"}'])
+def test_a_config_that_cannot_be_read_is_refused(folder, content):
+    (folder / "config.json").write_text(content)
+    for load in (lambda p: load_policy(p, dtype="float32"), lambda p: load_critic(p, dtype="float32")):
+        with pytest.raises(ModelError, match=re.escape(str(folder))):
+            load(str(folder))
+
+
+def test_a_folder_with_pickled_weights_only_is_refused(folder):
+    torch.save(safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"found pytorch_model\.bin, but pickled weights are not loaded; save"):
+        load_policy(str(folder), dtype="float32")
+
+
+def test_a_folder_that_does_not_exist_is_called_by_its_name(tmp_path):
+    with pytest.raises(ModelError, match=r"nowhere: there is no such folder"):
+        load_policy(str(tmp_path / "nowhere"), dtype="float32")
+
+
+def test_weights_that_are_not_finite_are_refused(folder):
+    edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(ModelError, match="not finite"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
+def test_a_critic_is_refused_as_a_policy(make_folder, tmp_path, tie_embeddings):
+    critic = load_critic(make_folder(tie_embeddings=tie_embeddings), dtype="float32")
+    save_model(critic, tmp_path / "critic")
+    with pytest.raises(ModelError, match=r"critic or reward model \(LlamaForTokenClassification\)"):
+        load_policy(str(tmp_path / "critic"), dtype="float32")
+
+
+def test_a_critic_that_lost_its_head_is_refused_rather_than_given_another(make_folder, tmp_path):
+    save_model(load_critic(make_folder(), dtype="float32"), tmp_path / "critic")
+    edit_weights(tmp_path / "critic", lambda weights: weights.pop("score.weight"))
+    with pytest.raises(ModelError, match=r"missing score\.weight"):
+        load_critic(str(tmp_path / "critic"), dtype="float32")
+
+
+def test_a_classifier_with_several_labels_is_refused_as_a_critic(tmp_path):
+    LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=3)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"wrong shape .*score\.weight"):
+        load_critic(str(tmp_path), dtype="float32")
+
+
+UNSUPPORTED = {
+    "some layers are of another kind": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**SMALL, layer_types=["full_attention", "chunked_attention"]),
+        "chunked_attention",
+    ),
+    "logits are scaled": (CohereForCausalLM, CohereConfig(**SMALL), "differs from its own code"),
+    "attention in both directions": (
+        BertLMHeadModel,
+        BertConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+        "differs from its own code",
+    ),
+    "rotary angles depend on the longest row": (
+        LlamaForCausalLM,
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "longest row",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_a_family_that_packed_rows_would_compute_wrongly_is_refused(tmp_path, kind, config, message):
+    kind(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load_policy(str(tmp_path), dtype="float32")
+
+
+def test_a_family_without_a_token_classifier_cannot_be_a_critic(tmp_path):
+    CohereForCausalLM(CohereConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
+        load_critic(str(tmp_path), dtype="float32")
+
+
+def test_a_tensor_under_another_name_is_named_beside_the_nearest(folder):
+    def rename(weights):
+        weights["model.layers.1.mlp.up_projection.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+
+    edit_weights(folder, rename)
+    with pytest.raises(ModelError) as raised:
+        load_policy(str(folder), dtype="float32")
+    assert (
+        "missing model.layers.1.mlp.up_proj.weight; the nearest name in the files is "
+        "model.layers.1.mlp.up_projection.weight\n"
+    ) in str(raised.value)
+    assert "not known to the model: model.layers.1.mlp.up_projection.weight in model.safetensors" in str(raised.value)
+
+
+def test_frequencies_of_old_checkpoints_are_ignored(folder):
+    edit_weights(
+        folder, lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    )
+    load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight", "both"])
+def test_a_tied_weight_may_stand_in_the_file_under_any_of_its_names(make_folder, tmp_path, kept):
+    source = make_folder(tie_embeddings=True)
+    shutil.copytree(source, tmp_path / "model")
+
+    def rename(weights):
+        names = ("lm_head.weight", "model.embed_tokens.weight") if kept == "both" else (kept,)
+        weight = weights.pop("model.embed_tokens.weight")
+        weights.update({name: weight.clone() for name in names})
+
+    edit_weights(tmp_path / "model", rename)
+    model, same = (load_policy(str(path), dtype="float32").model for path in (tmp_path / "model", source))
+    assert torch.equal(model.get_parameter("lm_head.weight"), same.get_parameter("lm_head.weight"))
+    assert lm_head(model).weight is model.get_input_embeddings().weight
+
+
+def test_two_tensors_that_should_be_one_but_differ_are_refused(make_folder, tmp_path):
+    shutil.copytree(make_folder(tie_embeddings=True), tmp_path / "model")
+
+    def split(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+
+    edit_weights(tmp_path / "model", split)
+    with pytest.raises(ModelError, match="but they differ: set tie_word_embeddings to false"):
+        load_policy(str(tmp_path / "model"), dtype="float32")
+
+
+def test_quantized_weights_are_refused(folder):
+    def quantize(weights):
+        weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+
+    edit_weights(folder, quantize)
+    with pytest.raises(ModelError, match=r"wrong type model\.norm\.weight: \[16\] of torch\.int8.*may be quantized"):
+        load_policy(str(folder), dtype="float32")
+    edit(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelError, match=r"its weights are quantized \(gptq\)"):
+        load_policy(str(folder), dtype="float32")
+
+
+@pytest.fixture
+def in_files(folder):
+    """A folder of a policy in several files."""
+    save_model(load_policy(str(folder), dtype="float32"), folder / "files", max_file_bytes=6_000)
+    return folder / "files"
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_named(in_files):
+    for number in (2, 4):
+        (in_files / f"model-0000{number}-of-00005.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"names 5 files, of which 2 are missing: model-00002-of-.*, model-00004-of-"):
+        load_policy(str(in_files), dtype="float32")
+
+
+def test_files_of_another_save_than_the_index_are_refused(in_files):
+    first, last = (in_files / f"model-0000{number}-of-00005.safetensors" for number in (1, 5))
+    shutil.move(first, in_files / "kept")
+    shutil.move(last, first)
+    shutil.move(in_files / "kept", last)
+    with pytest.raises(ModelError, match=r"index\.json and its files do not belong together: .* is not in model-00001"):
+        load_policy(str(in_files), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": {"a": 5}}'],
+)
+def test_an_index_that_cannot_be_used_is_refused(in_files, content):
+    (in_files / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json: (cannot be read|expected names)"):
+        load_policy(str(in_files), dtype="float32")
+
+
+def test_defaults_for_sampling_travel_with_the_model(folder, tmp_path):
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true, "eos_token_id": [1, 2]}')
+    save_model(load_policy(str(folder), dtype="float32"), tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["eos_token_id"]) == (0.6, [1, 2])
+
+
+FROM_CACHE = """
+import sys
+from rallypoint.errors import ModelError
+from rallypoint.models import load_policy
+for name in ("someone/single", "someone/files"):
+    print(sum(weight.numel() for weight in load_policy(name, dtype="float32").model.parameters()))
+try:
+    load_policy("someone/nothing", dtype="float32")
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_a_name_on_the_hub_is_found_in_the_cache_as_transformers_finds_it(folder, in_files, tmp_path):
+    for name, source in (("single", folder), ("files", in_files)):
+        kept = tmp_path / "home" / "hub" / f"models--someone--{name}"
+        shutil.copytree(source, kept / "snapshots" / "abc", ignore=shutil.ignore_patterns("files"))
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("abc")
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", FROM_CACHE]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    single, files, error = done.stdout.split("\n", 2)
+    assert int(single) == int(files) > 0
+    assert error.startswith("someone/nothing: ")
