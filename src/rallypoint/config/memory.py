@@ -24,6 +24,8 @@ the more often layers are computed. Giving every tensor pages of its own would s
 """
 _KERNEL_BYTES = {"float32": 10 * 2**20, "bfloat16": 100 * 2**20}
 """What kernels that are compiled for the shapes of a model take on CPUs; measured."""
+_ADAPTER_KERNEL_BYTES = {"float32": 20 * 2**20, "bfloat16": 60 * 2**20}
+"""What those for the narrow products of adapters take besides; measured."""
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK = 64
 _BLOCK_TOKENS = 32
@@ -263,4 +265,6 @@ def _on_heap(config: RunConfig, num_bytes: int, *, checkpointed: bool = False) -
     """Return what tensors of a pass take of a process; on CPUs more than they have."""
     if config.cluster.device != "cpu":
         return num_bytes
-    return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + _KERNEL_BYTES[config.model.dtype]
+    kernels = _KERNEL_BYTES[config.model.dtype]
+    kernels += 0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES[config.model.dtype]
+    return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + kernels
