@@ -6,6 +6,7 @@ runs/NAME/
     rollouts/        step_000020.jsonl: a few rollouts of each step, in words
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
     logs/            train.log, and Ray's own logs below ray/
+    published/       weights on their way to the rollout role, while the run goes on
     model/ data/     what the run made for itself, if it did
     curve.png        reward and validation score
 """

@@ -90,7 +90,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     def _open_source(self) -> Iterator[Source]:
         """Have the weights at hand, for a turn of this role."""
         with self.turns.turn():
-            yield Source(self.engine.shard.trained(), self.engine.shard.parts)
+            yield Source(self.engine.shard.trained())
 
     def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""

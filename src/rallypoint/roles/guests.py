@@ -25,7 +25,7 @@ from rallypoint.errors import BusyError, GenerationError, RallyError, RequestErr
 from rallypoint.generation import GenerationEngine, NativeEngine, Piece, Request
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.rollout import ACTOR_ENGINE, ROLLOUT_ENGINE, ROLLOUT_MODEL, Rollouts
+from rallypoint.roles.rollout import ACTOR_ENGINE, ROLLOUT_CHECK, ROLLOUT_ENGINE, ROLLOUT_MODEL, Rollouts
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 
 _SLICE_S = 0.25
@@ -55,6 +55,7 @@ class GuestWorker(TurnTaker):
             self.turns.sleep_between(context.shared[ACTOR_ENGINE])
         self._model, self._tick = context.shared[ROLLOUT_MODEL], context.tick
         self._training: GenerationEngine = context.shared[ROLLOUT_ENGINE]
+        self._check_whole: Callable[[], None] = context.shared[ROLLOUT_CHECK]
         self._decode = decoder(load_tokenizer(spec.model_path, trust_remote_code=spec.config.model.trust_remote_code))
         self._max_rows, self._is_exact = max_rows, spec.config.rollout.exact
         # What training's own engine has, which sleeps meanwhile: nobody has to plan for more.
@@ -71,6 +72,7 @@ class GuestWorker(TurnTaker):
     @in_turn()
     def answer(self, errand: Errand) -> list[Piece]:
         """Sample for a slice of time, or until nothing is left, and return what is new."""
+        self._check_whole()
         engine = self._engine
         if engine.version != self._training.version:
             engine.load(self._training.version, None)

@@ -26,8 +26,8 @@ from rallypoint.weights import Plan, Sink, folder
 
 ACTOR_ENGINE = "actor/engine"
 """Name under which an actor worker leaves its engine for the rollout worker of the same process."""
-ROLLOUT_ENGINE, ROLLOUT_MODEL = "rollout/engine", "rollout/model"
-"""Names under which a rollout worker leaves what it samples with for the guest worker of the same process."""
+ROLLOUT_ENGINE, ROLLOUT_MODEL, ROLLOUT_CHECK = "rollout/engine", "rollout/model", "rollout/check"
+"""Names under which a rollout worker leaves what it samples with, and may not, for the guest worker of its process."""
 
 
 class RolloutWorker(TurnTaker):
@@ -54,6 +54,7 @@ class RolloutWorker(TurnTaker):
             self._engine = make_engine(config, self._shard.model, spec.decoder())
             context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, self._shard.model
         self._engine.sleep()
+        context.shared[ROLLOUT_CHECK] = self.check_whole
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self._shares_actor:
@@ -82,8 +83,7 @@ class RolloutWorker(TurnTaker):
         Raises:
             WeightsMismatchError: this rank does not hold the weights of that version.
         """
-        if self._problem is not None:
-            raise WeightsMismatchError(f"expected to sample from version {version}, but {self._problem}")
+        self.check_whole()
         self._engine.wake()
         try:
             return generate(self._engine, prompts, params, version=version, tick=self._tick, failures=self._failures)
@@ -95,6 +95,15 @@ class RolloutWorker(TurnTaker):
         """Return why rollouts failed since this was last asked, one sentence each."""
         failed, self._failures = self._failures, []
         return [str(error) for error in failed]
+
+    def check_whole(self) -> None:
+        """Refuse to sample from a model of which only parts were loaded.
+
+        Raises:
+            WeightsMismatchError: the last load has failed.
+        """
+        if self._problem is not None:
+            raise WeightsMismatchError(f"{self._problem}, so that nothing is sampled until another one has been")
 
     @broadcast
     def open_line(self, way: Way, plan: Plan) -> None:

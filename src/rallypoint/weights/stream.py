@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -33,8 +34,8 @@ BUCKET_BYTES = 2**20 + HEADER_BYTES
 """Small enough to stay in a processor's cache between the copy into it and the copy out of it."""
 
 _ALIGNMENT = 64
-_VERSION, _INDEX, _FIRST_CHECKSUM = 0, 1, 2
-_MAX_RECTANGLES = HEADER_BYTES // 8 - _FIRST_CHECKSUM
+_NUM_BEFORE_CHECKSUMS = 2
+_MAX_RECTANGLES = HEADER_BYTES // 8 - _NUM_BEFORE_CHECKSUMS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,11 +57,16 @@ class Rectangle:
     """In the coordinates of the whole tensor."""
     start: int
     """First byte in the bucket."""
+    stop: int
+    """The byte after its last one."""
+    source: tuple[slice, ...]
+    """Where it lies in what the sender has of the tensor."""
+    target: tuple[slice, ...]
+    """Where it lies in the whole tensor."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return self.part.num_elements * self.dtype.itemsize
+    def view(self, memory: Tensor) -> Tensor:
+        """Return its elements in the memory of a bucket."""
+        return memory[self.start : self.stop].view(self.dtype).view(self.part.sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +80,7 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         """Of the header and all rectangles, rounded up."""
-        last = self.rectangles[-1]
-        return _aligned(last.start + last.num_bytes)
+        return _aligned(self.rectangles[-1].stop)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,18 +149,17 @@ class Source:
     """The weights of one rank, to be sent."""
 
     tensors: Mapping[str, Tensor]
-    """What it holds; those in another type than they travel in are converted, rectangle by rectangle."""
-    parts: Mapping[str, Part]
-    """Which part of the whole each of them is."""
+    """What it holds, as it said for the manifest; another type is converted, rectangle by rectangle."""
 
-    @torch.no_grad()
     def pack(self, bucket: Bucket, index: int, version: int, memory: Tensor) -> None:
         """Fill a bucket's memory."""
         for rectangle in bucket.rectangles:
-            where = rectangle.part.within(self.parts[rectangle.name])
-            _view(memory, rectangle).copy_(self.tensors[rectangle.name][where])
-        header = [version, index, *_checksums(bucket, memory)]
-        _header(memory)[: len(header)] = torch.tensor(header, dtype=torch.int64)
+            rectangle.view(memory).copy_(self.tensors[rectangle.name].detach()[rectangle.source])
+        host = memory[: bucket.num_bytes].cpu()
+        data = host.numpy().data
+        struct.pack_into(_header_of(bucket), data, 0, version, index, *_checksums(bucket, data))
+        if memory.device.type != "cpu":
+            memory[:HEADER_BYTES].copy_(host[:HEADER_BYTES])
 
 
 class Sink:
@@ -176,22 +180,20 @@ class Sink:
         self._missing = set(range(len(manifest.buckets)))
         self._problem: str | None = None
 
-    @torch.no_grad()
     def unpack(self, index: int, memory: Tensor) -> None:
         """Take over a bucket, if it is the one it should be and nothing of it was damaged."""
         bucket = self._manifest.buckets[index]
-        version, place = _header(memory)[:_FIRST_CHECKSUM].tolist()
+        data = memory[: bucket.num_bytes].cpu().numpy().data
+        version, place, *expected = struct.unpack_from(_header_of(bucket), data)
         if (version, place) != (self._version, index):
             self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
             return
-        expected = _header(memory)[_FIRST_CHECKSUM : _FIRST_CHECKSUM + len(bucket.rectangles)].tolist()
-        for rectangle, one, other in zip(bucket.rectangles, expected, _checksums(bucket, memory), strict=True):
+        for rectangle, one, other in zip(bucket.rectangles, expected, _checksums(bucket, data), strict=True):
             if one != other:
                 self._refuse(f"{rectangle.name} was damaged on its way: its checksum differs")
                 return
         for rectangle in bucket.rectangles:
-            where = rectangle.part.within(Part.whole(rectangle.part.shape))
-            self._into[rectangle.name][where].copy_(_view(memory, rectangle))
+            self._into[rectangle.name].detach()[rectangle.target].copy_(rectangle.view(memory))
         self._missing.discard(index)
 
     def finish(self) -> None:
@@ -221,7 +223,8 @@ def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Recta
             if rectangles and (end + num_bytes > bucket_bytes or len(rectangles) == _MAX_RECTANGLES):
                 yield tuple(rectangles)
                 rectangles, end = [], HEADER_BYTES
-            rectangles.append(Rectangle(name, one.dtype, part, end))
+            indices = part.within(one.part), part.within(Part.whole(part.shape))
+            rectangles.append(Rectangle(name, one.dtype, part, end, end + num_bytes, *indices))
             end = _aligned(end + num_bytes)
     if rectangles:
         yield tuple(rectangles)
@@ -244,21 +247,14 @@ def rectangles_of(part: Part, max_elements: int) -> Iterator[Part]:
         yield from rectangles_of(part.narrow(dim, start, min(step, part.sizes[dim] - start)), max_elements)
 
 
-def _view(memory: Tensor, rectangle: Rectangle) -> Tensor:
-    data = memory[rectangle.start : rectangle.start + rectangle.num_bytes]
-    return data.view(rectangle.dtype).view(rectangle.part.sizes)
+def _header_of(bucket: Bucket) -> str:
+    """Return the layout of a header: version, place in the stream, and a checksum for each rectangle."""
+    return f"<{_NUM_BEFORE_CHECKSUMS + len(bucket.rectangles)}Q"
 
 
-def _header(memory: Tensor) -> Tensor:
-    return memory[:HEADER_BYTES].view(torch.int64)
-
-
-def _checksums(bucket: Bucket, memory: Tensor) -> Iterable[int]:
-    """Return a signed number for each rectangle: xxh3_64 of its bytes."""
-    data = memory.cpu().numpy().data
-    for rectangle in bucket.rectangles:
-        checksum = xxhash.xxh3_64_intdigest(data[rectangle.start : rectangle.start + rectangle.num_bytes])
-        yield checksum - 2**64 if checksum >= 2**63 else checksum
+def _checksums(bucket: Bucket, data: memoryview) -> Iterable[int]:
+    """Return the xxh3_64 of each rectangle's bytes."""
+    return (xxhash.xxh3_64_intdigest(data[one.start : one.stop]) for one in bucket.rectangles)
 
 
 def _aligned(num_bytes: int) -> int:

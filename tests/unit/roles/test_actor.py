@@ -8,7 +8,7 @@ import torch
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.errors import NotFiniteError, OffPolicyError
+from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import create_model
 from rallypoint.roles.actor import ActorWorker
@@ -224,9 +224,16 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
     held = actor.held()
     assert held
     assert all(".lora_" in name for name in held)
-    rollout.load(3, actor.write_published(3))
+    published = actor.write_published(3)
+    rollout.load(3, published)
     prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
     params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
     sampled = rollout.sample(prompts, params, version=3)
+    with pytest.raises(WeightsMismatchError, match="expected weights of version 5, found 3"):
+        rollout.load(5, published)
+    with pytest.raises(WeightsMismatchError, match="version 5 was not loaded whole"):
+        rollout.sample(prompts, params, version=3)
+    rollout.load(4, actor.write_published(4))
+    assert torch.equal(rollout.sample(prompts, params, version=4).tokens, sampled.tokens)
     gap = (sampled.rollout_logprobs - actor.logprobs([sampled])[0].values).abs()
     assert gap.max() < 1e-5

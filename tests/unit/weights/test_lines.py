@@ -41,9 +41,7 @@ def manifest(num_roots):
 
 
 def source(parts, factor=1.0):
-    return Source(
-        {name: (WHOLE[name] * factor)[part.within(Part.whole(part.shape))] for name, part in parts.items()}, parts
-    )
+    return Source({name: (WHOLE[name] * factor)[part.within(Part.whole(part.shape))] for name, part in parts.items()})
 
 
 def blank():

@@ -29,7 +29,7 @@ def manifest_of(tensors, room=128, dtype=None):
 
 def packed(manifest, tensors, version):
     """The memory of every bucket."""
-    source = Source(tensors, {name: Part.whole(tensor.shape) for name, tensor in tensors.items()})
+    source = Source(tensors)
     for index, bucket in enumerate(manifest.buckets):
         memory = torch.zeros(manifest.bucket_bytes, dtype=torch.uint8)
         source.pack(bucket, index, version, memory)
@@ -81,7 +81,7 @@ def test_a_single_flipped_bit_anywhere_is_refused_and_does_not_reach_the_model(n
     memories = list(packed(manifest, weights(dtype), 9))
     places = [(i, r) for i, bucket in enumerate(manifest.buckets) for r in bucket.rectangles if r.name == name]
     index, rectangle = places[bit % len(places)]
-    memories[index][rectangle.start + bit // 8 % rectangle.num_bytes] ^= 1 << bit % 8
+    memories[index][rectangle.start + bit // 8 % (rectangle.stop - rectangle.start)] ^= 1 << bit % 8
     sink = Sink(manifest, target, 9)
     for place, memory in enumerate(memories):
         sink.unpack(place, memory)
@@ -148,7 +148,7 @@ def test_what_several_ranks_hold_is_sent_once_and_buckets_come_in_turns():
     manifest = Manifest.of(ranks, bucket_bytes=HEADER_BYTES + 128)
     assert [bucket.root for bucket in manifest.buckets] == [0, 1, 0, 1, 0]
     sent = [r for bucket in manifest.buckets for r in bucket.rectangles]
-    assert sum(r.num_bytes for r in sent) == manifest.num_bytes == 4 * (8 * 16 + 16)
+    assert sum(r.stop - r.start for r in sent) == manifest.num_bytes == 4 * (8 * 16 + 16)
     assert all(bucket.num_bytes <= manifest.bucket_bytes for bucket in manifest.buckets)
 
 

@@ -1,0 +1,69 @@
+"""One process of `test_publishing.py`: two send halves of a model, two take over all of it, and one of them dies."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from ranks import open_meeting
+
+from rallypoint.errors import RallyError
+from rallypoint.models import Part, load_policy
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join
+
+WAYS = ("memory", "broadcast")
+MEMBERS = (Member(0, None), Member(1, None), Member(None, 0), Member(None, 1))
+VICTIM = 3
+
+
+def halves(model: dict[str, torch.Tensor]) -> list[dict[str, Part]]:
+    """The rows of every tensor that each sender has."""
+    middles = {name: -(-len(tensor) // 2) for name, tensor in model.items()}
+    return [
+        {
+            name: Part.whole(tensor.shape).rows(*((0, middles[name]), (middles[name], len(tensor)))[rank])
+            for name, tensor in model.items()
+        }
+        for rank in (0, 1)
+    ]
+
+
+def main(model_folder: str, folder: Path, place: int) -> None:
+    rendezvous, model = open_meeting(folder), load_policy(model_folder, dtype="float32").trained()
+    parts = halves(model)
+    manifest = Manifest.of(
+        [{name: Held(torch.float32, part) for name, part in rank.items()} for rank in parts],
+        bucket_bytes=HEADER_BYTES + 1024,
+    )
+    lines = {way: join(way, rendezvous, Plan(way, MEMBERS, manifest, 60.0), place, device="cpu") for way in WAYS}
+    said: dict[str, str] = {}
+    for version, way in ((1, "memory"), (2, "broadcast"), (3, "memory"), (3, "broadcast")):
+        ticks = itertools.count()
+
+        def tick(version: int = version, ticks: itertools.count = ticks) -> None:
+            if place == VICTIM and version == 3 and next(ticks) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        source = sink = None
+        if place < 2:
+            own = {name: tensor[parts[place][name].within(Part.whole(tensor.shape))] for name, tensor in model.items()}
+            source = Source({name: tensor * version for name, tensor in own.items()})
+        else:
+            taken = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+            sink = Sink(manifest, taken, version)
+        try:
+            lines[way].run(version, source, sink, tick)
+            if sink is not None:
+                sink.finish()
+                assert all(torch.equal(taken[name], tensor * version) for name, tensor in model.items())
+            said[f"{way} {version}"] = "arrived"
+        except RallyError as error:
+            said[f"{way} {version}"] = type(error).__name__
+    (folder / f"said by {place}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
