@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rallypoint.config.memory import BLOCK_TOKENS
 from rallypoint.config.problem import Problem
 from rallypoint.config.tree import RunConfig
 
@@ -49,6 +50,26 @@ def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
             ("rollout.max_batch_rows", "rollout.group_size"),
             f"rollout.max_batch_rows={rollout.max_batch_rows} is less than one group: expected at least "
             f"rollout.group_size={rollout.group_size}",
+        )
+    if rollout.cache_tokens is not None:
+        yield from _cache(config, rollout.cache_tokens)
+
+
+def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
+    """Yield what there is to say against the size of the KV cache."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    # A prompt and its response begin a block each; one more keeps the longest prompt below the longest row.
+    least = (1 + sum(-(-longest // BLOCK_TOKENS) for longest in (prompt, response))) * BLOCK_TOKENS
+    if config.rollout.engine == "hf":
+        yield Problem(
+            ("rollout.cache_tokens", "rollout.engine"),
+            f"rollout.cache_tokens={cache_tokens} has no effect: rollout.engine='hf' has no such cache; leave it out",
+        )
+    elif config.rollout.engine == "native" and cache_tokens < least:
+        yield Problem(
+            ("rollout.cache_tokens", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"rollout.cache_tokens={cache_tokens} cannot hold one row of data.max_prompt_tokens={prompt} + "
+            f"rollout.max_response_tokens={response}, which lie in blocks of {BLOCK_TOKENS}; expected at least {least}",
         )
 
 

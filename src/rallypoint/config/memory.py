@@ -28,8 +28,8 @@ _ADAPTER_KERNEL_BYTES = {"float32": 20 * 2**20, "bfloat16": 60 * 2**20}
 """What those for the narrow products of adapters take besides; measured."""
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK = 64
-_BLOCK_TOKENS = 32
-"""Of keys and values."""
+BLOCK_TOKENS = 32
+"""Of a block of keys and values."""
 _PREFILL_TOKENS = 8192
 """Of prompts that go through the model at once."""
 _CHUNK_BYTES, _KEPT_LOGITS_BYTES = 64 * 2**20, 256 * 2**20
@@ -226,7 +226,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
     num_rows, tokens = _groups_together(config) * rollout.group_size, reserved_tokens(config)
     if config.cluster.device == "cpu":
         prompt, response = (
-            -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS
+            -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
             for longest in (config.data.max_prompt_tokens, rollout.max_response_tokens)
         )
         num_ranks, num_validated = config.num_ranks("rollout"), _num_validation_prompts(config)
@@ -242,7 +242,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
 def reserved_tokens(config: RunConfig) -> int:
     """Return how many tokens there are blocks for in a process of the rollout role."""
     num_rows = _groups_together(config) * config.rollout.group_size
-    return config.rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * _BLOCK_TOKENS)
+    return config.rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * BLOCK_TOKENS)
 
 
 def _num_validation_prompts(config: RunConfig) -> int | None:

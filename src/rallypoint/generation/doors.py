@@ -42,9 +42,11 @@ def generate(
 
     Raises:
         WeightsMismatchError: the engine holds other weights.
+        GenerationError: the engine is asleep.
         RequestError: a prompt is empty, too long, or has ids that the model does not know; nothing is sampled.
         RallyError: whatever made a rollout fail, such as logits that are not finite.
     """
+    _check_awake(engine)
     if version != engine.version:
         raise WeightsMismatchError(f"expected to sample from version {version}, but version {engine.version} is loaded")
     row_of_request: dict[int, int] = {}
@@ -78,12 +80,14 @@ def stream(engine: GenerationEngine, request: Request) -> Iterator[Piece]:
     """Sample one response and yield its pieces as they come; the engine has no other requests.
 
     Raises:
+        GenerationError: the engine is asleep.
         RequestError: see `GenerationEngine.submit`.
         RallyError: whatever made it fail.
     """
     request_id = engine.submit(request)
     try:
         while True:
+            _check_awake(engine)
             for piece in engine.step():
                 if piece.error is not None:
                     raise piece.error
@@ -214,6 +218,12 @@ class EngineThread:
                     error=failure,
                 )
             )
+
+
+def _check_awake(engine: GenerationEngine) -> None:
+    """Refuse to wait for an engine that does nothing."""
+    if engine.is_asleep:
+        raise GenerationError("the engine is asleep and would sample nothing; call its `wake` first")
 
 
 def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:

@@ -6,7 +6,7 @@ processor draws it from our random numbers and leaves it as the only one that gr
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -39,7 +39,8 @@ class HFEngine:
         self.is_asleep = False
         self.max_request_tokens = max_positions(model)
         self._decode = decode
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Request] = {}
         self._cancelled: set[int] = set()
         self._next_id = 0
 
@@ -51,29 +52,24 @@ class HFEngine:
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
         check_request(request, vocabulary_of(self.model), self.max_request_tokens, self._decode is not None)
-        self._next_id += 1
-        self._waiting.append((self._next_id, request))
-        return self._next_id
+        with self._lock:
+            self._next_id += 1
+            self._waiting[self._next_id] = request
+            return self._next_id
 
     def cancel(self, request_id: int) -> None:
         """See `GenerationEngine.cancel`."""
-        if any(request_id == waiting for waiting, _ in self._waiting):
+        with self._lock:
             self._cancelled.add(request_id)
 
     def step(self) -> list[Piece]:
         """Finish the request that has waited longest."""
-        if self.is_asleep or not self._waiting:
-            return []
-        request_id, request = self._waiting.popleft()
-        if request_id in self._cancelled:
-            self._cancelled.remove(request_id)
-            return [self._piece(request_id, _Draw(request, None), "cancelled")]
-        draw = _Draw(request, self._decode)
-        try:
-            reason = self._continue(request, draw)
-        except NotFiniteError as error:
-            return [self._piece(request_id, draw, "failed", error)]
-        return [self._piece(request_id, draw, reason)]
+        with self._lock:
+            gone = [(each, self._waiting.pop(each)) for each in sorted(self._cancelled & self._waiting.keys())]
+            self._cancelled.clear()
+            oldest = [] if self.is_asleep else [(each, self._waiting.pop(each)) for each in list(self._waiting)[:1]]
+        pieces = [self._piece(request_id, _Draw(request, None), "cancelled") for request_id, request in gone]
+        return pieces + [self._finish(request_id, request) for request_id, request in oldest]
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """See `GenerationEngine.load`."""
@@ -87,6 +83,13 @@ class HFEngine:
     def wake(self) -> None:
         """See `GenerationEngine.wake`."""
         self.is_asleep = False
+
+    def _finish(self, request_id: int, request: Request) -> Piece:
+        draw = _Draw(request, self._decode)
+        try:
+            return self._piece(request_id, draw, self._continue(request, draw))
+        except NotFiniteError as error:
+            return self._piece(request_id, draw, "failed", error)
 
     def _continue(self, request: Request, draw: _Draw) -> FinishReason:
         own = self.model.generation_config

@@ -133,9 +133,9 @@ class NativeEngine:
     @torch.no_grad()
     def step(self) -> list[Piece]:
         """See `GenerationEngine.step`."""
-        if self.is_asleep:
-            return []
         pieces = self._take_in()
+        if self.is_asleep:
+            return pieces
         joined = self._admit()
         if joined:
             self._compute(joined)

@@ -161,7 +161,7 @@ class GenerationEngine(Protocol):
     def step(self) -> list[Piece]:
         """Advance the running requests, usually by one token each, and return what is new.
 
-        Returns at once, with nothing, when there is no request or the engine sleeps.
+        Returns at once when there is no request. While the engine sleeps nothing is sampled; what was cancelled ends.
         """
         ...
 
@@ -172,7 +172,7 @@ class GenerationEngine(Protocol):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether `step` does nothing until `wake`."""
+        """Whether nothing is sampled until `wake`."""
         ...
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:

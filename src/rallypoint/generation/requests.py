@@ -37,7 +37,7 @@ def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: 
         has_decoder: whether stop strings can be looked for.
 
     Raises:
-        RequestError: the prompt is empty, leaves no room for a token, or has ids that the model does not know.
+        RequestError: the prompt is empty or leaves no room for a token; it, or a stop token, is not of the model's ids.
     """
     name, prompt = f"prompt {request.prompt_index}", request.tokens
     if not prompt:
@@ -51,6 +51,11 @@ def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: 
         raise RequestError(
             f"{name}: token {unknown} has the id {prompt[unknown]}, but the model knows 0 to {num_ids - 1}; "
             "encode it with the model's own tokenizer"
+        )
+    unknown = next((token for token in request.params.stop_tokens if not 0 <= token < num_ids), None)
+    if unknown is not None:
+        raise RequestError(
+            f"{name}: the stop token {unknown} is none of the model, which knows 0 to {num_ids - 1}; leave it out"
         )
     if request.params.stop_strings and not has_decoder:
         raise RequestError(f"{name}: stop strings were asked of an engine without a tokenizer; give it `decode`")

@@ -167,6 +167,11 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: mini-batches and rows": ("actor.num_mini_batches=33", ("num_mini_batches=33", "more than the 32 rows")),
     "fit: token cap": ("engine.max_tokens_per_micro_batch=15", ("micro_batch=15", "expected at least 16")),
     "fit: rows decoded together": ("rollout.max_batch_rows=3", ("rollout.max_batch_rows=3", "rollout.group_size=4")),
+    "fit: cache and a row": ("rollout.cache_tokens=64", ("rollout.cache_tokens=64", "one row", "at least 96")),
+    "no effect: cache of an engine without one": (
+        "rollout.engine=hf rollout.cache_tokens=4096",
+        ("rollout.cache_tokens=4096 has no effect", "rollout.engine='hf'"),
+    ),
     "fit: group of one": ("recipe=grpo rollout.group_size=1", ("rollout.group_size=1", "expected at least 2")),
     "fit: k1 in the loss": ("kl.estimator=k1", ("kl.estimator='k1'", "expected k2 or k3, or kl.placement=reward")),
     "fit: dual clip": ("actor.dual_clip=1.1", ("actor.dual_clip=1.1", "1 + actor.clip_high = 1.2")),

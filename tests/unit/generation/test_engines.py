@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -196,6 +197,14 @@ def test_a_prompt_that_cannot_be_continued_is_an_error_that_says_why(engine, par
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("unknown", [20, -1])
+def test_a_stop_token_that_the_model_does_not_know_is_an_error_that_names_it(engine, params, unknown):
+    wanted = dataclasses.replace(params, stop_tokens=(0, unknown), min_new_tokens=2)
+    with pytest.raises(RequestError, match=f"prompt 7: the stop token {unknown} is none of the model, .* 0 to 19"):
+        engine.submit(Request(tokens=(3, 4), params=wanted, prompt_index=7))
+    assert not engine.has_work
+
+
 def test_a_bad_prompt_of_a_batch_leaves_nothing_behind(engine, make_prompts, params):
     with pytest.raises(RequestError, match="prompt 9 has no tokens"):
         generate(engine, make_prompts([3, 4, 0]), params, version=4)
@@ -262,6 +271,56 @@ def test_an_engine_that_sleeps_waits_and_goes_on_after_wake(engine, params):
     while engine.has_work:
         pieces += engine.step()
     assert [token for piece in pieces for token in piece.tokens] == expected
+
+
+def test_no_door_waits_for_an_engine_that_sleeps(engine, make_prompts, params):
+    engine.sleep()
+    with pytest.raises(GenerationError, match="asleep"):
+        generate(engine, make_prompts(LENGTHS), params, version=4)
+    with pytest.raises(GenerationError, match="asleep"):
+        list(stream(engine, Request(tokens=(3, 4), params=params)))
+    engine.wake()
+    assert not engine.has_work
+    assert len(generate(engine, make_prompts([3]), params, version=4)) == params.group_size
+
+
+def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine, params):
+    ids = [engine.submit(Request(tokens=(3, 4), params=params, sample_index=sample)) for sample in range(3)]
+    engine.step()
+    engine.sleep()
+    engine.cancel(ids[2])
+    assert [(piece.request_id, piece.finish_reason) for piece in engine.step()] == [(ids[2], "cancelled")]
+    assert engine.has_work
+    engine.cancel(ids[1])
+    engine.cancel(ids[0])
+    engine.step()
+    assert not engine.has_work
+
+
+def test_requests_come_and_go_while_a_step_is_taken(make_engine, make_policy, params):
+    model = copy.deepcopy(make_policy())
+    requests = [Request(tokens=(3, 4), params=params, sample_index=sample) for sample in range(4)]
+    other = make_engine(make_policy())
+    alone = [tuple(t for piece in stream(other, request) for t in piece.tokens) for request in requests]
+    engine = make_engine(model)
+    ids = [engine.submit(request) for request in requests[:3]]
+
+    def come_and_go():
+        engine.cancel(ids[2])
+        ids.append(engine.submit(requests[3]))
+
+    def during_the_first_pass(*_):
+        hook.remove()
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(come_and_go).result()
+
+    hook = model.base_model.register_forward_pre_hook(during_the_first_pass)
+    pieces = []
+    while engine.has_work:
+        pieces += engine.step()
+    found = {request_id: tuple(t for p in pieces if p.request_id == request_id for t in p.tokens) for request_id in ids}
+    assert [found[ids[place]] for place in (0, 1, 3)] == [alone[place] for place in (0, 1, 3)]
+    assert [piece.request_id for piece in pieces if piece.finish_reason == "cancelled"] == [ids[2]]
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])

@@ -136,13 +136,15 @@ class VLLMEngine:
 
     def step(self) -> list[Piece]:
         """See `GenerationEngine.step`; what is new are answers that came."""
-        if self.is_asleep or not self._open:
+        if not self._open:
             return []
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
         pieces = [
             self._end(self._open[request_id], "cancelled") for request_id in sorted(cancelled & self._open.keys())
         ]
+        if self.is_asleep:
+            return pieces
         try:
             if not self._is_ready():
                 return pieces

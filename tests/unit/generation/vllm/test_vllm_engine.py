@@ -320,6 +320,14 @@ def test_an_engine_that_sleeps_says_nothing_and_goes_on_after_wake(engine, world
     assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
 
 
+def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine):
+    request_id = engine.submit(request_of(1))
+    engine.sleep()
+    engine.cancel(request_id)
+    assert [(piece.request_id, piece.finish_reason) for piece in engine.step()] == [(request_id, "cancelled")]
+    assert not engine.has_work
+
+
 def test_requests_of_many_threads_get_their_own_pieces(engine):
     thread = EngineThread(engine)
     request = request_of(3, streamed=True)
