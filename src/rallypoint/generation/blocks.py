@@ -2,17 +2,13 @@
 
 Owns: which block is free, who looks at it, and which prompts can be found again. Must not know: requests, models.
 
-Two kinds lie in one pool. Private blocks hold a part of one response; they fill the pool from the front. Shared
-blocks hold a part of a prompt and are looked at by every rollout of it, and by longer prompts that begin alike; they
-fill it from the back. So each kind is one range of memory, which a batched product takes as it is, without a copy;
-holes in a range cost work, and are closed when they are too many.
-
-A prompt's blocks stay when its last rollout has gone, until their memory is needed: the oldest go first.
+Two kinds lie in one pool. A private block holds a part of one response. A shared one holds a part of a prompt and is
+looked at by every rollout of it, and by longer prompts that begin alike. A prompt's blocks stay when its last rollout
+has gone, until their memory is needed: the oldest go first.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -26,7 +22,7 @@ class Block:
 
     def __init__(self, index: int, parent: Block | None = None, tokens: tuple[int, ...] = ()) -> None:
         self.index = index
-        """Its place in the pool; changes when holes are closed."""
+        """Its place in the pool."""
         self.parent, self.tokens = parent, tokens
         """Of a shared block: what precedes it, and what it holds; together they are its name. () if it is private."""
         self.num_rows = 0
@@ -52,26 +48,27 @@ class BlockPool:
             like: a tensor of the type and on the device of keys and values.
         """
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        self.states = like.new_empty(2, num_layers, num_blocks, kv_heads, block_tokens, head_dim)
-        """[2 (keys, values), layers, blocks, K, tokens, D]."""
-        self._at: list[Block | None] = [None] * num_blocks
+        self.keys = like.new_empty(num_layers, num_blocks, kv_heads, head_dim, block_tokens)
+        """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
+        self.values = like.new_empty(num_layers, num_blocks, kv_heads, block_tokens, head_dim)
+        """[layers, blocks, K, tokens, D]."""
         self._shared: dict[tuple[Block | None, tuple[int, ...]], Block] = {}
         """Every shared block, by name; those that nobody looks at in the order in which they were left."""
-        self._num_used = self._num_idle = 0
-        # Free places from the front and from the back, and some that are not free any more.
-        self._front = list(range(num_blocks))
-        self._back = [-place for place in reversed(range(num_blocks))]
+        self._num_idle = 0
+        self._free = list(reversed(range(num_blocks)))
+        self._taken: list[int] = []
+        """Places that were given out since `clean`."""
 
     @property
     def num_available(self) -> int:
         """Blocks that are free, or would be if prompts that nobody looks at were forgotten."""
-        return self.num_blocks - self._num_used + self._num_idle
+        return len(self._free) + self._num_idle
 
     def private(self) -> Block | None:
         """Return a new private block, looked at by one row; None when there is no memory left."""
         if not self._make_room():
             return None
-        block = self._place(Block(self._free(self._front)))
+        block = Block(self._take())
         block.num_rows = 1
         return block
 
@@ -79,10 +76,38 @@ class BlockPool:
         """Return a new shared block with tokens after those of its parent; None when there is no memory left."""
         if not self._make_room():
             return None
-        block = self._place(Block(-self._free(self._back), parent, tokens))
-        self._shared[parent, tokens] = block
+        block = self._shared[parent, tokens] = Block(self._take(), parent, tokens)
         self._num_idle += 1
         return block
+
+    def clean(self) -> None:
+        """Make blocks that are new hold finite numbers: what lies behind the end of a row is multiplied by 0."""
+        if self._taken:
+            places = torch.tensor(self._taken, device=self.keys.device)
+            self.keys.index_fill_(1, places, 0.0)
+            self.values.index_fill_(1, places, 0.0)
+            self._taken = []
+
+    def write(self, layer: int, key_places: Tensor, value_places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store keys and values of a layer, [T, K, D] both.
+
+        Args:
+            layer: its index.
+            key_places: [T * K * D] int64, of single numbers in `keys` of the layer.
+            value_places: [T * K] int64, of rows of D numbers in `values` of the layer.
+            key: of T tokens.
+            value: of the same.
+        """
+        keys, key, values = self.keys[layer].view(-1), key.reshape(-1), self.values[layer]
+        if key.dtype.itemsize == 2:  # what is not four bytes wide is slow on CPUs unless it passes for an integer
+            keys, key = keys.view(torch.int16), key.view(torch.int16)
+        keys.scatter_(0, key_places, key)
+        values.view(-1, values.shape[-1]).index_copy_(0, value_places, value.reshape(-1, values.shape[-1]))
+
+    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some blocks, end to end: [tokens, K, D] both."""
+        keys, values = self.keys[layer].index_select(0, places), self.values[layer].index_select(0, places)
+        return keys.permute(0, 3, 1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1)
 
     def find(self, tokens: Sequence[int]) -> list[Block]:
         """Return the shared blocks that hold the beginning of a prompt: whole ones, and the end if it is there too."""
@@ -113,67 +138,28 @@ class BlockPool:
                 self._shared[name] = self._shared.pop(name)  # the newest of those that may go
                 self._num_idle += 1
             else:
-                self._release(block)
+                self._free.append(block.index)
 
     def forget(self) -> None:
         """Make all prompts unknown, as under new weights; rows that run keep theirs."""
-        unused = [block for block in self._shared.values() if not block.num_rows]
+        self._free += [block.index for block in self._shared.values() if not block.num_rows]
         self._shared.clear()
         self._num_idle = 0
-        for block in unused:
-            self._release(block)
-
-    def arrange(self, blocks: Sequence[Block], places: Sequence[int]) -> None:
-        """Move blocks to places of the pool; what lies there moves where they came from."""
-        moves = [(block.index, place) for block, place in zip(blocks, places, strict=True) if block.index != place]
-        content = {index: self._at[index] for move in moves for index in move}
-        source: dict[int, int] = {}
-        for came_from, goes_to in moves:
-            source[goes_to] = came_from
-        displaced = [index for index in source if index not in {came_from for came_from, _ in moves}]
-        vacated = [came_from for came_from, goes_to in moves if came_from not in source]
-        source |= dict(zip(vacated, displaced, strict=True))
-        for place, came_from in source.items():
-            block = self._at[place] = content[came_from]
-            if block is not None:
-                block.index = place
-            else:
-                self._is_free(place)
-        if source:
-            to, origin = (torch.tensor(list(part), device=self.states.device) for part in (source, source.values()))
-            self.states[:, :, to] = self.states.index_select(2, origin)
 
     def _make_room(self) -> bool:
         """Have a free place, if need be that of the prompt nobody has looked at for longest, its end first."""
-        if self._num_used < self.num_blocks:
+        if self._free:
             return True
         parents = {block.parent for block in self._shared.values()}
         for name, block in self._shared.items():
             if not block.num_rows and block not in parents:
                 del self._shared[name]
                 self._num_idle -= 1
-                self._release(block)
+                self._free.append(block.index)
                 return True
         return False
 
-    def _free(self, places: list[int]) -> int:
-        """Return the next place from one end that is free."""
-        while self._at[abs(place := heapq.heappop(places))] is not None:
-            pass
+    def _take(self) -> int:
+        place = self._free.pop()
+        self._taken.append(place)
         return place
-
-    def _place(self, block: Block) -> Block:
-        self._at[block.index] = block
-        self._num_used += 1
-        # What lies behind the end of a row is multiplied by 0, so it must be finite.
-        self.states[:, :, block.index] = 0
-        return block
-
-    def _release(self, block: Block) -> None:
-        self._at[block.index] = None
-        self._num_used -= 1
-        self._is_free(block.index)
-
-    def _is_free(self, place: int) -> None:
-        heapq.heappush(self._front, place)
-        heapq.heappush(self._back, -place)

@@ -7,7 +7,7 @@ it is made, and whatever is not exactly of these classes goes through its own co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qw
 from rallypoint.errors import ModelError
 from rallypoint.models import Rows
 from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.norm import RMSNorm
 
 _CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
@@ -84,7 +85,7 @@ class PlainDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model that `fits`."""
         base = cast("_Decoder", model.base_model)
-        self._embed, self._rotate, self._norm = base.embed_tokens, base.rotary_emb, base.norm
+        self._embed, self._rotate, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm)
         self._layers = [_Layer(index, layer) for index, layer in enumerate(base.layers)]
 
     @staticmethod
@@ -118,7 +119,7 @@ class _Layer:
     def __init__(self, index: int, layer: _DecoderLayer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._index, self._scaling, self._head_dim = index, attention.scaling, attention.head_dim
-        self._norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._norms = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self._query, self._key, self._value, self._out = (
             (part.weight, part.bias)
             for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
@@ -127,7 +128,7 @@ class _Layer:
             (part.weight, part.bias) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
         parts = dict(cast("nn.Module", attention).named_children())
-        self._head_norms = (parts["q_norm"], parts["k_norm"]) if "q_norm" in parts else None
+        self._head_norms = (_norm(parts["q_norm"]), _norm(parts["k_norm"])) if "q_norm" in parts else None
 
     def __call__(self, states: Tensor, cos: Tensor, sin: Tensor, rows: RowsWithIds) -> Tensor:
         """[B, E], [B, 1, D] twice -> [B, E]."""
@@ -139,7 +140,7 @@ class _Layer:
         value = linear(hidden, *self._value).view(shape)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
         attended = rows.attend(self._index, query, key, value, self._scaling)
-        states = states + linear(attended.view(len(states), -1), *self._out)
+        states = linear(attended.view(len(states), -1), *self._out).add_(states)
         hidden = self._norms[1](states)
         inner = functional.silu(linear(hidden, *self._gate), inplace=True).mul_(linear(hidden, *self._up))
         return linear(inner, *self._down).add_(states)
@@ -192,8 +193,14 @@ class ShapeProbe(Rows):
         return query
 
 
+def _norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return what a norm does, without what its backward pass would need."""
+    if not isinstance(norm, RMSNorm):
+        return norm
+    weight, eps = norm.weight, norm.eps
+    return lambda states: functional.rms_norm(states, weight.shape, weight, eps)
+
+
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn halves against each other; the first half of `sin` is negative already."""
-    half = states.shape[-1] // 2
-    turned = torch.cat((states[..., half:], states[..., :half]), -1)
-    return (states * cos).add_(turned.mul_(sin))
+    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)

@@ -11,6 +11,9 @@ from rallypoint.generation.protocol import Request
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampling import Draws, Rules, penalise, sample
 
+_NUMBERS_AHEAD = 16
+"""Tokens of a row whose random numbers are made at once."""
+
 
 class Drawing:
     """Draws a token for each of some rows, again and again."""
@@ -26,6 +29,8 @@ class Drawing:
             torch.tensor([request.sample_index for request in requests]),
         ).to(device)
         self._positions = torch.tensor([len(response) for _, response in rows], device=device)
+        self._numbers: list[Tensor] = []
+        """[B] each, of the coming tokens, the next one last."""
         penalised = [row for row, params in enumerate(self._params) if params.repetition_penalty != 1]
         self._penalised = torch.tensor(penalised, device=device) if penalised else None
         if penalised:
@@ -55,8 +60,11 @@ class Drawing:
             for row in self._bans:
                 adjusted[row, list(self._params[row].stop_tokens)] = float("-inf")
         raw = None if adjusted is logits else logits
-        draws = sample(adjusted, self._rules, uniform(self._keys, self._positions), raw)
-        self._positions += 1
+        if not self._numbers:
+            coming = self._positions + torch.arange(_NUMBERS_AHEAD, device=logits.device).unsqueeze(1)
+            self._numbers = list(uniform(self._keys, coming).unbind())[::-1]
+            self._positions += _NUMBERS_AHEAD
+        draws = sample(adjusted, self._rules, self._numbers.pop(), raw)
         if self._penalised is not None:
             self._seen = torch.cat([self._seen, draws.tokens[self._penalised].unsqueeze(1)], 1)
         self._bans = {row: left - 1 for row, left in self._bans.items() if left > 1}

@@ -1,42 +1,32 @@
-"""Attention of single tokens over blocks of keys and values, as few large operations for all of them.
+"""Attention of single tokens over blocks of keys and values, as two large operations for all of them.
 
-Every token is a query with the blocks of its row, in order. A block together with the queries that look at it is one
-matrix of a batched product, so that nothing is padded to the longest row, keys and values are read where they lie,
-and a prompt's blocks once for all its rollouts. Scores of a block are [queries, tokens of a block]; collected query by
-query they are one row for the softmax, from which the way goes back.
+A block holds its keys number by number: a row of that table is one number of all its tokens, and the scores of a block
+are the sum of D such rows, weighted by the numbers of the query. An output is the sum of the values of all tokens,
+weighted by their shares. Both are bags of rows, which torch sums up where they lie, in one call for all queries, heads
+and blocks; nothing is copied, and a bag is the same bits whatever stands beside it. In between lies a softmax over
+rectangles: queries with about as many blocks form a class, whose shorter ones are filled up.
 
-    blocks of a     P0 P1 R4             products   P0 x (a, b), P1 x (a, b), R4 x a, R5 x b, R6 x b
-    blocks of b     P0 P1 R5 R6          softmax    a: P0 P1 R4 --    b: P0 P1 R5 R6
+    blocks of a     P0 P1 R4          scores     a: P0 P1 R4 --    b: P0 P1 R5 R6           bags of D, a block each
+    blocks of b     P0 P1 R5 R6       outputs    a: P0 P1 R4 --    b: P0 P1 R5 R6           a bag for a query each
+
+Accelerators are slow at short bags; for them keys and values are gathered, for batched products in one class.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rallypoint.generation.blocks import Block, BlockPool
+from rallypoint.generation.blocks import BlockPool
+from rallypoint.generation.seats import Integers, Queries
 from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.head import soft_capped
 
-Integers = npt.NDArray[np.int64]
-
-
-@dataclasses.dataclass(slots=True)
-class Query:
-    """A token that is sent through the model."""
-
-    token: int
-    position: int
-    blocks: Sequence[Block]
-    """That it looks at, in order; its own keys and values go into the last."""
-    num_own: int
-    """Tokens of the last block that it may look at, itself included; of the others all."""
+_SLOTS_OF_A_CLASS = 64
+"""Blocks of one head that may be computed for nothing; another class of lengths costs about as much."""
 
 
 class QueryRows:
@@ -44,224 +34,160 @@ class QueryRows:
 
     Args of the constructor:
         pool: of the blocks.
-        queries: at least one; each block that is not a prompt's is looked at by one of them, unless there is a tile.
+        queries: what they look at; no two have a place in common that they are written to.
         heads: of a layer's queries.
-        tile: fill up to so many queries with the last one, and multiply one query with one block at a time, of a copy,
-            so that nothing depends on how many there are, and who else looks at what.
+        tile: fill up to so many queries with the last one; None for as many as there are.
+        in_bags: sum in bags, so that no bit of a query depends on its company, rather than in batched products.
     """
 
-    def __init__(self, pool: BlockPool, queries: Sequence[Query], heads: int, *, tile: int | None) -> None:
-        self.num_queries = len(queries)
+    def __init__(self, pool: BlockPool, queries: Queries, heads: int, *, tile: int | None, in_bags: bool) -> None:
+        self.num_queries = len(queries.tokens)
         """Without what fills up a tile."""
-        exact = tile is not None
-        queries = [*queries, *[queries[-1]] * ((tile or 0) - len(queries))]
-        self._exact, self._device = exact, pool.states.device
-        self._kv_heads, self._block_tokens, self._head_dim = pool.states.shape[3:]
-        self._share = heads // self._kv_heads
-        self._width, self._num_slots = len(queries), max(len(query.blocks) for query in queries)
-        counts = np.array([len(query.blocks) for query in queries], dtype=np.int64)
-        own = np.array([query.num_own - 1 for query in queries], dtype=np.int64)
-        query = np.repeat(np.arange(len(queries)), counts)
-        slot = np.arange(len(query)) - np.repeat(counts.cumsum() - counts, counts)
-        block = np.array([block.index for one in queries for block in one.blocks])
-        self._copied = self._tensor(block) if exact else None
-        bands = [Band(0, len(block), 1)] if exact else _bands(queries, pool.num_blocks)
-        self._collect(query, slot, np.arange(len(block)) if exact else block, bands)
-        self._bias, self._key_positions = self._hide(pool, queries, query, slot)
-        self._windows: dict[int, Tensor] = {}
-        self._last = self._tensor((counts - 1) * self._block_tokens + own)
-        self._rows = torch.arange(len(queries), device=self._device)
-        self.tokens = self._tensor([one.token for one in queries])
+        if tile is not None:
+            queries = queries.lines(np.minimum(np.arange(tile), self.num_queries - 1))
+        self._pool, self._device, self._in_bags = pool, pool.keys.device, in_bags
+        self._heads, self._share = heads, heads // pool.keys.shape[2]
+        self.tokens = self._tensor(queries.tokens)
         """[B] int64."""
-        self.position_ids = self._tensor([one.position for one in queries]).unsqueeze(0)
+        self.position_ids = self._tensor(queries.positions).unsqueeze(0)
         """[1, B] int64."""
-        ends = np.array([one.blocks[-1].index for one in queries])[:, None] * self._kv_heads + np.arange(self._kv_heads)
-        self._slots = self._tensor((ends * self._block_tokens + own[:, None]).flatten())
-        self._views = [_views(pool.states[:, layer], bands, exact) for layer in range(pool.states.shape[1])]
-        self._scores = pool.states.new_zeros(self._num_products + 1, self._block_tokens)
-        self._parts = pool.states.new_zeros(self._num_products + 1, self._head_dim)
+        self._windows: dict[int, Tensor] = {}
+        self._write(queries)
+        lines = np.arange(len(queries.tokens))
+        order = np.argsort(-queries.num_blocks, kind="stable") if in_bags else lines
+        self._back = None if np.array_equal(order, lines) else self._tensor(np.argsort(order))
+        self._look(queries.lines(order), order)
 
     def advance(self, tokens: Tensor) -> None:
         """Take the next token of every row, where it fits into the row's last block: [B] int64."""
-        missing = self._width - len(tokens)
+        missing = len(self.tokens) - len(tokens)
         self.tokens = torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
-        self.position_ids += 1
-        self._slots += 1
-        self._last += 1
-        self._bias[self._rows, 0, self._last] = 0.0
+        self.position_ids = self.position_ids + 1  # what it was made from is not ours
+        self._key_places += 1
+        self._value_places += 1
+        self._newest += 1
+        self._bias.view(-1).index_fill_(0, self._newest, 0.0)
         self._windows.clear()
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
-        keys, values, bands = self._views[layer]
-        keys.index_copy_(0, self._slots, key.reshape(-1, self._head_dim))
-        values.index_copy_(0, self._slots, value.reshape(-1, self._head_dim))
-        if self._copied is not None:
-            bands = self._copy(keys, values)
-        asked = query.reshape(-1, self._share * self._head_dim).index_select(0, self._asked).view(-1, self._head_dim)
-        for (keys, _), (rows, shape) in zip(bands, self._products, strict=True):
-            out = self._scores[rows].view(*shape, self._block_tokens)
-            torch.baddbmm(out, asked[rows].view(*shape, self._head_dim), keys, beta=0, alpha=scaling, out=out)
-        weights = self._scores.index_select(0, self._table).view(self._width, -1, self._bias.shape[2])
-        weights = (
-            soft_capped(weights, limits.softcap)
-            .add_(self._bias_of(limits.window))
-            .softmax(-1)
-            .view(-1, self._block_tokens)
-            .index_select(0, self._back)
-        )
-        for (_, values), (rows, shape) in zip(bands, self._products, strict=True):
-            out = self._parts[rows].view(*shape, self._head_dim)
-            torch.bmm(weights[rows].view(*shape, self._block_tokens), values, out=out)
-        parts = self._parts.index_select(0, self._table).view(-1, self._num_slots, self._head_dim)
-        return self._add(parts).view(query.shape)
+        self._pool.write(layer, self._key_places, self._value_places, key, value)
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        bias = self._bias_of(limits.window)
+        if not self._in_bags:
+            return self._gathered(query, keys, values, scaling, limits, bias)
+        asked = query.reshape(-1, query.shape[-1]).index_select(0, self._asked)
+        scores = _sums(keys.view(-1, keys.shape[-1]), self._key_rows, self._key_bags, asked)
+        if limits.softcap is None:
+            scores = torch.add(bias, scores, alpha=scaling)
+        else:
+            scores = soft_capped(scores.mul_(scaling), limits.softcap).add_(bias)
+        shares = torch.empty_like(scores)
+        for rows, shape in self._classes:
+            torch.softmax(scores[rows].view(shape), -1, out=shares[rows].view(shape))
+        out = _sums(values.view(-1, values.shape[-1]), self._value_rows, self._value_bags, shares)
+        out = out.view(len(query), -1)
+        return (out if self._back is None else out.index_select(0, self._back)).view(query.shape)
+
+    def _gathered(
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, limits: Limits, bias: Tensor
+    ) -> Tensor:
+        """Return the same from copies of keys, [B, K, D, tokens], and of values, [B, K, tokens, D]."""
+        kv_heads, dim, size = keys.shape[1:]
+        shape = (len(query), self._num_slots, kv_heads)
+        keys = keys.index_select(0, self._table).view(*shape, dim, size).permute(0, 2, 3, 1, 4).flatten(3)
+        values = values.index_select(0, self._table).view(*shape, size, dim).transpose(1, 2).flatten(2, 3)
+        scores = (query.view(len(query), kv_heads, self._share, dim) @ keys).mul_(scaling)
+        weights = soft_capped(scores, limits.softcap).add_(bias.view(scores.shape)).softmax(-1)
+        return (weights @ values).view(query.shape)
 
     def _bias_of(self, window: int | None) -> Tensor:
-        """Return what is added to the scores, [B, 1, slots * tokens]: -inf where a query may not look, else 0."""
+        """Return what is added to the scores, [slots of all heads, tokens]: -inf where a query may not look, else 0."""
         if window is None:
             return self._bias
         if window not in self._windows:
-            first = self.position_ids.view(-1, 1, 1) - window + 1
-            self._windows[window] = self._bias.masked_fill(self._key_positions < first, float("-inf"))
+            first = self.position_ids.view(-1)[self._asked // self._heads].unsqueeze(1) - window + 1
+            places = torch.arange(self._bias.shape[1], device=self._device)
+            self._windows[window] = self._bias.masked_fill(self._first_positions + places < first, float("-inf"))
         return self._windows[window]
 
-    def _add(self, parts: Tensor) -> Tensor:
-        """[N, slots, D] -> [N, D]."""
-        if not self._exact:
-            return parts.sum(1)
-        total = parts[:, 0].float()
-        for slot in range(1, self._num_slots):  # in an order that does not depend on how many slots there are
-            total = total + parts[:, slot]
-        return total.to(parts.dtype)
+    def _write(self, queries: Queries) -> None:
+        """Say where keys and values go."""
+        kv_heads, dim, size = self._pool.keys.shape[2:]
+        lines = np.arange(len(queries.tokens))
+        block = queries.blocks[lines, queries.num_blocks - 1]
+        place = queries.visible[lines, queries.num_blocks - 1] - 1
+        head = self._tensor(block)[:, None] * kv_heads + torch.arange(kv_heads, device=self._device)
+        number = head[:, :, None] * dim + torch.arange(dim, device=self._device)
+        places = self._tensor(place)
+        self._key_places = (number * size + places[:, None, None]).flatten()
+        self._value_places = (head * size + places[:, None]).flatten()
 
-    def _copy(self, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        shape = (-1, self._kv_heads, self._block_tokens, self._head_dim)
-        assert self._copied is not None
-        both = [states.view(shape).index_select(0, self._copied).flatten(0, 1) for states in (keys, values)]
-        return [(both[0].transpose(1, 2), both[1])]
+    def _look(self, queries: Queries, lines: Integers) -> None:
+        """Lay out what is looked at, in the order (query, head, slot); for bags the longest queries come first.
 
-    def _collect(self, query: Integers, slot: Integers, block: Integers, bands: Sequence[Band]) -> None:
-        """Number the rows of scores, [block, kv head, place in the block, query head], and say where each belongs."""
-        share, kv_heads = self._share, self._kv_heads
-        order = np.argsort(block, kind="stable")
-        ordered = block[order]
-        place = np.empty_like(block)
-        place[order] = np.arange(len(block)) - np.searchsorted(ordered, ordered)
-        first = np.empty_like(block)
-        width = np.empty_like(block)
-        self._products: list[tuple[slice, tuple[int, int]]] = []
-        num_rows = 0
-        for band in bands:
-            here = (block >= band.start) & (block < band.stop)
-            width[here] = band.width
-            first[here] = num_rows + (block[here] - band.start) * kv_heads * band.width * share
-            size = (band.stop - band.start) * kv_heads
-            self._products.append((slice(num_rows, num_rows + size * band.width * share), (size, band.width * share)))
-            num_rows += size * band.width * share
-        self._num_products = num_rows
-        head, within = np.arange(kv_heads)[None, :, None], np.arange(share)[None, None, :]
-        rows = (first + place * share)[:, None, None] + head * (width * share)[:, None, None] + within
-        table = np.full((self._width, kv_heads, share, self._num_slots), num_rows)
-        table[query, :, :, slot] = rows
-        back = np.zeros(num_rows, dtype=np.int64)
-        back[rows] = ((query[:, None, None] * kv_heads + head) * share + within) * self._num_slots + slot[:, None, None]
-        asked = np.zeros(num_rows // share, dtype=np.int64)
-        asked[rows[:, :, 0] // share] = query[:, None] * kv_heads + head[:, :, 0]
-        self._table, self._back, self._asked = (self._tensor(part.flatten()) for part in (table, back, asked))
+        `lines` says which query each is.
+        """
+        kv_heads, dim, size = self._pool.keys.shape[2:]
+        heads, head = self._heads, np.arange(self._heads)
+        classes = list(_classes(queries.num_blocks, heads)) if self._in_bags else [(0, len(lines))]
+        self._num_slots = int(queries.num_blocks.max())
+        num_slots = np.concatenate([np.full(b - a, queries.num_blocks[a:b].max()) for a, b in classes])
+        slot = np.arange(self._num_slots)
+        fills_up = slot >= queries.num_blocks[:, None]
+        # What fills up must be finite too, so it is of the query itself.
+        blocks = np.where(fills_up, queries.blocks[:, :1], queries.blocks[:, : self._num_slots])
+        visible = np.where(fills_up, 0, queries.visible[:, : self._num_slots])
+        shape = (len(lines), heads, self._num_slots)
+        in_class = np.broadcast_to((slot < num_slots[:, None])[:, None], shape)
 
-    def _hide(
-        self, pool: BlockPool, queries: Sequence[Query], query: Integers, slot: Integers
-    ) -> tuple[Tensor, Tensor]:
-        """Return two of [B, 1, slots * tokens]: -inf for places without a token yet, else 0; and whose place it is."""
-        size = self._block_tokens
-        held = np.zeros((len(queries), self._num_slots), dtype=np.int64)
-        held[query, slot] = [len(block.tokens) or size for one in queries for block in one.blocks]
-        first = held.cumsum(1) - held
-        held[np.arange(len(queries)), [len(one.blocks) - 1 for one in queries]] = [one.num_own for one in queries]
-        place = np.arange(size)[None, None, :]
-        bias = np.where(place >= held[:, :, None], -np.inf, 0.0).reshape(len(queries), 1, -1)
-        positions = (first[:, :, None] + place).reshape(len(queries), 1, -1)
-        return torch.from_numpy(bias).to(pool.states), self._tensor(positions)
+        def of_heads(of_slot: Integers) -> Tensor:
+            """[B, slots] or [B, H, slots] -> [slots of all heads, 1]."""
+            of_slot = of_slot[:, None] if of_slot.ndim == 2 else of_slot
+            return self._tensor(np.broadcast_to(of_slot, shape)[in_class]).unsqueeze(1)
 
-    def _tensor(self, values: Sequence[int] | Integers) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(self._device)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Band:
-    """Neighbouring blocks of the pool that are looked at by about as many queries each."""
-
-    start: int
-    stop: int
-    width: int
-    """Queries of a block; places that are not taken hold query 0, whose scores nobody reads."""
-
-
-def tidy(pool: BlockPool, queries: Sequence[Query]) -> None:
-    """Move blocks so that those of a kind lie together, where too much work would be done for nothing otherwise."""
-    looked_at = _count(queries)
-    private = [block for block in looked_at if not block.tokens]
-    if private and max(block.index for block in private) + 1 > 1.15 * len(private) + 4:
-        taken = {block.index for block in private if block.index < len(private)}
-        holes = [place for place in range(len(private)) if place not in taken]
-        pool.arrange([block for block in private if block.index >= len(private)], holes)
-    shared = [block for block in looked_at if block.tokens]
-    wanted = sorted(shared, key=lambda block: (-_class(looked_at[block]), -block.index))
-    least = sum(_class_width(looked_at[block]) for block in shared)
-    now = sum((band.stop - band.start) * band.width for band in _shared_bands(looked_at, pool.num_blocks))
-    if now > 1.25 * least + 8:
-        pool.arrange(wanted, range(pool.num_blocks - 1, pool.num_blocks - 1 - len(wanted), -1))
-
-
-def _count(queries: Sequence[Query]) -> dict[Block, int]:
-    """Return how many queries look at each block."""
-    return Counter(block for query in queries for block in query.blocks)
-
-
-def _class(num_queries: int) -> int:
-    """Return the power of two that holds a number of queries; up to 8 are one class, for each band costs two calls."""
-    return max(3, (num_queries - 1).bit_length())
-
-
-def _class_width(num_queries: int) -> int:
-    return 1 << _class(num_queries)
-
-
-def _bands(queries: Sequence[Query], num_blocks: int) -> list[Band]:
-    """Return the band of private blocks, from the front of the pool, and those of shared ones, from its back."""
-    looked_at = _count(queries)
-    stop = max((block.index + 1 for block in looked_at if not block.tokens), default=0)
-    return [Band(0, stop, 1)] * bool(stop) + _shared_bands(looked_at, num_blocks)
-
-
-def _shared_bands(looked_at: Mapping[Block, int], num_blocks: int) -> list[Band]:
-    """Return bands of one class each, as wide as their widest block; unused blocks belong to what is before them."""
-    bands: list[Band] = []
-    stop, width, kind = num_blocks, 0, -1
-    start = num_blocks
-    for block in sorted((block for block in looked_at if block.tokens), key=lambda block: -block.index):
-        if _class(looked_at[block]) != kind:
-            if width:
-                bands.append(Band(start, stop, width))
-                stop = start
-            else:
-                stop = block.index + 1
-            width, kind = 0, _class(looked_at[block])
-        width, start = max(width, looked_at[block]), block.index
-    return bands + [Band(start, stop, width)] * bool(width)
-
-
-def _views(states: Tensor, bands: Sequence[Band], exact: bool) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return keys and values of a layer as rows, and of each band as matrices, [n, D, tokens] and [n, tokens, D]."""
-    keys, values = states
-    parts = (
-        []
-        if exact
-        else [
-            (keys[band.start : band.stop].flatten(0, 1).transpose(1, 2), values[band.start : band.stop].flatten(0, 1))
-            for band in bands
+        places = torch.arange(max(dim, size), device=self._device)
+        tables = of_heads(blocks[:, None] * kv_heads + head[:, None] // self._share)
+        self._key_rows = (tables * dim + places[:dim]).int().flatten()
+        self._value_rows = (tables * size + places[:size]).int().flatten()
+        self._table = self._tensor(blocks.flatten())
+        counts = np.repeat(num_slots, heads)
+        ends = counts.cumsum()
+        starts = ends - counts
+        self._key_bags = torch.arange(0, self._key_rows.numel(), dim, dtype=torch.int32, device=self._device)
+        self._value_bags = self._tensor(starts * size).int()
+        self._asked = self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts))
+        self._bias = self._pool.keys.new_zeros(len(tables), size)
+        self._bias.masked_fill_(places[:size] >= of_heads(visible), float("-inf"))
+        self._first_positions = of_heads(visible.cumsum(1) - visible)
+        own = visible[np.arange(len(lines)), queries.num_blocks - 1] - 1
+        self._newest = self._tensor((starts + np.repeat(queries.num_blocks - 1, heads)) * size + np.repeat(own, heads))
+        self._classes = [
+            (slice(int(starts[first * heads]), int(ends[stop * heads - 1])), ((stop - first) * heads, -1))
+            for first, stop in classes
         ]
-    )
-    return keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1]), parts
+
+    def _tensor(self, values: Integers) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+def _classes(num_blocks: Integers, heads: int) -> Iterator[tuple[int, int]]:
+    """Return where classes begin and end, of queries by falling number of blocks.
+
+    >>> list(_classes(np.array([20, 19, 19, 4, 4, 3]), heads=8))
+    [(0, 3), (3, 6)]
+    """
+    start, num_wasted = 0, 0
+    for line, number in enumerate(num_blocks.tolist()):
+        num_wasted += (int(num_blocks[start]) - number) * heads
+        if num_wasted > _SLOTS_OF_A_CLASS:
+            yield start, line
+            start, num_wasted = line, 0
+    yield start, len(num_blocks)
+
+
+def _sums(table: Tensor, rows: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
+    """Return weighted sums of rows of a table; `bags` says where the rows of each begin: [bags, numbers of a row]."""
+    return torch.embedding_bag(table, rows, bags, False, 0, False, weights.view(-1))[0]

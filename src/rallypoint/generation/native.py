@@ -10,7 +10,7 @@ computed again when its turn comes. Its tokens stay the same, because they do no
 In the mode `fast` the last bits of logits depend on which rows are computed together, as matrix products round by
 their size; so two runs that batch otherwise may draw another token where the random number lies within 1e-6 (float32)
 or 1e-2 (bfloat16) of the border between two. In the mode `exact` every product has one shape: tokens go through the
-model 32 at a time, prompts too, and one query meets one block. Then logits are the same bits in every company.
+model 32 at a time, prompts too. Then logits are the same bits in every company.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,7 +31,7 @@ from rallypoint.errors import RequestError
 from rallypoint.generation.blocks import Block, BlockPool
 from rallypoint.generation.decoder import Backbone, PlainDecoder, ShapeProbe, check_decoder
 from rallypoint.generation.drawing import Drawing
-from rallypoint.generation.layout import Query, QueryRows, tidy
+from rallypoint.generation.layout import QueryRows
 from rallypoint.generation.prefill import Stretch, StretchRows
 from rallypoint.generation.protocol import Piece, Request
 from rallypoint.generation.requests import (
@@ -42,6 +43,7 @@ from rallypoint.generation.requests import (
     vocabulary_of,
 )
 from rallypoint.generation.row import BLOCK_TOKENS, Row
+from rallypoint.generation.seats import Queries, Seats
 from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
@@ -95,6 +97,7 @@ class NativeEngine:
         self._cancelled: set[int] = set()
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
+        self._seats = Seats(max_rows, BLOCK_TOKENS)
         self._late: list[Piece] = []
         # Made for the rows that run, and forgotten when they change.
         self._drawing: Drawing | None = None
@@ -208,6 +211,8 @@ class NativeEngine:
                 assert parent is not None, "there was enough memory"
                 pool.hold([parent])
                 row.prompt_blocks.append(parent)
+            row.seat = self._seats.take()
+            self._seats.add(row.seat, row.prompt_blocks)
             self._running.append(row)
             num_tokens += missing + len(row.tokens)
         if joined:
@@ -238,6 +243,7 @@ class NativeEngine:
         if not stretches:
             return
         stretches.sort(key=lambda stretch: bool(stretch.past))
+        self._pool.clean()
         states = self._pass_in_tiles(stretches) if self._is_exact else self._pass_packed(stretches)
         for stretch, state in zip(stretches, states, strict=True):
             block = stretch.into[-1][0]
@@ -252,7 +258,7 @@ class NativeEngine:
 
     def _pass_in_tiles(self, stretches: Sequence[Stretch]) -> Tensor:
         """Return the same, from products of one shape."""
-        queries: list[Query] = []
+        queries: list[tuple[int, int, Sequence[Block], int]] = []
         ends: list[int] = []
         for stretch in stretches:
             blocks = list(stretch.past)
@@ -260,25 +266,20 @@ class NativeEngine:
                 if not blocks or blocks[-1] is not block:
                     blocks = [*blocks, block]
                 position = stretch.num_past + len(queries) - (ends[-1] + 1 if ends else 0)
-                queries.append(Query(token, position, blocks, place + 1))
+                queries.append((token, position, blocks, place + 1))
             ends.append(len(queries) - 1)
-        states = [self._decode_tokens(layout) for layout in self._lay_out(queries)]
+        states = [self._decode_tokens(layout) for layout in self._lay_out(Queries.of(queries, BLOCK_TOKENS))]
         return torch.cat(states)[ends]
 
     def _advance(self) -> Tensor | None:
         """Send the newest token of every row through the model: [B, E] for the rows that run; None for none."""
-        pool = self._pool
         decoding = [row for row in self._running if row.tokens]
         if decoding and not self._num_steps_left:
             for row in sorted(decoding, key=lambda row: row.id):
                 if row in self._running:  # it may have been set back by an older one
                     self._grow(row, len(row.tokens))
             decoding = [row for row in self._running if row.tokens]
-            queries = [row.query() for row in decoding]
-            if pool is not None and queries and not self._is_exact:
-                tidy(pool, queries)
-            self._layouts = self._lay_out(queries)
-            self._num_steps_left = min((BLOCK_TOKENS - query.num_own + 1 for query in queries), default=1)
+            self._layouts = self._lay_out(self._newest_queries(decoding)) if decoding else []
         elif decoding:
             for layout, tokens in zip(self._layouts, self._newest.split(self._tile), strict=True):
                 layout.advance(tokens)
@@ -300,17 +301,19 @@ class NativeEngine:
             self._forget_layout()  # who joins now is decoded from the next step on
         draws = self._drawing.draw(self._logits(states))
         self._newest = draws.tokens
-        drawn = (part.tolist() for part in (draws.tokens, draws.logprobs, draws.sampled_logprobs))
+        has_nan = bool(draws.logprobs.isnan().any())
+        tokens, logprobs = draws.tokens.tolist(), draws.logprobs.tolist()
+        sampled = logprobs if draws.sampled_logprobs is draws.logprobs else draws.sampled_logprobs.tolist()
         ended: list[Row] = []
-        for row, token, logprob, sampled_logprob in zip(self._running, *drawn, strict=True):
-            if math.isnan(logprob):
+        for row, token, logprob, sampled_logprob in zip(self._running, tokens, logprobs, sampled, strict=True):
+            if has_nan and math.isnan(logprob):
                 pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
                 ended.append(row)
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.sampled_logprobs.append(sampled_logprob)
-            if row.stops.end_with(row.tokens):
+            if row.stops is not None and row.stops.end_with(row.tokens):
                 pieces.append(row.piece(self.version, "stop"))
                 ended.append(row)
             elif len(row.tokens) == row.max_new_tokens:
@@ -328,6 +331,7 @@ class NativeEngine:
             block = self._pool.private()
             if block is not None:
                 row.own_blocks.append(block)
+                self._seats.add(row.seat, [block])
                 continue
             newest = max(self._running, key=lambda row: row.id)
             self._set_back([newest])
@@ -345,6 +349,7 @@ class NativeEngine:
         for row in rows:
             assert self._pool is not None, "rows run"
             self._pool.leave((*row.prompt_blocks, *row.own_blocks))
+            self._seats.leave(row.seat)
             row.prompt_blocks, row.own_blocks = [], []
         gone = set(map(id, rows))
         self._running = [row for row in self._running if id(row) not in gone]
@@ -359,10 +364,22 @@ class NativeEngine:
         """How many tokens go through the model together, at most; in the mode `exact` always as many."""
         return _EXACT_TOKENS if self._is_exact else 2**31 - 1
 
-    def _lay_out(self, queries: Sequence[Query]) -> list[QueryRows]:
+    def _newest_queries(self, rows: Sequence[Row]) -> Queries:
+        """Return the newest token of each row, with memory for it, and note for how many steps it lasts."""
+        numbers = [(row.seat, row.tokens[-1], len(row.tokens) - 1, len(row.request.tokens)) for row in rows]
+        seats, tokens, num_stored, num_prompt = np.array(numbers, dtype=np.int64).T
+        num_own = num_stored % BLOCK_TOKENS + 1
+        self._num_steps_left = BLOCK_TOKENS + 1 - int(num_own.max())
+        return self._seats.queries(seats, tokens, num_prompt + num_stored, num_own)
+
+    def _lay_out(self, queries: Queries) -> list[QueryRows]:
         assert self._pool is not None, "there are queries"
-        tiles = [queries[start : start + self._tile] for start in range(0, len(queries), self._tile)]
-        return [QueryRows(self._pool, tile, self._heads, tile=self._tile if self._is_exact else None) for tile in tiles]
+        self._pool.clean()
+        tile = self._tile if self._is_exact else None
+        in_bags = self._is_exact or self.model.device.type == "cpu"
+        starts = range(0, len(queries.tokens), self._tile)
+        parts = [queries.lines(slice(start, start + self._tile)) for start in starts]
+        return [QueryRows(self._pool, part, self._heads, tile=tile, in_bags=in_bags) for part in parts]
 
     def _logits(self, states: Tensor) -> Tensor:
         """[B, E] -> [B, V]."""

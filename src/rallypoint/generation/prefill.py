@@ -38,7 +38,7 @@ class StretchRows:
 
     def __init__(self, pool: BlockPool, stretches: Sequence[Stretch]) -> None:
         self._pool = pool
-        device = pool.states.device
+        device = pool.keys.device
         fresh = [stretch for stretch in stretches if not stretch.past]
         self._later = stretches[len(fresh) :]
         assert all(stretch.past for stretch in self._later), "those without a past come first"
@@ -54,10 +54,12 @@ class StretchRows:
         ]
         self.position_ids = torch.tensor(positions, device=device).unsqueeze(0)
         """[1, T] int64."""
-        kv_heads, size = pool.states.shape[3:5]
+        kv_heads, dim, size = pool.keys.shape[2:]
         blocks = torch.tensor([(block.index, place) for stretch in stretches for block, place in stretch.into])
-        rows = (blocks[:, :1] * kv_heads + torch.arange(kv_heads)) * size + blocks[:, 1:]
-        self._slots = rows.flatten().to(device)
+        heads = blocks[:, :1] * kv_heads + torch.arange(kv_heads)
+        numbers = heads.unsqueeze(2) * dim + torch.arange(dim)
+        self._key_places = (numbers * size + blocks[:, 1:, None]).flatten().to(device)
+        self._value_places = (heads * size + blocks[:, 1:]).flatten().to(device)
 
     @property
     def ends(self) -> Tensor:
@@ -68,8 +70,7 @@ class StretchRows:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
-        for states, new in zip(self._pool.states[:, layer], (key, value), strict=True):
-            states.view(-1, states.shape[-1]).index_copy_(0, self._slots, new.reshape(-1, states.shape[-1]))
+        self._pool.write(layer, self._key_places, self._value_places, key, value)
         parts: list[Tensor] = []
         if self._packed is not None:
             part = slice(0, int(self._offsets[self._num_fresh]))
@@ -84,9 +85,10 @@ class StretchRows:
     ) -> Tensor:
         """Attention of one stretch to its past and to itself: [T, H, D]."""
         index = torch.tensor([block.index for block in stretch.past], device=query.device)
-        past = self._pool.states[:, layer].index_select(1, index).transpose(2, 3).flatten(1, 2)[:, : stretch.num_past]
+        past = self._pool.read(layer, index)
         keys, values = (
-            torch.cat([old, new]).transpose(0, 1).unsqueeze(0) for old, new in zip(past, (key, value), strict=True)
+            torch.cat([old[: stretch.num_past], new]).transpose(0, 1).unsqueeze(0)
+            for old, new in zip(past, (key, value), strict=True)
         )
         length = len(query)
         visible = torch.ones(length, length + stretch.num_past, dtype=torch.bool, device=query.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.blocks import Block
-from rallypoint.generation.layout import Query
 from rallypoint.generation.protocol import FinishReason, Piece, Request
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.stopping import StopStrings
@@ -26,17 +25,10 @@ class Row:
         """Tokens that have been handed out."""
         self.prompt_blocks: list[Block] = []
         self.own_blocks: list[Block] = []
-        self.stops = StopStrings(request.params, decode)
-
-    def query(self) -> Query:
-        """Return the newest token, to be sent through the model."""
-        num_stored = len(self.tokens) - 1
-        return Query(
-            token=self.tokens[-1],
-            position=len(self.request.tokens) + num_stored,
-            blocks=[*self.prompt_blocks, *self.own_blocks],
-            num_own=num_stored % BLOCK_TOKENS + 1,
-        )
+        self.seat = -1
+        """Its line in `Seats`, while it runs."""
+        may_stop = request.params.stop_tokens or request.params.stop_strings
+        self.stops = StopStrings(request.params, decode) if may_stop else None
 
     def piece(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Piece:
         """Hand out what is new."""

@@ -7,7 +7,8 @@ Invariant: a row's token and logprobs depend on its own logits, rules and number
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from rallypoint.generation.protocol import SamplingParams
 
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**20
 """Of the float64 numbers that exist at once; more would leave the cache."""
 _BLOCK = 256
 """Tokens whose probabilities are summed before the block with the drawn one is searched."""
@@ -38,36 +39,42 @@ class Draws:
 class Rules:
     """How each of some rows is drawn from, as tensors on the device of the logits."""
 
-    temperature: Tensor
-    """[B, 1] float32; 1 for greedy rows."""
+    temperature: Tensor | None
+    """[B, 1] float32, or [1, 1] if all have the same; 1 for greedy rows; None for 1 everywhere."""
     greedy: Tensor | None
     """[n] int64: rows that take the likeliest token; None for none."""
     filtered: Tensor | None
     """[n] int64: rows whose tail is cut off; None for none."""
     top_k: Tensor
-    """[n, 1] int64, of the filtered rows."""
+    """[n, 1] int64, of the filtered rows, or [1, 1] if all have the same."""
     top_p: Tensor
-    """[n, 1] float64, of the filtered rows."""
+    """Likewise, float64."""
     min_p: Tensor
-    """[n, 1] float32, of the filtered rows."""
+    """Likewise, float32."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Rules:
         """Collect the rules of some rows."""
-        greedy = [row for row, p in enumerate(params) if p.temperature == 0]
-        cut = [row for row, p in enumerate(params) if p.top_k is not None or p.top_p < 1 or p.min_p > 0]
-        filtered = [row for row in cut if params[row].temperature > 0]
+        alike = all(one is params[0] for one in params)
+        kinds = params[:1] if alike else params
+        rows = [range(len(params))] if alike else [[row] for row in range(len(params))]
+        cut = [p.temperature > 0 and (p.top_k is not None or p.top_p < 1 or p.min_p > 0) for p in kinds]
 
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+        def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device).unsqueeze(1)
 
+        def indices(chosen: Iterable[bool]) -> Tensor | None:
+            found = [row for kind, is_chosen in zip(rows, chosen, strict=True) if is_chosen for row in kind]
+            return torch.tensor(found, device=device) if found else None
+
+        is_plain = all(p.temperature in (0, 1) for p in kinds)
         return cls(
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
-            greedy=torch.tensor(greedy, device=device) if greedy else None,
-            filtered=torch.tensor(filtered, device=device) if filtered else None,
-            top_k=column([params[row].top_k or 2**31 for row in filtered], torch.int64),
-            top_p=column([params[row].top_p for row in filtered], torch.float64),
-            min_p=column([params[row].min_p for row in filtered], torch.float32),
+            temperature=None if is_plain else column((p.temperature or 1.0 for p in kinds), torch.float32),
+            greedy=indices(p.temperature == 0 for p in kinds),
+            filtered=indices(cut),
+            top_k=column((p.top_k or 2**31 for p in compress(kinds, cut)), torch.int64),
+            top_p=column((p.top_p for p in compress(kinds, cut)), torch.float64),
+            min_p=column((p.min_p for p in compress(kinds, cut)), torch.float32),
         )
 
 
@@ -83,23 +90,23 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = N
         numbers: [B] float64 in [0, 1).
         raw: [B, V], the logits before penalties and bans, if there are any.
     """
-    scaled, shares = _shares(logits, rules.temperature)
-    sums = _block_sums(shares)
-    trained, trained_total = scaled, sums.sum(-1)
-    if raw is not None:
-        trained, raw_shares = _shares(raw, rules.temperature)
-        trained_total = _block_sums(raw_shares).sum(-1)
+    whole = shares = _shares(logits, rules.temperature)
+    total = sums = _block_sums(shares)
     if rules.filtered is not None:
         kept = _cut(shares.index_select(0, rules.filtered), rules)
-        shares.index_copy_(0, rules.filtered, kept)
-        sums.index_copy_(0, rules.filtered, _block_sums(kept))
+        shares = shares.index_copy(0, rules.filtered, kept)
+        sums = sums.index_copy(0, rules.filtered, _block_sums(kept))
     tokens = _invert(shares, sums, numbers).clamp_(max=logits.shape[1] - 1)  # a row of NaN has no token
     if rules.greedy is not None:
-        tokens[rules.greedy] = scaled.index_select(0, rules.greedy).argmax(-1)
-    logprobs = _logprobs(trained, trained_total, tokens)
+        tokens[rules.greedy] = logits.index_select(0, rules.greedy).argmax(-1)
+    chosen = tokens.unsqueeze(1)
+    if raw is None:
+        logprobs = _logprobs(whole, total, chosen)
+    else:  # there a token may be less likely than the smallest share that is not 0
+        logprobs = _scaled(raw, rules.temperature).log_softmax(-1).gather(1, chosen).squeeze(1)
     if raw is None and rules.filtered is None and rules.greedy is None:
         return Draws(tokens, logprobs, logprobs)
-    sampled = _logprobs(scaled, sums.sum(-1), tokens)
+    sampled = _logprobs(shares, sums, chosen)
     if rules.greedy is not None:
         sampled[rules.greedy] = torch.where(logprobs[rules.greedy].isnan(), torch.nan, 0.0)
     return Draws(tokens, logprobs, sampled)
@@ -120,20 +127,24 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return logits.scatter(1, seen, torch.where(chosen > 0, chosen / penalty, chosen * penalty).to(logits.dtype))
 
 
-def _shares(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scaled logits below the largest of the row [B, V], and their exponentials [B, blocks * 256], float32."""
-    scaled = logits.to(torch.float32) / temperature
-    scaled -= scaled.amax(-1, keepdim=True)
-    shares = scaled.exp()
-    padding = -scaled.shape[1] % _BLOCK
-    return scaled, functional.pad(shares, (0, padding)) if padding else shares
+def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return logits in float32, at the temperature."""
+    return logits.float() if temperature is None else logits.float() / temperature
+
+
+def _shares(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return the probabilities of all tokens, filled up with zeros: [B, V] -> [B, blocks * 256] float32."""
+    shares = _scaled(logits, temperature).softmax(-1)
+    padding = -shares.shape[1] % _BLOCK
+    return functional.pad(shares, (0, padding)) if padding else shares
 
 
 def _block_sums(shares: Tensor) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
-    rows_at_once = max(1, _CHUNK_BYTES // (8 * shares.shape[1]))
-    parts = [part.double().view(len(part), -1, _BLOCK).sum(-1) for part in shares.split(rows_at_once)]
-    return torch.cat(parts) if len(parts) != 1 else parts[0]
+    rows_at_once = min(len(shares), max(1, _CHUNK_BYTES // (8 * shares.shape[1])))
+    room = shares.new_empty(rows_at_once, shares.shape[1], dtype=torch.float64)
+    sums = [room[: len(part)].copy_(part).view(len(part), -1, _BLOCK).sum(-1) for part in shares.split(rows_at_once)]
+    return torch.cat(sums) if len(sums) != 1 else sums[0]
 
 
 def _invert(shares: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
@@ -148,11 +159,11 @@ def _invert(shares: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the first place at which a cumulative sum exceeds its target, [B, 1]; never one that adds nothing."""
-    found = torch.searchsorted(cumulative, target, right=True)
-    # Rounding may push the target onto the end; the last place with any share ends there.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    # In a row of NaN both are behind the last place.
-    return torch.minimum(found, last).clamp_(max=cumulative.shape[1] - 1)
+    # Rounding may push the target below all, or onto the end.
+    below_end = torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(()))
+    found = torch.searchsorted(cumulative, torch.minimum(target.clamp(min=0.0), below_end), right=True)
+    # In a row of NaN it is behind the last place.
+    return found.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _cut(shares: Tensor, rules: Rules) -> Tensor:
@@ -166,5 +177,6 @@ def _cut(shares: Tensor, rules: Rules) -> Tensor:
     return shares * torch.zeros_like(kept).scatter_(1, tokens, kept)
 
 
-def _logprobs(scaled: Tensor, total: Tensor, tokens: Tensor) -> Tensor:
-    return (scaled.gather(1, tokens.unsqueeze(1)).squeeze(1).double() - total.log()).float()
+def _logprobs(shares: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
+    """Return the logarithm of the share of a token of each row, [B, 1], among all that are summed: [B]."""
+    return (shares.gather(1, tokens).squeeze(1) / sums.sum(-1)).log_().float()

@@ -1,0 +1,102 @@
+"""Attention over blocks, beside a loop over queries and heads in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.generation.blocks import BlockPool
+from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.seats import Queries, Seats
+from rallypoint.models.attention import Limits
+
+SIZE, DIM, LAYERS = 4, 8, 2
+
+
+def reference(query, keys, values, scaling, limits):
+    """[H, D], [tokens, K, D] twice, of which the last is the query's own -> [H, D]."""
+    rows = []
+    for head in range(len(query)):
+        kv_head = head // (len(query) // keys.shape[1])
+        scores = keys[:, kv_head] @ query[head] * scaling
+        if limits.softcap is not None:
+            scores = limits.softcap * torch.tanh(scores / limits.softcap)
+        if limits.window is not None:
+            scores[: max(0, len(scores) - limits.window)] = -math.inf
+        rows.append(scores.softmax(0) @ values[:, kv_head])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("in_bags", [True, False], ids=["bags", "products"])
+@pytest.mark.parametrize("limits", [Limits(), Limits(window=5), Limits(softcap=1.5)], ids=str)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=6),
+    share=st.sampled_from([1, 3]),
+    tile=st.sampled_from([None, 8]),
+    seed=st.integers(0, 99),
+)
+def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, share, tile, seed):
+    """Rows of all lengths, whose prompts end within a block, for two tokens each, in two layers."""
+    torch.manual_seed(seed)
+    kv_heads, heads = 2, 2 * share
+    like = torch.zeros(0, dtype=torch.float64)
+    pool = BlockPool(100, SIZE, LAYERS, kv_heads, DIM, like)
+    seats = Seats(len(lengths), SIZE)
+    stored = torch.randn(LAYERS, 2, len(lengths), 50, kv_heads, DIM, dtype=torch.float64)
+    own_seats, num_own = [], []
+    for row, (num_prompt, num_response) in enumerate(lengths):
+        prompt, seat = tuple(range(num_prompt)), seats.take()
+        blocks = []
+        for start in range(0, num_prompt, SIZE):
+            blocks.append(pool.shared(blocks[-1] if blocks else None, (row, *prompt[start + 1 : start + SIZE])))
+        num_blocks = len(blocks)
+        blocks += [pool.private() for _ in range(-(-(num_response + 1) // SIZE))]
+        pool.clean()
+        places = [(blocks[n // SIZE], n % SIZE) for n in range(num_prompt)]
+        places += [(blocks[num_blocks + n // SIZE], n % SIZE) for n in range(num_response - 1)]
+        for layer in range(LAYERS):
+            for token, (block, place) in enumerate(places):
+                pool.keys[layer, block.index, :, :, place] = stored[layer, 0, row, token]
+                pool.values[layer, block.index, :, place] = stored[layer, 1, row, token]
+        # Memory for the second token is there only where it fits into the block of the first.
+        seats.add(seat, blocks[: num_blocks + -(-num_response // SIZE)])
+        own_seats.append(seat)
+        num_own.append((num_response - 1) % SIZE + 1)
+    positions = np.array([sum(both) - 1 for both in lengths])
+    lines = seats.queries(np.array(own_seats), positions, positions, np.array(num_own))
+    rows = QueryRows(pool, lines, heads, tile=tile, in_bags=in_bags)
+    for step in range(1 + (max(num_own) < SIZE)):
+        if step:
+            rows.advance(torch.from_numpy(positions) + 1)
+        assert rows.position_ids[0, : len(lengths)].tolist() == (positions + step).tolist()
+        for layer in range(LAYERS):
+            query = torch.randn(len(rows.tokens), heads, DIM, dtype=torch.float64)
+            at = torch.from_numpy(positions + step)
+            key, value = (stored[layer, kind, torch.arange(len(lengths)), at] for kind in (0, 1))
+            missing = len(query) - len(lengths)
+            query[len(lengths) :] = query[len(lengths) - 1]
+            key, value = (torch.cat([states, states[-1:].expand(missing, -1, -1)]) for states in (key, value))
+            out = rows.attend(layer, query, key, value, 0.3, limits)
+            for row in range(len(lengths)):
+                past = stored[layer, :, row, : positions[row] + step + 1]
+                expected = reference(query[row], past[0], past[1], 0.3, limits)
+                torch.testing.assert_close(out[row], expected)
+
+
+def test_queries_of_single_tokens_are_those_of_seats():
+    pool, seats = BlockPool(20, SIZE, 1, 1, DIM, torch.zeros(0)), Seats(3, SIZE)
+    rows = [[pool.shared(None, (row,)), *(pool.private() for _ in range(row * 5))] for row in (1, 2)]
+    taken = []
+    for blocks in rows:
+        taken.append(seats.take())
+        seats.add(taken[-1], blocks[:1])
+        seats.add(taken[-1], blocks[1:])
+    found = seats.queries(np.array(taken), np.array([7, 8]), np.array([9, 10]), np.array([2, 3]))
+    expected = Queries.of([(7, 9, rows[0], 2), (8, 10, rows[1], 3)], SIZE)
+    for name in Queries.__slots__:
+        inside = np.arange(found.blocks.shape[1]) < found.num_blocks[:, None]
+        one, other = getattr(found, name), getattr(expected, name)
+        assert (np.where(inside, one, 0) == np.where(inside, other, 0)).all() if one.ndim == 2 else (one == other).all()
