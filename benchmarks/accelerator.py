@@ -24,7 +24,7 @@ from rallypoint.config import load_config
 from rallypoint.config.plan import make_plan
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
-from rallypoint.models.norm import replace_norms
+from rallypoint.models.layers import replace_layers
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
@@ -86,7 +86,7 @@ def measure(name: str, device: torch.device, activations: str, times: int, num_r
     with device:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config_of(name)).to(torch.bfloat16).eval()  # pyright: ignore[reportArgumentType]
-    replace_norms(model)
+    replace_layers(model)
     config = load_config("grpo", ["data.train=x.jsonl", "model.path=x", "reward.function=x.py:y"]).config
     engine = Engine(
         ModelShard.whole(model),

@@ -26,7 +26,7 @@ from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
-from rallypoint.models.norm import replace_norms
+from rallypoint.models.layers import replace_layers
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import deal
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
@@ -53,7 +53,7 @@ def work(name: str, dtype: str, rendezvous_file: str, rank: int, size: int) -> N
     torch.set_num_threads(2 // size)
     mesh = DeviceMesh.connect(pickle.loads(Path(rendezvous_file).read_bytes()), name, rank, {"dp_replicate": size})
     model = make_model(SHAPES[name], getattr(torch, dtype), ATTENTION).eval()
-    replace_norms(model)
+    replace_layers(model)
     engine = Engine(ModelShard.whole(model, mesh), optimizer=OptimizerConfig(), max_tokens_per_micro_batch=4096)
     batch = make_batch(SHAPES[name].vocabulary)
     part, denominator = deal(batch, size, 0.001)[0][rank], batch.num_loss_tokens

@@ -80,11 +80,11 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
     from rallypoint.engine import policy_outputs
     from rallypoint.engine.forward import trained_positions
     from rallypoint.models import ATTENTION, ModelShard
-    from rallypoint.models.norm import replace_norms
+    from rallypoint.models.layers import replace_layers
     from rallypoint.types import ActorBatch, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
-    replace_norms(model)
+    replace_layers(model)
     shard = ModelShard.whole(model)
     tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)

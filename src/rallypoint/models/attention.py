@@ -7,17 +7,18 @@ its own, which reads and writes a cache. No model code is changed, and no paddin
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
 from rallypoint.models.prefix import SharedPrefixes
+from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks
+from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
 
 ATTENTION = "rallypoint_rows"
 
@@ -26,30 +27,6 @@ _UNSUPPORTED = ("s_aux", "position_bias")
 
 # Measured on CPUs: up to this length batched matrix products beat the fused kernel, forward and backward.
 _LONGEST_FOR_PRODUCTS = 512
-
-# Larger blocks multiply more that the mask throws away, smaller ones keep the cores less busy.
-_QUERIES_PER_BLOCK = 64
-
-
-class _Context(FunctionCtx):
-    """What a forward pass leaves for the backward one."""
-
-    saved_tensors: tuple[Tensor, ...]
-    scaling: float
-    limits: Limits
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What layers of some families do to the scores besides scaling them."""
-
-    window: int | None = None
-    """A token sees the last `window` ones, itself among them; None: all before it."""
-    softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118)."""
-
-
-NO_LIMITS = Limits()
 
 
 class Rows(Protocol):
@@ -111,15 +88,7 @@ class PackedRows:
     """Causal attention within each row of a packed stream; rows do not see each other.
 
     Rows are computed in classes of similar length (the same power of two), padded to the longest of their class
-    inside this file only: one rectangle of slots after the other, row by row. The padding repeats the last token of
-    its row, behind it, where causality hides it from every real query and NaN stays in its own row.
-
-        rows          a0 a1 | b0 b1 b2 b3 | c0
-        slots         c0 | a0 a1 | b0 b1 b2 b3          three classes, or with rows of 4 and 3 in one:
-        rows          a0 a1 a2 | b0 b1 b2 b3
-        slots         a0 a1 a2 a2 | b0 b1 b2 b3
-
-    Tokens that rows share are in the stream once and have a slot in every such row: each row needs their keys and
+    inside this file and `slots` only. Tokens that rows share are in the stream once; each row needs their keys and
     values, and the first row's output is theirs.
     """
 
@@ -133,54 +102,56 @@ class PackedRows:
         """
         lengths = offsets[1:] - offsets[:-1]
         position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
-        classes = _length_classes(lengths)
-        self._rectangles = [_Rectangle(len(rows), int(lengths[rows].max())) for rows in classes]
-        tokens = [
-            offsets[rows].unsqueeze(1) + torch.arange(shape.longest).minimum(lengths[rows].unsqueeze(1) - 1)
-            for rows, shape in zip(classes, self._rectangles, strict=True)
-        ]
-        token_of_slot = torch.cat([part.flatten() for part in tokens] or [torch.zeros(0, dtype=torch.int64)])
-        # The first slot of a token is its own; those behind it are padding.
-        own = torch.ones_like(token_of_slot, dtype=torch.bool)
-        own[1:] = token_of_slot[1:] != token_of_slot[:-1]
-        slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]
-        self._in_place = torch.equal(token_of_slot, torch.arange(len(token_of_slot)))
-        self._copies: tuple[Tensor, Tensor] | None = None
-        if shared is not None and len(shared.kept) < len(position_ids):
-            self._in_place = False
-            num_copies = torch.bincount(shared.place, minlength=len(shared.kept))
-            copies = slot_of_token[shared.place.argsort(stable=True)]
-            self._copies = copies.to(device), (num_copies.cumsum(0) - num_copies).to(device)
-            position_ids, slot_of_token = position_ids[shared.kept], slot_of_token[shared.kept]
-            token_of_slot = shared.place[token_of_slot]
+        if shared is not None:
+            position_ids = position_ids[shared.kept]
         self.position_ids = position_ids.to(device).unsqueeze(0)
-        self._token_of_slot, self._slot_of_token = token_of_slot.to(device), slot_of_token.to(device)
+        self._slots = Slots(offsets, _length_classes(lengths), shared)
+        # What layers of one kind have in common is made by the first of them.
+        self._folds: dict[tuple[int, int], tuple[Fold, Fold]] = {}
+        self._batches: dict[tuple[int, int, int | None], list[Batch]] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
         del layer
-        sizes = [shape.num_rows * shape.longest for shape in self._rectangles]
-        own = (self._slot_of_token, None)
-        copies = self._copies or own
+        kv_heads, share = key.shape[1], query.shape[1] // key.shape[1]
+        if (kv_heads, share) not in self._folds:
+            self._folds[kv_heads, share] = self._slots.folds(kv_heads, share, query.device)
+        of_query, of_key = self._folds[kv_heads, share]
+        folded = [Folded.apply(query, of_query), Folded.apply(key, of_key), Folded.apply(value, of_key)]
+        # They are in the order of their length.
+        by_products = [shape for shape in self._slots.rectangles if _suits_products(shape.longest, query, limits)]
+        others = self._slots.rectangles[len(by_products) :]
+        sizes = [sum(shape.num_slots for shape in by_products), *(shape.num_slots for shape in others)]
         parts = [
-            self._pad(states, *slots).split(sizes) for states, slots in ((query, own), (key, copies), (value, copies))
+            states.split([size * (len(states) // sum(sizes)) for size in sizes]) if others else (states,)
+            for states in folded
         ]
-        outs = [shape.attend(*part, scaling, limits) for shape, *part in zip(self._rectangles, *parts, strict=True)]
-        return self._unpad(torch.cat(outs) if len(outs) > 1 else outs[0])
+        first, *rest = zip(*parts, strict=True)
+        outs = [
+            _attend_fused(shape, kv_heads, part, scaling, limits.window)
+            for shape, part in zip(others, rest, strict=True)
+        ]
+        if by_products:
+            batches = self._batches_of(by_products, kv_heads, share, limits.window, query)
+            outs.insert(0, CausalProducts.apply(*first, batches, scaling, limits.softcap))
+        return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)
 
-    def _pad(self, states: Tensor, slots: Tensor, starts: Tensor | None) -> Tensor:
-        """[T, H, D] -> [slots, H, D]; see `_Pad`."""
-        return states if self._in_place else _Pad.apply(states, self._token_of_slot, slots, starts)
-
-    def _unpad(self, slots: Tensor) -> Tensor:
-        """[slots, H, D] -> [T, H, D]."""
-        return slots if self._in_place else slots.index_select(0, self._slot_of_token)
+    def _batches_of(
+        self, rectangles: Sequence[Rectangle], kv_heads: int, share: int, window: int | None, like: Tensor
+    ) -> list[Batch]:
+        kind = (kv_heads, share, window)
+        if kind not in self._batches:
+            self._batches[kind] = [
+                Batch(shape.num_rows * kv_heads, shape.longest, cut_blocks(shape.longest, share, window, like))
+                for shape in rectangles
+            ]
+        return self._batches[kind]
 
 
 def _length_classes(lengths: Tensor) -> list[Tensor]:
-    """Return row indices grouped by the power of two that holds their length.
+    """Return row indices grouped by the power of two that holds their length, the shortest first.
 
     >>> [rows.tolist() for rows in _length_classes(torch.tensor([3, 100, 4, 90, 0]))]
     [[0, 2], [1, 3]]
@@ -190,154 +161,24 @@ def _length_classes(lengths: Tensor) -> list[Tensor]:
     return [torch.nonzero((nearest == power) & full).flatten() for power in torch.unique(nearest[full]).tolist()]
 
 
-class _Pad(torch.autograd.Function):
-    """Copies tokens to slots; padding has no gradient to give.
-
-    `slots` are those whose gradient a token gets: its own, or all of its copies, of which those of token t begin at
-    `starts[t]`.
-    """
-
-    @staticmethod
-    def forward(ctx: _Context, states: Tensor, token_of_slot: Tensor, slots: Tensor, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(slots, starts)  # pyright: ignore[reportArgumentType] - None may be saved
-        return states.index_select(0, token_of_slot)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        slots, starts = cast("tuple[Tensor, Tensor | None]", ctx.saved_tensors)
-        if starts is None:
-            return grad.index_select(0, slots), None, None, None
-        # A bag of embeddings is a sum of rows: the fastest that torch has, in float32 for half precision.
-        summed = functional.embedding_bag(slots, grad.flatten(1), starts, mode="sum")
-        return summed.view(-1, *grad.shape[1:]), None, None, None
+def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
+    """Whether rows of a length are computed by products rather than by the fused kernel."""
+    if limits.softcap is not None:  # which that does not know
+        return True
+    return query.device.type == "cpu" and min(limits.window or longest, longest) <= _LONGEST_FOR_PRODUCTS
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Rectangle:
-    """Rows of one length, padding included."""
-
-    num_rows: int
-    longest: int
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits) -> Tensor:
-        """[R * L, H, D] with [R * L, K, D] twice -> [R * L, H, D]."""
-        heads, kv_heads = query.shape[1], key.shape[1]
-        if limits.window is not None and limits.window >= self.longest:
-            limits = dataclasses.replace(limits, window=None)
-        reach = limits.window or self.longest
-        if limits.softcap is None and (query.device.type != "cpu" or reach > _LONGEST_FOR_PRODUCTS):
-            q, k, v = (x.view(self.num_rows, self.longest, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-            seen = None if limits.window is None else _seen_in_window(self.longest, limits.window, query.device)
-            out = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=heads != kv_heads
-            )
-            return out.transpose(1, 2).reshape(query.shape)
-        # The queries of one key/value head are rows of one product, token by token, so that keys need no repeating.
-        folded = (self.num_rows, self.longest, kv_heads, -1, query.shape[-1])
-        q, k, v = (x.view(folded).transpose(1, 2).flatten(2, 3).flatten(0, 1) for x in (query, key, value))
-        out = _CausalProducts.apply(q, k, v, scaling, limits)
-        return out.view(self.num_rows, kv_heads, self.longest, -1, query.shape[-1]).transpose(1, 2).reshape(query.shape)
-
-
-class _CausalProducts(torch.autograd.Function):
-    """Causal attention as batched products of blocks of queries with the keys that they may see.
-
-    Queries are [N, L * share, D], keys and values [N, L, D]. Keys that no query of a block sees are never multiplied.
-    """
-
-    @staticmethod
-    def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits) -> Tensor:
-        outs: list[Tensor] = []
-        shares: list[Tensor] = []
-        for block in _query_blocks(query, key, limits.window):
-            keys = key[:, block.keys].transpose(1, 2)
-            if limits.softcap is None:
-                scores = torch.baddbmm(block.mask(query), query[:, block.rows], keys, alpha=scaling)
-            else:
-                capped = (query[:, block.rows] @ keys).mul_(scaling / limits.softcap).tanh_()
-                scores = torch.add(block.mask(query), capped, alpha=limits.softcap)
-            shares.append(scores.softmax(-1))
-            outs.append(shares[-1] @ value[:, block.keys])
-        ctx.save_for_backward(query, key, value, *shares)
-        ctx.scaling, ctx.limits = scaling, limits
-        return _join(outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        query, key, value, *shares = ctx.saved_tensors
-        # Of keys and values every block has a part, which is not rounded to half precision before it is added.
-        dtype = torch.promote_types(key.dtype, torch.float32) if len(shares) > 1 else key.dtype
-        grad_queries: list[Tensor] = []
-        grad_key = grad_value = None
-        softcap = ctx.limits.softcap
-        for block, share in zip(_query_blocks(query, key, ctx.limits.window)[::-1], shares[::-1], strict=True):
-            rows, keys = block.rows, block.keys
-            grad_share = grad[:, rows] @ value[:, keys].transpose(1, 2)
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_share, share, -1, share.dtype)
-            if softcap is not None:  # d tanh(x) / d x = 1 - tanh(x)^2; computed again rather than kept
-                capped = (query[:, rows] @ key[:, keys].transpose(1, 2)).mul_(ctx.scaling / softcap).tanh_()
-                grad_scores = torch.addcmul(grad_scores, grad_scores, capped.square_(), value=-1)
-            grad_queries.append(grad_scores @ key[:, keys])
-            key_part, value_part = grad_scores.transpose(1, 2) @ query[:, rows], share.transpose(1, 2) @ grad[:, rows]
-            if grad_key is None or grad_value is None:
-                if keys.start == 0:  # the last block comes first, and without a window it sees all
-                    grad_key, grad_value = key_part.to(dtype), value_part.to(dtype)
-                    continue
-                grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-            grad_key[:, keys] += key_part
-            grad_value[:, keys] += value_part
-        assert grad_key is not None, "a rectangle has rows"
-        assert grad_value is not None, "a rectangle has rows"
-        grad_query = _join(grad_queries[::-1]).mul_(ctx.scaling)
-        return grad_query, grad_key.mul_(ctx.scaling).to(key.dtype), grad_value.to(key.dtype), None, None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Block:
-    """Tokens whose queries are multiplied together, and the keys that at least one of them sees."""
-
-    tokens: range
-    keys: slice
-    share: int
-    """Queries of a token."""
-    window: int | None
-
-    @property
-    def rows(self) -> slice:
-        """Where its queries are."""
-        return slice(self.tokens.start * self.share, self.tokens.stop * self.share)
-
-    def mask(self, like: Tensor) -> Tensor:
-        """Return what is added to the scores, [queries, keys]: -inf where they may not look, else 0."""
-        hidden = like.new_full((len(self.tokens), self.keys.stop - self.keys.start), float("-inf"))
-        diagonal = self.tokens.start - self.keys.start
-        mask = hidden.triu(diagonal + 1)
-        if self.window is not None:
-            mask += hidden.tril(diagonal - self.window)
-        return mask if self.share == 1 else mask.repeat_interleave(self.share, 0)
-
-
-def _query_blocks(query: Tensor, key: Tensor, window: int | None) -> list[_Block]:
-    """Return the blocks of all queries.
-
-    >>> [(block.rows, block.keys) for block in _query_blocks(torch.zeros(1, 2 * 100, 8), torch.zeros(1, 100, 8), None)]
-    [(slice(0, 128, None), slice(0, 64, None)), (slice(128, 200, None), slice(0, 100, None))]
-    >>> [block.keys for block in _query_blocks(torch.zeros(1, 100, 8), torch.zeros(1, 100, 8), 10)]
-    [slice(0, 64, None), slice(55, 100, None)]
-    """
-    longest = key.shape[1]
-    starts = range(0, longest, _QUERIES_PER_BLOCK)
-    return [
-        _Block(
-            range(start, min(start + _QUERIES_PER_BLOCK, longest)),
-            slice(0 if window is None else max(0, start - window + 1), min(start + _QUERIES_PER_BLOCK, longest)),
-            query.shape[1] // longest,
-            window,
-        )
-        for start in starts
-    ]
+def _attend_fused(
+    shape: Rectangle, kv_heads: int, states: Sequence[Tensor], scaling: float, window: int | None
+) -> Tensor:
+    """Attention by torch's own kernel: folded queries, keys and values of a rectangle -> [slots * heads, D]."""
+    size = states[0].shape[-1]
+    query, key, value = (x.view(shape.num_rows * kv_heads, shape.longest, -1, size).transpose(1, 2) for x in states)
+    seen = None if window is None or window >= shape.longest else _seen_in_window(shape.longest, window, query.device)
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] > 1
+    )
+    return out.transpose(1, 2).reshape(-1, size)
 
 
 def _seen_in_window(length: int, window: int, device: torch.device) -> Tensor:
@@ -347,7 +188,3 @@ def _seen_in_window(length: int, window: int, device: torch.device) -> Tensor:
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
-
-
-def _join(blocks: list[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)

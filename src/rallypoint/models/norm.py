@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from rallypoint.models.strips import in_strips
+
 _SAME_FORMULA = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 """Classes of transformers that compute exactly this; Gemma's, for one, multiplies by 1 + weight."""
 
@@ -55,24 +57,27 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, states: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
-        length = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=wide)
-        scale = length.square_().div_(states.shape[-1]).add_(eps).rsqrt_()
+        rows, wide_weight = states.reshape(-1, states.shape[-1]), weight.to(wide)
+        out, scale = torch.empty_like(rows), rows.new_empty(len(rows), 1, dtype=wide)
+        for part, length, into in in_strips(rows, scale, out):
+            torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=wide, out=length)
+            length.square_().mul_(1 / rows.shape[-1]).add_(eps).rsqrt_()
+            into.copy_(torch.mul(part, length).mul_(wide_weight))
         ctx.save_for_backward(states, weight, scale)
-        return _scaled(states, scale).to(states.dtype).mul_(weight)
+        return out.view(states.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         states, weight, scale = ctx.saved_tensors
         wide_weight = weight.to(scale.dtype)
-        normed = _scaled(states, scale)
-        products = grad * normed
-        grad_weight = products.flatten(0, -2).sum(0).to(weight.dtype)
-        # d n_i / d x_j = scale * (delta_ij - n_i n_j / E)
-        mean = (products @ wide_weight).div_(-states.shape[-1]).unsqueeze(-1)
-        grad_states = torch.mul(grad, wide_weight, out=products).addcmul_(normed, mean).mul_(scale)
-        return grad_states.to(states.dtype), grad_weight, None
-
-
-def _scaled(states: Tensor, scale: Tensor) -> Tensor:
-    return states.to(scale.dtype).mul_(scale) if states.dtype != scale.dtype else states * scale
+        rows, grads = (tensor.reshape(-1, states.shape[-1]) for tensor in (states, grad))
+        grad_states, grad_weight = torch.empty_like(rows), torch.zeros_like(wide_weight)
+        for part, x, length, into in in_strips(grads, rows, scale, grad_states):
+            normed = x * length
+            products = part * normed
+            grad_weight += products.sum(0)
+            # d n_i / d x_j = scale * (delta_ij - n_i n_j / E)
+            mean = (products @ wide_weight).mul_(-1 / rows.shape[-1]).unsqueeze(-1)
+            into.copy_(torch.mul(part, wide_weight, out=products).addcmul_(normed, mean).mul_(length))
+        return grad_states.view(states.shape), grad_weight.to(weight.dtype), None

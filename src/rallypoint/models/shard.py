@@ -18,8 +18,8 @@ from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.families import family_of
+from rallypoint.models.layers import replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
-from rallypoint.models.norm import replace_norms
 from rallypoint.models.part import Part
 from rallypoint.models.sharding import shard_model, shard_parts
 from rallypoint.models.sources import Sources, sources_of
@@ -111,7 +111,7 @@ def build(
             experts_implementation=EXPERTS,
             trust_remote_code=trust_remote_code,
         )
-    replace_norms(model)
+    replace_layers(model)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype

@@ -1,0 +1,167 @@
+"""Where the heads of packed tokens lie while attention is computed: rectangles of rows, head by head.
+
+Owns: the order of folded states, and the way there and back, with gradients. Must not know: what is computed there.
+Rows of similar length make a rectangle, padded to its longest; behind one another lie its rows, in a row its key/value
+heads, in a head its slots, and in a slot the queries of that head. One gather does all of it:
+
+    stream [T, H, D]  ->  folded [for each rectangle R * K * L * share, D]      with H = K * share
+
+Invariants: padding repeats the last token of its row, so that what is not finite stays in its own row, and has no
+gradient. A token that several rows share has a slot in each; the output at the first is its own, and the gradient of
+its key and value is the sum over all, in the same order every time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
+
+from rallypoint.models.prefix import SharedPrefixes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Rows of one length, padding included."""
+
+    num_rows: int
+    longest: int
+
+    @property
+    def num_slots(self) -> int:
+        """Rows times length."""
+        return self.num_rows * self.longest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """The tokens that have several slots, head by head."""
+
+    places: Tensor
+    """[M] where they are in the stream, [T * H] of it."""
+    slots: Tensor
+    """Where they are in folded states: those of the first, then those of the second, and so on."""
+    starts: Tensor
+    """[M] where in `slots` those of each begin."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fold:
+    """The way of one kind of states: queries, or keys and values."""
+
+    stream: Tensor
+    """[slots * heads]: which of the stream's [T * H] lies at each place of folded states."""
+    own: Tensor
+    """[T * H]: the place of each; of a token that rows share, the first."""
+    shared: Shared | None
+
+
+class Slots:
+    """The slots of some packed rows."""
+
+    def __init__(self, offsets: Tensor, classes: Sequence[Tensor], shared: SharedPrefixes | None) -> None:
+        """Lay rows out, on the CPU.
+
+        Args:
+            offsets: [B+1] of the rows.
+            classes: the rows of each rectangle; every row with tokens is in one.
+            shared: what of the rows is in the stream; None for all of it.
+        """
+        lengths = offsets[1:] - offsets[:-1]
+        self.rectangles = [Rectangle(len(rows), int(lengths[rows].max())) for rows in classes]
+        tokens = [
+            offsets[rows].unsqueeze(1) + torch.arange(shape.longest).minimum(lengths[rows].unsqueeze(1) - 1)
+            for rows, shape in zip(classes, self.rectangles, strict=True)
+        ]
+        token_of_slot = torch.cat([part.flatten() for part in tokens] or [torch.zeros(0, dtype=torch.int64)])
+        # The first slot of a token is its own; those behind it are padding.
+        own = torch.ones_like(token_of_slot, dtype=torch.bool)
+        own[1:] = token_of_slot[1:] != token_of_slot[:-1]
+        slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]
+        self._copies: tuple[Tensor, Tensor] | None = None
+        if shared is not None and len(shared.kept) < len(slot_of_token):
+            order = shared.place.argsort(stable=True)
+            self._copies = shared.place[order], slot_of_token[order]
+            slot_of_token, token_of_slot = slot_of_token[shared.kept], shared.place[token_of_slot]
+        self._token_of_slot, self._slot_of_token = token_of_slot, slot_of_token
+
+    def folds(self, kv_heads: int, share: int, device: torch.device) -> tuple[Fold, Fold]:
+        """Return the ways of queries, and of keys and values, where a key/value head has `share` queries."""
+        fold = self._fold(kv_heads, 1, device)
+        query = fold if share == 1 else self._fold(kv_heads, share, device)
+        return query, dataclasses.replace(fold, shared=self._shared(kv_heads, device))
+
+    def _fold(self, kv_heads: int, share: int, device: torch.device) -> Fold:
+        places, heads = self._places(kv_heads, share), torch.arange(kv_heads * share)
+        stream = torch.empty(places.numel(), dtype=torch.int64)
+        stream[places] = self._token_of_slot.unsqueeze(1) * len(heads) + heads
+        return Fold(stream.to(device), places[self._slot_of_token].flatten().to(device), None)
+
+    def _shared(self, kv_heads: int, device: torch.device) -> Shared | None:
+        if self._copies is None:
+            return None
+        token, slot = self._copies
+        num_slots = torch.bincount(token, minlength=len(self._slot_of_token))
+        several = num_slots > 1
+        token, slot = token[several[token]], slot[several[token]]
+        heads = torch.arange(kv_heads)
+        order = (token.unsqueeze(1) * kv_heads + heads).flatten().argsort(stable=True)
+        num_slots = num_slots[several].repeat_interleave(kv_heads)
+        places = torch.nonzero(several) * kv_heads + heads
+        slots = self._places(kv_heads, 1)[slot].flatten()[order]
+        return Shared(places.flatten().to(device), slots.to(device), (num_slots.cumsum(0) - num_slots).to(device))
+
+    def _places(self, kv_heads: int, share: int) -> Tensor:
+        """Return where each head of each slot lies in folded states: [slots, heads]."""
+        places: list[Tensor] = []
+        start = 0
+        for shape in self.rectangles:
+            rows, heads = torch.arange(shape.num_rows).view(-1, 1, 1, 1), torch.arange(kv_heads).view(-1, 1)
+            slots = torch.arange(shape.longest).view(-1, 1, 1)
+            found = ((rows * kv_heads + heads) * shape.longest + slots) * share + torch.arange(share)
+            places.append((start + found).view(shape.num_slots, -1))
+            start += places[-1].numel()
+        return torch.cat(places or [torch.zeros(0, kv_heads * share, dtype=torch.int64)])
+
+
+class _Context(FunctionCtx):
+    """What a forward pass leaves for the backward one."""
+
+    fold: Fold
+    shape: torch.Size
+
+
+class Folded(torch.autograd.Function):
+    """[T, H, D] -> [slots * heads, D]."""
+
+    @staticmethod
+    def forward(ctx: _Context, states: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
+        ctx.fold, ctx.shape = fold, states.shape
+        return states.reshape(-1, states.shape[-1]).index_select(0, fold.stream)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        total, shared = grad.index_select(0, ctx.fold.own), ctx.fold.shared
+        if shared is not None:
+            # A bag of embeddings is a sum of rows: the fastest that torch has, in float32 for half precision.
+            total.index_copy_(0, shared.places, functional.embedding_bag(shared.slots, grad, shared.starts, mode="sum"))
+        return total.view(ctx.shape), None
+
+
+class Unfolded(torch.autograd.Function):
+    """[slots * heads, D] -> [T * H, D]."""
+
+    @staticmethod
+    def forward(ctx: _Context, slots: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
+        ctx.fold, ctx.shape = fold, slots.shape
+        return slots.index_select(0, fold.own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.fold.own, grad), None
