@@ -17,9 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 MAX_ROWS, GROUP_SIZE, PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 128, 8, 32, 128
 
@@ -123,13 +127,18 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
 
 def trl(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int) -> Callable[[], None]:
     """TRL's own loss on its own padded rows, `at_once` rows at a time, without gradient checkpointing."""
+    model = make_model(shape, dtype, "sdpa")
+    return trl_update(trl_trainer(model, num_rows, at_once), model, shape, num_rows, at_once)
+
+
+def trl_trainer(model: LlamaForCausalLM, num_rows: int, at_once: int) -> GRPOTrainer:
+    """Return TRL's trainer of a model, outside of its training loop."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    model = make_model(shape, dtype, "sdpa")
     words = Tokenizer(WordLevel({"<eos>": 0, "a": 1}, unk_token="a"))
     trainer = GRPOTrainer(
         model=model,
@@ -149,6 +158,13 @@ def trl(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int) -> Callab
     )
     trainer.current_gradient_accumulation_steps = 1  # its training loop sets it, which we are not in
     model.train()
+    return trainer
+
+
+def trl_update(
+    trainer: GRPOTrainer, model: LlamaForCausalLM, shape: Shape, num_rows: int, at_once: int
+) -> Callable[[], None]:
+    """Return forward and backward of TRL's loss on the rows of `make_rows`."""
     tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)
     mask = (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)).long()
 
