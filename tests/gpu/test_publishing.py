@@ -1,0 +1,50 @@
+"""Weights through device memory that two processes share."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from rallypoint.cluster.rendezvous import open_rendezvous
+from rallypoint.models import Part
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+SHAPE = (300, 1000)
+
+
+def take(rendezvous, plan, device, into):
+    line = join("ipc", rendezvous, plan, 1, device=device)
+    for version in (1, 2):
+        model = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)}
+        sink = Sink(plan.manifest, model, version)
+        line.run(version, None, sink, lambda: None)
+        sink.finish()
+        into.put(float(model["w"].float().sum()))
+    line.close()
+
+
+def test_weights_arrive_in_another_process_through_device_memory():
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    held = {"w": Held(torch.bfloat16, Part.whole(SHAPE))}
+    manifest = Manifest.of([held], bucket_bytes=HEADER_BYTES + 2**16)
+    plan, context = (
+        Plan("weights", (Member(0, None), Member(None, 0)), manifest, 60.0),
+        multiprocessing.get_context("spawn"),
+    )
+    with open_rendezvous("tcp", "these tests") as rendezvous:
+        into = context.Queue()
+        taker = context.Process(target=take, args=(rendezvous, plan, accelerator.type, into))
+        taker.start()
+        line = join("ipc", rendezvous, plan, 0, device=accelerator.type)
+        for version in (1, 2):
+            masters = torch.full(SHAPE, float(version), device=accelerator)
+            line.run(version, Source({"w": masters}), None, lambda: None)
+            assert into.get(timeout=60) == version * masters.numel()
+        line.close()
+        taker.join()
