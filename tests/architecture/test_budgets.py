@@ -26,6 +26,7 @@ BROAD: dict[str, str] = {
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "engine/engine.py:train": "raised again as soon as the other ranks know",
     "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
+    "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "environments/scoring.py:_score_row": "the user's reward may raise anything; it becomes a counted value",
 }
 """`path:function` of every handler that catches anything -> why."""

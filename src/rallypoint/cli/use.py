@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import time
@@ -74,8 +75,11 @@ def chat(checkpoint: str, *, temperature: float, max_response_tokens: int, seed:
             conversation.forget()
             continue
         try:
-            for piece in conversation.ask(line):
-                console.out(_printable(piece), end="")
+            with contextlib.closing(conversation.ask(line)) as answer:
+                for piece in answer:
+                    console.out(_printable(piece), end="")
+        except KeyboardInterrupt:
+            console.print(" ... forgotten, with its question", style="dim", end="")
         except ModelError as error:
             conversation.forget()
             console.print(f"[red]{escape(str(error))}[/]", soft_wrap=True)

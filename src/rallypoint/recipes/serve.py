@@ -16,7 +16,7 @@ from types import TracebackType
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.data import load_tokenizer
-from rallypoint.errors import CheckpointError, ModelError, RallyError, ServingError
+from rallypoint.errors import CheckpointError, ModelError, ServingError
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
 from rallypoint.recipes.material import stop_tokens
@@ -170,18 +170,21 @@ class _Follower:
         self._looking.join()
 
     def _look(self) -> None:
-        newest = int(Path(self._trained.path).name.removeprefix("step_"))
+        newest, failed = int(Path(self._trained.path).name.removeprefix("step_")), 0
         while not self._is_over.wait(_LOOK_EVERY_S):
             found = checkpoints.steps(self._folder)
             if not found or found[-1] <= newest:
                 continue
-            newest = found[-1]
-            name = checkpoints.checkpoint_name(newest)
+            name = checkpoints.checkpoint_name(found[-1])
             try:
                 self._take_over(dataclasses.replace(self._trained, path=str(self._folder / name)))
-                self._say(f"serving {name} now")
-            except (RallyError, OSError) as error:
-                self._say(f"{name} is not taken over, the weights of before are served still: {error}")
+            except Exception as error:  # noqa: BLE001 - may be over at the next look: said once, and tried again
+                if failed != found[-1]:
+                    self._say(f"{name} is not taken over, the weights of before are served still: {error}")
+                failed = found[-1]
+                continue
+            newest = found[-1]
+            self._say(f"serving {name} now")
 
     def _take_over(self, trained: Trained) -> None:
         checkpoints.verify(Path(trained.path))

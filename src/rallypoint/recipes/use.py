@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -131,15 +131,12 @@ def evaluate(
     """Sample responses to every prompt of a data set and score them.
 
     Raises:
-        RewardError: no reward function is known, or it failed on every response.
+        RewardError: no reward function is known or may be run, or it failed on every response.
         DataError: the data set has bad rows.
         ModelError: the folder cannot be loaded.
     """
     config = trained.config
-    spec = reward or (config.reward.function if config else None)
-    if spec is None:
-        raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
-    function = load_reward(spec)
+    function = load_reward(reward or _reward_of(trained))
     examples = load_dataset(data)[:max_prompts]
     tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
     engine = _engine(trained, tokenizer)
@@ -166,6 +163,20 @@ def evaluate(
     )
     rows = [encoded.examples[int(index)] for index in batch.prompt_index]
     return _summarise(batch, rows, texts, score_rollouts(batch, rows, texts, function, warn=say), len(prompts))
+
+
+def _reward_of(trained: Trained) -> str:
+    """Return the reward of the model's run, unless it is code that came with the run's folder."""
+    if trained.config is None:
+        raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
+    spec, run = trained.config.reward.function, Path(trained.path).resolve().parent.parent
+    file, colon, _ = spec.rpartition(":")
+    # A folder that somebody else made must not choose what runs here.
+    if colon and (not Path(file).is_absolute() or Path(file).resolve().is_relative_to(run)):
+        raise RewardError(
+            f"the reward of this run is code that may have come with its folder; read it, and name it: --reward {spec}"
+        )
+    return spec
 
 
 def _summarise(
@@ -220,23 +231,34 @@ class Conversation:
         self._max_positions = self._engine.max_request_tokens
         self._messages: list[dict[str, str]] = []
 
-    def ask(self, text: str) -> Iterator[str]:
-        """Add a user's turn and yield the answer piece by piece; the answer becomes part of the conversation."""
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Add a user's turn and yield the answer piece by piece; both become part of the conversation at its end."""
         self._messages.append({"role": "user", "content": text})
+        try:
+            answer = ""
+            for so_far in self._answers():
+                yield so_far[len(answer) :]
+                answer = so_far
+            self._messages.append({"role": "assistant", "content": answer})
+        finally:
+            if self._messages[-1:] == [{"role": "user", "content": text}]:
+                self._messages.pop()
+
+    def _answers(self) -> Iterator[str]:
+        """Yield the answer to the last turn, as far as it is known, again and again."""
         ids = self._fitting_ids()
         room = self._max_positions - len(ids)
         params = dataclasses.replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
         request = Request(tokens=tuple(ids), params=params, prompt_index=len(self._messages), streamed=True)
         tokens: list[int] = []
-        shown = ""
+        text = ""
         for piece in stream(self._engine, request):
             tokens += piece.tokens
-            text_so_far = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
             # A character of several tokens is incomplete until its last one.
-            if not text_so_far.endswith("\ufffd"):
-                yield text_so_far[len(shown) :]
-                shown = text_so_far
-        self._messages.append({"role": "assistant", "content": shown})
+            if not text.endswith("\ufffd"):
+                yield text
+        yield text
 
     def _fitting_ids(self) -> list[int]:
         """Return the conversation as token ids; its oldest turns are forgotten when it is too long to answer."""

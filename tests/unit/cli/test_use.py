@@ -130,6 +130,30 @@ def test_a_message_that_is_too_long_is_refused_and_the_chat_goes_on(command, tra
     assert result.stdout.count("you> ") == 3
 
 
+def test_an_answer_that_is_broken_off_is_forgotten_with_its_question(trained):
+    first, other = (
+        Conversation(find_trained(str(trained.checkpoint)), temperature=0.0, max_response_tokens=4, seed=0)
+        for _ in range(2)
+    )
+    broken_off = first.ask("493105")
+    next(broken_off)
+    broken_off.close()
+    assert list(first.ask("12")) == list(other.ask("12"))
+
+
+@pytest.mark.parametrize("where", ["{run}/rewards.py", "rewards.py"])
+def test_a_reward_that_came_with_the_run_is_not_run_unless_it_is_named(command, trained, tmp_path, where):
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    (run / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.5")
+    config = run / "config.yaml"
+    named = where.format(run=run)
+    config.write_text(config.read_text().replace("function: digits", f"function: {named}:f"))
+    refusal = refused(command("eval", str(run), trained.data), RewardError)
+    assert f"read it, and name it: --reward {named}:f" in refusal
+    result = command("eval", str(run), trained.data, "--reward", f"{run}/rewards.py:f")
+    assert "score 0.5000" in result.stdout
+
+
 CONTROL = ("\x1b[31m", "\x1b]0;owned\x07", "\x07", "\r", "\x9b2J", "\u202e")
 
 
