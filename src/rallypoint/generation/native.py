@@ -301,12 +301,11 @@ class NativeEngine:
             self._forget_layout()  # who joins now is decoded from the next step on
         draws = self._drawing.draw(self._logits(states))
         self._newest = draws.tokens
-        has_nan = bool(draws.logprobs.isnan().any())
         tokens, logprobs = draws.tokens.tolist(), draws.logprobs.tolist()
         sampled = logprobs if draws.sampled_logprobs is draws.logprobs else draws.sampled_logprobs.tolist()
         ended: list[Row] = []
         for row, token, logprob, sampled_logprob in zip(self._running, tokens, logprobs, sampled, strict=True):
-            if has_nan and math.isnan(logprob):
+            if math.isnan(logprob):
                 pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
                 ended.append(row)
                 continue
@@ -367,7 +366,7 @@ class NativeEngine:
     def _newest_queries(self, rows: Sequence[Row]) -> Queries:
         """Return the newest token of each row, with memory for it, and note for how many steps it lasts."""
         numbers = [(row.seat, row.tokens[-1], len(row.tokens) - 1, len(row.request.tokens)) for row in rows]
-        seats, tokens, num_stored, num_prompt = np.array(numbers, dtype=np.int64).T
+        seats, tokens, num_stored, num_prompt = np.array(numbers).T
         num_own = num_stored % BLOCK_TOKENS + 1
         self._num_steps_left = BLOCK_TOKENS + 1 - int(num_own.max())
         return self._seats.queries(seats, tokens, num_prompt + num_stored, num_own)
@@ -375,11 +374,9 @@ class NativeEngine:
     def _lay_out(self, queries: Queries) -> list[QueryRows]:
         assert self._pool is not None, "there are queries"
         self._pool.clean()
-        tile = self._tile if self._is_exact else None
+        pool, heads, tile = self._pool, self._heads, self._tile if self._is_exact else None
         in_bags = self._is_exact or self.model.device.type == "cpu"
-        starts = range(0, len(queries.tokens), self._tile)
-        parts = [queries.lines(slice(start, start + self._tile)) for start in starts]
-        return [QueryRows(self._pool, part, self._heads, tile=tile, in_bags=in_bags) for part in parts]
+        return [QueryRows(pool, part, heads, tile=tile, in_bags=in_bags) for part in queries.parts(self._tile)]
 
     def _logits(self, states: Tensor) -> Tensor:
         """[B, E] -> [B, V]."""

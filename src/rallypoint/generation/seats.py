@@ -47,6 +47,10 @@ class Queries:
         """Return some of them."""
         return Queries(*(getattr(self, field.name)[lines] for field in dataclasses.fields(self)))
 
+    def parts(self, size: int) -> list[Queries]:
+        """Return them in parts of at most so many."""
+        return [self.lines(slice(start, start + size)) for start in range(0, len(self.tokens), size)]
+
 
 class Seats:
     """A line for each row that may run; a row keeps its line as long as it does."""
