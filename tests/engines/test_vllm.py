@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_a_stream_is_the_rollout_token_by_token(engine, prompts):
 
 
 @pytest.mark.usefixtures("back")
-def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine, model, prompts):
+def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine, model, prompts, tmp_path):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for weight in other.parameters():
@@ -127,7 +128,8 @@ def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine
         assert batch.versions.tolist() == [version] * len(batch)
         expected = generate(HFEngine(other, version=version), prompts, BASE, version=version)
         assert batch.tokens.tolist() == expected.tokens.tolist()
-    damaged = engine._folder.path / "versions" / "version_000006" / "model.safetensors"
+    damaged = tmp_path / "version_000006" / "model.safetensors"
+    shutil.copytree(engine._folder.path / "versions" / "version_000006", damaged.parent)
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)

@@ -26,6 +26,8 @@ _KERNEL_BYTES = {"float32": 10 * 2**20, "bfloat16": 100 * 2**20}
 """What kernels that are compiled for the shapes of a model take on CPUs; measured."""
 _ADAPTER_KERNEL_BYTES = {"float32": 20 * 2**20, "bfloat16": 60 * 2**20}
 """What those for the narrow products of adapters take besides; measured."""
+_SERVER_BYTES = 930 * 2**20
+"""What vLLM's own processes take on CPUs, beside weights and cache; measured. What a run measures is without them."""
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK = 64
 BLOCK_TOKENS = 32
@@ -181,7 +183,8 @@ def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     num_prompts = max(1, min(num_groups, _PREFILL_TOKENS // prompt))
     prompts = _Pass(num_prompts, num_prompts, prompt, prompt, _scores_per_token(config, prompt))
     logits = _SAMPLED_LOGITS * 4 * shape.vocab_size * num_groups * config.rollout.group_size
-    return _on_heap(config, max(logits, prompts.live_bytes(shape, size)))
+    server = _SERVER_BYTES if config.rollout.engine == "vllm" and config.cluster.device == "cpu" else 0
+    return server + _on_heap(config, max(logits, prompts.live_bytes(shape, size)))
 
 
 def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int) -> _Pass:

@@ -34,14 +34,7 @@ from rallypoint.generation.drawing import Drawing
 from rallypoint.generation.layout import QueryRows
 from rallypoint.generation.prefill import Stretch, StretchRows
 from rallypoint.generation.protocol import Piece, Request
-from rallypoint.generation.requests import (
-    Decode,
-    check_request,
-    max_positions,
-    not_finite,
-    take_over,
-    vocabulary_of,
-)
+from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.row import BLOCK_TOKENS, Row
 from rallypoint.generation.seats import Queries, Seats
 from rallypoint.models import lm_head

@@ -106,9 +106,14 @@ class Control:
             WeightsMismatchError: it does not take them; it holds those of before.
             GenerationError: see `revive`.
         """
-        assert self._server is not None
         before, self._held = self._held, (version, folder)
+        num_servers = self.num_servers
         try:
+            if self.is_doubtful:
+                await self.revive()
+            if self.num_servers > num_servers:
+                return  # it began with them
+            assert self._server is not None
             await self._call(self._server, "/pause?mode=keep")
             await self._enter(self._server, version, folder)
             # Keys and values of the weights before go, also those of requests under way, which are computed again.

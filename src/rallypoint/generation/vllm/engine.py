@@ -188,7 +188,9 @@ class VLLMEngine:
                 self._set_back(asked)  # so that it is certain which tokens are of which version
         if self.is_asleep:
             self._let("/wake_up")
-        self._until_ready()
+        if self._reviving is not None:
+            with contextlib.suppress(WeightsMismatchError):  # of the weights before, which are not wanted any more
+                self._until_ready()
         self._wait(self._run(self._control.load(version, folder)))
         self.version = version
         if self.is_asleep:

@@ -283,6 +283,17 @@ def test_a_server_that_refuses_weights_serves_those_of_before(engine, world, for
     assert world.loads == [4, 5, 4]
 
 
+def test_weights_for_a_server_that_died_in_between_are_given_to_the_next_one_at_once(engine, world):
+    engine.load(5, WEIGHTS)
+    world.servers[0].die()
+    engine.load(6, WEIGHTS)
+    assert world.loads == [5, 6]
+    engine.submit(request_of(1))
+    (piece,) = all_pieces(engine)
+    assert piece.version == 6
+    assert len(world.servers) == 2
+
+
 def test_what_streams_while_weights_are_loaded_goes_on_with_the_new_ones(engine, world):
     request = request_of(2, 3, streamed=True)
     engine.submit(request)
