@@ -175,7 +175,7 @@ def batching(shape: Shape, dtype: torch.dtype, lengths: list[int]) -> Callable[[
 def vllm(shape: Shape, dtype: torch.dtype, lengths: list[int], *, eager: bool) -> Callable[[], object]:
     """vLLM's own loop over token ids, with the logprob of each token, without tokenizer and ends of rows."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - of another environment
 
     folder = tempfile.mkdtemp()
     make_model(shape, dtype, "eager").save_pretrained(folder)
