@@ -69,16 +69,20 @@ class _SwiGLU(torch.autograd.Function):
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[:, :half], sin[:, half:]), -1)
-        ctx.save_for_backward(cos, sin)
-        return _rotated(states, cos, sin)
+        ctx.save_for_backward(cos, sin)  # as they came: all layers have these in common
+        return _rotated(states, cos, _signed(sin))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotated(grad, cos, -_signed(sin)), None, None
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """Return it with its first half negative."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1)
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
