@@ -192,8 +192,8 @@ def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int) -> _Pass:
     row, num_ranks = config.max_row_tokens, config.num_parts(role)
     num_rows = -(-config.num_rows // num_parts // num_ranks)
     most = max(1, config.engine.max_tokens_per_micro_batch // row)
-    # Rows of a prompt that are left together where rows are dealt out to mini-batches and ranks.
-    together = min(max(1, config.rollout.group_size // (num_parts * num_ranks)), most)
+    # Rows of a prompt stay together where there are prompts enough for all mini-batches and ranks.
+    together = min(config.rollout.group_size, num_rows, most)
     num_units = -(-num_rows // together)
     units = -(-num_units // -(-num_units // (most // together)))
     sp = config.mesh(role)["sp"]

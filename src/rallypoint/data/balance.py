@@ -51,3 +51,45 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         parts[part].append(row)
         heapq.heapreplace(loads, (load + costs[row], part))
     return [sorted(part) for part in parts]
+
+
+def balance_groups(
+    costs: Sequence[float], groups: Sequence[int], shared: Sequence[float], num_parts: int
+) -> list[list[int]]:
+    """Deal rows out as `balance` does, where rows of a group cost less together.
+
+    Whole groups are dealt out where the costliest part is cheaper so, or no dearer; single rows otherwise, such as
+    where there are fewer groups than parts.
+
+    Args:
+        costs: of each row by itself.
+        groups: of each row, any number.
+        shared: what each row need not pay in the company of another of its group.
+        num_parts: at least 1.
+
+    Returns:
+        As `balance`.
+
+    >>> balance_groups([5, 5, 5, 5], groups=[1, 2, 1, 2], shared=[2, 2, 2, 2], num_parts=2)
+    [[0, 2], [1, 3]]
+    >>> balance_groups([5, 5], groups=[1, 1], shared=[2, 2], num_parts=2)
+    [[0], [1]]
+    """
+    of_group: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        of_group.setdefault(group, []).append(row)
+
+    def together(rows: Sequence[int]) -> float:
+        met: set[int] = set()
+        total = 0.0
+        for row in rows:
+            total += costs[row] - (shared[row] if groups[row] in met else 0.0)
+            met.add(groups[row])
+        return total
+
+    units = list(of_group.values())
+    whole = [
+        sorted(row for unit in part for row in units[unit])
+        for part in balance([together(rows) for rows in units], num_parts)
+    ]
+    return min((whole, balance(costs, num_parts)), key=lambda parts: max(together(rows) for rows in parts))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.cluster import WorkerGroup
-from rallypoint.data.balance import balance, row_costs
+from rallypoint.data.balance import balance_groups, row_costs
 from rallypoint.types import PerToken, Sequences
 
 WorkerT = TypeVar("WorkerT")
@@ -23,6 +23,8 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[BatchT], Tensor]:
     """Cut a batch into parts of equal cost; a part may be empty.
 
+    Rows of a prompt stay together where that is cheaper: what they begin with is computed once for all in a part.
+
     Args:
         batch: any rows.
         num_parts: of ranks that get different rows.
@@ -31,9 +33,18 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
     Returns:
         The parts, and [B] where each row of the batch stands when they are joined.
     """
-    dealt = balance(row_costs(batch.lengths.tolist(), attention_cost), num_parts)
+    costs = row_costs(batch.lengths.tolist(), attention_cost)
+    dealt = balance_groups(costs, batch.prompt_index.tolist(), _prompt_tokens(batch), num_parts)
     order = torch.tensor([row for rows in dealt for row in rows], dtype=torch.int64)
     return [batch.rows(rows) for rows in dealt], order.argsort()
+
+
+def _prompt_tokens(batch: Sequences) -> list[float]:
+    """Return how many tokens of each row stand before its first trained one; 0 where none is."""
+    trained = batch.loss_mask.nonzero().flatten()
+    first = torch.full((len(batch),), batch.num_tokens)
+    first.scatter_reduce_(0, batch.row_of_token[trained], trained, "amin")
+    return torch.where(first < batch.num_tokens, first - batch.offsets[:-1], 0).tolist()
 
 
 async def per_token(

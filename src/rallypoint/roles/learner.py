@@ -155,11 +155,13 @@ class MiniBatches(Generic[BatchT]):
     def cut(
         cls, batch: BatchT, learner: ActorConfig | CriticConfig, *, seed: int, step: int, attention_cost: float
     ) -> MiniBatches[BatchT]:
-        """Take every row once an epoch, in an order that only seed and step decide."""
+        """Take every row once an epoch, prompt by prompt, in an order that only seed and step decide."""
         parts: list[BatchT] = []
+        prompts, prompt_of_row = batch.prompt_index.unique(return_inverse=True)
         for epoch in range(learner.num_epochs):
             generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 131 + epoch)
-            order = torch.randperm(len(batch), generator=generator)
+            # Rows of a prompt stay together, and what they begin with is computed once for all.
+            order = torch.randperm(len(prompts), generator=generator)[prompt_of_row].argsort(stable=True)
             parts += [part for part in batch.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
         return cls(tuple(parts), tuple(part.num_loss_tokens for part in parts), attention_cost)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.data.balance import balance, row_costs
+from rallypoint.data.balance import balance, balance_groups, row_costs
 
 costs_and_parts = st.tuples(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9))
 
@@ -62,3 +62,25 @@ def test_a_thousand_rows_of_like_lengths_are_even_to_a_percent(attention_cost: f
     costs = row_costs([1 + (row * 7919) % 997 for row in range(1024)], attention_cost)
     loads = [sum(costs[row] for row in part) for part in balance(costs, 64)]
     assert max(loads) <= 1.01 * sum(loads) / len(loads)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(0, 30)), min_size=1, max_size=24),
+    st.integers(1, 5),
+)
+def test_groups_are_dealt_whole_only_where_the_costliest_part_gets_no_dearer(rows, num_parts):
+    costs, groups = [cost for cost, _, _ in rows], [group for _, group, _ in rows]
+    shared = [min(cost, saved) for cost, _, saved in rows]
+
+    def dearest(parts: list[list[int]]) -> float:
+        """Of every group in a part one row is paid in full: the first."""
+        firsts = [{groups[row]: row for row in reversed(part)} for part in parts]
+        return max(
+            sum(costs[row] - (0 if first[groups[row]] == row else shared[row]) for row in part)
+            for part, first in zip(parts, firsts, strict=True)
+        )
+
+    parts = balance_groups(costs, groups, shared, num_parts)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    assert len(parts) == num_parts
+    assert dearest(parts) <= dearest(balance(costs, num_parts))

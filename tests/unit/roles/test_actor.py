@@ -186,6 +186,17 @@ def test_mini_batches_hold_every_row_once_an_epoch_whatever_the_number_of_ranks(
             assert torch.equal(in_order(joined), in_order(whole))
 
 
+def test_rows_of_a_prompt_are_in_the_same_mini_batch(worker):
+    batch = judged(worker)
+    rows = batch.rows([0, 1] * 4)
+    batch = dataclasses.replace(rows, prompt_index=torch.tensor([7, 3, 7, 9, 2, 3, 9, 2]))
+    for step in range(1, 4):
+        parts = cut(batch, num_mini_batches=2, step=step).parts
+        assert [len(set(part.prompt_index.tolist())) for part in parts] == [2, 2]
+    orders = {tuple(cut(batch, num_mini_batches=2, step=step).parts[0].prompt_index.tolist()) for step in range(9)}
+    assert len(orders) > 3
+
+
 def test_a_mini_batch_without_trained_tokens_is_no_update(worker):
     batch = judged(worker)
     untrained = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))

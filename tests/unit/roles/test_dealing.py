@@ -1,6 +1,7 @@
 """Rows are dealt out evenly, and their results come back in the caller's order."""
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -52,6 +53,21 @@ def test_ranks_get_equal_work_by_hand():
     # Tokens and a hundredth of their squares: 39.0, 19.9, 9.8, 9.8, 3.1, 2.0, 1.0, 0 in LENGTHS' order of size.
     parts, _ = deal(make_batch(LENGTHS), 2, attention_cost=0.01)
     assert [part.lengths.tolist() for part in parts] == [[3, 0, 30], [17, 1, 9, 9, 2]]
+
+
+def test_rows_of_a_prompt_stay_together_where_that_costs_no_balance():
+    batch = dataclasses.replace(make_batch([10] * 8), prompt_index=torch.arange(8) % 4)
+    batch.loss_mask[:] = torch.arange(80) % 10 >= 6
+    assert [part.prompt_index.tolist() for part in deal(batch, 2, 0.0)[0]] == [[0, 2, 0, 2], [1, 3, 1, 3]]
+    # With a prompt for all of them one rank would have all the work.
+    alone = dataclasses.replace(batch, prompt_index=torch.zeros(8, dtype=torch.int64))
+    assert [len(part) for part in deal(alone, 2, 0.0)[0]] == [4, 4]
+
+
+def test_rows_without_a_trained_token_have_no_prompt_to_share():
+    batch = dataclasses.replace(make_batch([9, 9, 0, 3]), prompt_index=torch.tensor([5, 5, 6, 5]))
+    batch.loss_mask[:] = False
+    assert [part.lengths.tolist() for part in deal(batch, 2, 0.0)[0]] == [[9, 3], [9, 0]]
 
 
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 3}, {"dp": 2, "tp": 2}], ids=str)
