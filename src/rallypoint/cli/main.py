@@ -69,6 +69,11 @@ def recipes() -> None:
     print_recipes()
 
 
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's folder brings along.")
+]
+
+
 @app.command(name="eval")
 def evaluate(
     checkpoint: Annotated[
@@ -83,6 +88,7 @@ def evaluate(
     max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Score a checkpoint on a data set."""
     from rallypoint.cli.use import evaluate as run_evaluation
@@ -90,6 +96,7 @@ def evaluate(
     run_evaluation(
         checkpoint,
         data,
+        trust_remote_code=trust_remote_code,
         reward=reward,
         temperature=temperature,
         num_samples=num_samples,
@@ -107,11 +114,18 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.0,
     max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a checkpoint."""
     from rallypoint.cli.use import chat as run_chat
 
-    run_chat(checkpoint, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
+    run_chat(
+        checkpoint,
+        trust_remote_code=trust_remote_code,
+        temperature=temperature,
+        max_response_tokens=max_response_tokens,
+        seed=seed,
+    )
 
 
 @app.command()
@@ -122,11 +136,12 @@ def export(
         bool | None,
         typer.Option("--merge/--adapter", help="With LoRA: a whole model (the default), or the adapter alone."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a trained model as an ordinary Hugging Face folder."""
     from rallypoint.cli.use import export as run_export
 
-    run_export(checkpoint, to, merge=merge)
+    run_export(checkpoint, to, trust_remote_code=trust_remote_code, merge=merge)
 
 
 @app.command()
@@ -155,12 +170,14 @@ def serve(
     ] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Time for requests under way to end at a Ctrl-C.")] = 30.0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer over HTTP, as OpenAI's chat and completions API does."""
     from rallypoint.cli.serve import serve as run_server
 
     run_server(
         checkpoint,
+        trust_remote_code=trust_remote_code,
         host=host,
         port=port,
         keys=tuple(api_key or ()),

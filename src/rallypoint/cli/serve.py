@@ -15,6 +15,7 @@ from rallypoint.recipes.use import find_trained
 def serve(
     checkpoint: str,
     *,
+    trust_remote_code: bool,
     host: str,
     port: int,
     keys: tuple[str, ...],
@@ -47,7 +48,7 @@ def serve(
         follow=follow,
         grace_s=grace_s,
     )
-    trained = find_trained(checkpoint)
+    trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
     with Serving(trained, options, say=console.print, on_end=lambda: events.put("ended")) as serving:
         _on_signals(lambda number: events.put(signal.Signals(number).name))
         console.print(serving.describe())

@@ -23,6 +23,7 @@ def evaluate(
     checkpoint: str,
     data: Sequence[str],
     *,
+    trust_remote_code: bool,
     reward: str | None,
     temperature: float,
     num_samples: int,
@@ -32,7 +33,7 @@ def evaluate(
 ) -> None:
     """Print the mean score and the best and worst response."""
     console = Console(highlight=False)
-    trained, began = find_trained(checkpoint), time.monotonic()
+    trained, began = find_trained(checkpoint, trust_remote_code=trust_remote_code), time.monotonic()
     result = score(
         trained,
         data,
@@ -56,14 +57,13 @@ def evaluate(
         console.print(escape(describe_failures(result.failures)), soft_wrap=True)
 
 
-def chat(checkpoint: str, *, temperature: float, max_response_tokens: int, seed: int) -> None:
+def chat(checkpoint: str, *, trust_remote_code: bool, temperature: float, max_response_tokens: int, seed: int) -> None:
     """Read lines, print answers as they are sampled; an empty line begins anew, end of input ends."""
     console = Console(highlight=False)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no text
-    conversation = Conversation(
-        find_trained(checkpoint), temperature=temperature, max_response_tokens=max_response_tokens, seed=seed
-    )
+    trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
+    conversation = Conversation(trained, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
     console.print("Empty line: a new conversation. Ctrl-D: end.", style="dim")
     while True:
         try:
@@ -86,10 +86,10 @@ def chat(checkpoint: str, *, temperature: float, max_response_tokens: int, seed:
         console.print()
 
 
-def export(checkpoint: str, to: str, *, merge: bool | None) -> None:
+def export(checkpoint: str, to: str, *, trust_remote_code: bool, merge: bool | None) -> None:
     """Write a model or an adapter, and say what opens it."""
     folder = Path(to).expanduser().absolute()
-    trained = find_trained(checkpoint)
+    trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
     export_to(trained, folder, merge=merge)
     opens = "peft.PeftModel" if merge is False else "AutoModelForCausalLM"
     Console(highlight=False).print(f"{opens}.from_pretrained opens {escape(str(folder))}", soft_wrap=True)

@@ -138,7 +138,10 @@ def _check_folder(path: Path) -> None:
 def _explain_load_failure(where: str, is_local: bool, error: Exception) -> str:
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if "trust_remote_code" in str(error):
-        return f"{where}: its tokenizer is code of its own; set trust_remote_code to true if you trust its author"
+        return (
+            f"{where}: its tokenizer is code of its own; if you trust its author, set model.trust_remote_code=true for "
+            "a run, or give --trust-remote-code to another command"
+        )
     if is_local:
         return f"{where}: its tokenizer cannot be read; tokenizer.json or tokenizer_config.json is damaged: {reason}"
     return (

@@ -31,6 +31,9 @@ class Trained:
     config: RunConfig | None
     base: str | None = None
     """Folder or hub name of the model that the adapter belongs to; None when `path` is a whole model."""
+    trusts_remote_code: bool = False
+    """Whether Python code of the model's folder may run. That its run was told so does not count: the run may be
+    somebody else's."""
 
     @property
     def model_path(self) -> str:
@@ -41,11 +44,6 @@ class Trained:
     def tokenizer_path(self) -> str:
         """Where the tokenizer is: an adapter may have brought one."""
         return self.path if (Path(self.path) / "tokenizer_config.json").is_file() else self.model_path
-
-    @property
-    def trusts_remote_code(self) -> bool:
-        """Whether its run was told to run Python code of the model's folder."""
-        return self.config is not None and self.config.model.trust_remote_code
 
     def load(self, dtype: str | None = None) -> ModelShard:
         """Load the policy, with its adapter if it is one; by default in the type that it was trained in.
@@ -80,8 +78,12 @@ class Evaluation:
         return sum(self.scores) / len(self.scores)
 
 
-def find_trained(name: str) -> Trained:
+def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
     """Return the model that a checkpoint, a run folder, a Hugging Face folder or a hub name stands for.
+
+    Args:
+        name: of it.
+        trust_remote_code: whether Python code of the model's folder may run.
 
     Raises:
         ModelError: there is no such folder, or a run folder that has no checkpoint yet.
@@ -100,7 +102,12 @@ def find_trained(name: str) -> Trained:
         raise ModelError(f"{name}: no such folder (looked in {Path.cwd()}); expected a checkpoint, a run or a model")
     is_checkpoint = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file()
     config = load_config(str(path.parent.parent)).config if is_checkpoint else None
-    return Trained(str(path) if path.is_dir() else name, config, _base(path, config) if is_adapter(str(path)) else None)
+    return Trained(
+        path=str(path) if path.is_dir() else name,
+        config=config,
+        base=_base(path, config) if is_adapter(str(path)) else None,
+        trusts_remote_code=trust_remote_code,
+    )
 
 
 def _base(adapter: Path, config: RunConfig | None) -> str:

@@ -54,6 +54,17 @@ def test_a_config_that_happens_to_lie_two_folders_up_is_not_taken_for_that_of_a_
     assert find_trained(str(model)).config is None
 
 
+def test_a_run_that_ran_its_model_s_code_does_not_decide_that_for_who_uses_it(trained, tmp_path):
+    run = shutil.copytree(trained.run, tmp_path / "run")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
+    found = find_trained(str(run))
+    assert found.config is not None
+    assert found.config.model.trust_remote_code
+    assert not found.trusts_remote_code
+    assert find_trained(str(run), trust_remote_code=True).trusts_remote_code
+
+
 def test_a_checkpoint_is_found_from_where_its_user_stands(trained, monkeypatch):
     for folder, name in ((trained.checkpoint, "."), (trained.checkpoint.parent, "step_000004"), (trained.run, ".")):
         monkeypatch.chdir(folder)
