@@ -34,6 +34,9 @@ from rallypoint.errors import RallyError, WorkerDiedError
 _PATIENCE_S = 30.0
 """How long a call that is under way may take to end when the runtime is shut down."""
 
+_LAST_MOMENT_S = 3.0
+"""The same for threads that were given up: one that comes out of a library while Python ends makes it abort."""
+
 
 @dataclasses.dataclass(frozen=True)
 class InlinePending:
@@ -73,6 +76,7 @@ class InlineHost:
         self._lock = threading.Lock()
         self._death: Callable[[Invocation], WorkerDiedError] | None = None
         self.thread = threading.Thread(target=self._run, name=f"{pool.name}-{index}", daemon=True)
+        runtime.threads.append(self.thread)
         self.thread.start()
 
     @property
@@ -192,6 +196,8 @@ class InlineRuntime:
 
     def __init__(self, *, log_folder: Path, silence_s: float = 60.0) -> None:
         self._pools: dict[ResourcePool, list[InlineHost]] = {}
+        self.threads: list[threading.Thread] = []
+        """Of all hosts that there ever were."""
         self.watch = Watchdog(Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder))
         """Looks after the calls of all hosts."""
 
@@ -226,6 +232,8 @@ class InlineRuntime:
             host.end()
         for host in hosts:
             await asyncio.to_thread(host.thread.join, _PATIENCE_S)
+        for thread in self.threads:
+            await asyncio.to_thread(thread.join, _LAST_MOMENT_S)
         await asyncio.to_thread(self.watch.stop)
         self._pools.clear()
 

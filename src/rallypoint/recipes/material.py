@@ -85,18 +85,24 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
         for paths in (train_paths, validation_paths)
     )
     assert train is not None, "the config was checked: data.train or data.generate"
-    return Material(model_path, tokenizer, stop_tokens(model_path, tokenizer), train, validation, reward)
+    return Material(
+        model_path, tokenizer, stop_tokens(model_path, tokenizer, limits.num_ids), train, validation, reward
+    )
 
 
-def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one."""
+def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> tuple[int, ...]:
+    """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one.
+
+    Those that the model, which knows `num_ids`, cannot draw are left out: it may have been given a smaller vocabulary.
+    """
     ids: list[object] = [tokenizer.eos_token_id]
     try:
         more = GenerationConfig.from_pretrained(model_path, local_files_only=Path(model_path).is_dir()).eos_token_id
     except OSError:
         more = None
     ids += more if isinstance(more, list) else [more]
-    return tuple(sorted({token for token in ids if isinstance(token, int)}))
+    known = range(num_ids) if num_ids is not None else range(2**31)
+    return tuple(sorted({token for token in ids if isinstance(token, int) and token in known}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from rallypoint.data import load_tokenizer
 from rallypoint.errors import CheckpointError, ModelError, ServingError
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
-from rallypoint.recipes.material import stop_tokens
+from rallypoint.recipes.material import Limits, stop_tokens
 from rallypoint.recipes.use import Trained
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, is_loopback, make_app
 
@@ -96,7 +96,7 @@ class Serving:
             engine=engine,
             bridge=Bridge(self._thread, max_concurrency=options.max_concurrency),
             codec=codec,
-            stop_tokens=stop_tokens(trained.model_path, tokenizer),
+            stop_tokens=stop_tokens(trained.model_path, tokenizer, Limits.of(engine.model.config).num_ids),
         )
         access = Access(keys=options.keys, hosts=(*_LOOPBACK, host), max_body_bytes=options.max_body_bytes)
         self._server = Server(make_app(self._model, access), bound, grace_s=options.grace_s, on_end=on_end)

@@ -158,7 +158,7 @@ def evaluate(
     )
     usual = config.rollout.max_response_tokens if config else 512
     limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
-    params = _params(trained, tokenizer, temperature, num_samples, limit, seed)
+    params = _params(trained, tokenizer, engine, temperature, num_samples, limit, seed)
     prompts = Prompts(
         offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
         tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
@@ -234,7 +234,7 @@ class Conversation:
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
         self._engine = _engine(trained, self._tokenizer)
-        self._params = _params(trained, self._tokenizer, temperature, 1, max_response_tokens, seed)
+        self._params = _params(trained, self._tokenizer, self._engine, temperature, 1, max_response_tokens, seed)
         self._max_positions = self._engine.max_request_tokens
         self._messages: list[dict[str, str]] = []
 
@@ -294,13 +294,14 @@ def _engine(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> NativeEngin
 def _params(
     trained: Trained,
     tokenizer: PreTrainedTokenizerBase,
+    engine: NativeEngine,
     temperature: float,
     group_size: int,
     max_new_tokens: int,
     seed: int,
 ) -> SamplingParams:
     """Return how tokens are drawn: as in training, where the model comes from a run, but for what is asked for."""
-    stops = stop_tokens(trained.model_path, tokenizer)
+    stops = stop_tokens(trained.model_path, tokenizer, Limits.of(engine.model.config).num_ids)
     asked = SamplingParams(
         group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_tokens=stops
     )

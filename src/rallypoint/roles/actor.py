@@ -32,7 +32,8 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
         self.turns = Turns(context)
-        model = spec.load_policy(context, spec.meet(context))
+        with spec.meeting(context) as mesh:
+            model = spec.load_policy(context, mesh)
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer)
         context.shared[ACTOR_ENGINE] = self.engine
         context.shared[SOURCE] = self._open_source

@@ -28,15 +28,16 @@ class CriticWorker(LearnerWorker[CriticBatch]):
         spec.prepare(context)
         self.turns = Turns(context)
         path = config.critic.path or spec.model_path
-        model = load_critic(
-            path,
-            dtype=config.model.dtype,
-            mesh=spec.meet(context),
-            device=torch.device(context.device),
-            trust_remote_code=config.model.trust_remote_code,
-            lora=config.model.lora and fresh(config.model.lora),
-            seed=config.seed,
-        )
+        with spec.meeting(context) as mesh:
+            model = load_critic(
+                path,
+                dtype=config.model.dtype,
+                mesh=mesh,
+                device=torch.device(context.device),
+                trust_remote_code=config.model.trust_remote_code,
+                lora=config.model.lora and fresh(config.model.lora),
+                seed=config.seed,
+            )
         super().__init__(context, spec, model, path, config.critic.optimizer)
         if "critic" in config.sleeping:
             self.turns.sleep_between(self.engine)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import platform
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, TypeVar
 
@@ -104,10 +105,14 @@ class WorkerSpec:
             return None
         return decoder(load_tokenizer(self.model_path, trust_remote_code=self.config.model.trust_remote_code))
 
-    def meet(self, context: WorkerContext) -> DeviceMesh:
-        """Connect to the other ranks of the role; the result must be kept, for the others connect to it."""
+    @contextlib.contextmanager
+    def meeting(self, context: WorkerContext) -> Iterator[DeviceMesh]:
+        """Connect to the other ranks of the role, and leave them if the block raises: they would wait for this one.
+
+        What comes out must be kept, for the others are connected to it.
+        """
         cluster = self.config.cluster
-        return DeviceMesh.connect(
+        mesh = DeviceMesh.connect(
             self.rendezvous,
             context.role,
             context.rank,
@@ -115,6 +120,8 @@ class WorkerSpec:
             timeout_s=cluster.call_timeout_s,
             device=cluster.device,
         )
+        with mesh.abandoned_on_error():
+            yield mesh
 
 
 def _check_device(wanted: str) -> None:

@@ -26,7 +26,8 @@ class ReferenceWorker(TurnTaker):
         if shares_actor:
             model = ModelShard.whole(twin(context.shared[ACTOR_ENGINE].model))
         else:
-            model = spec.load_policy(context, spec.meet(context), frozen=True)
+            with spec.meeting(context) as mesh:
+                model = spec.load_policy(context, mesh, frozen=True)
         self._temperature = config.rollout.temperature
         self.engine: Engine[Sequences] = Engine(
             model,

@@ -27,8 +27,8 @@ def test_ranks_meet_where_the_config_says(kind, request, tmp_path):
 
     def total(rank: int) -> float:
         tensor = torch.tensor([10.0**rank])
-        mesh = spec.meet(WorkerContext("actor", rank, Mesh({"dp_replicate": 2}), 1, "cpu", {}))
-        mesh.everyone.all_reduce_sum([tensor])
+        with spec.meeting(WorkerContext("actor", rank, Mesh({"dp_replicate": 2}), 1, "cpu", {})) as mesh:
+            mesh.everyone.all_reduce_sum([tensor])
         return tensor.item()
 
     with rendezvous, ThreadPoolExecutor(2) as pool:

@@ -131,7 +131,7 @@ def test_code_in_a_model_folder_is_not_run_unless_allowed(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
     (tmp_path / "vocab.txt").write_text("a")
     (tmp_path / "own.py").write_text("raise SystemExit('was run')")
-    with pytest.raises(ModelError, match="if you trust its author, set model.trust_remote_code=true"):
+    with pytest.raises(ModelError, match=r"if you trust its author, set model\.trust_remote_code=true"):
         load_tokenizer(tmp_path)
 
 

@@ -212,10 +212,11 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             def said(request: Request, position: int) -> int:
                 return ids_of(says if isinstance(says, str) else says(request))[position]
 
+            stops = (EOS,) if engine is None else (tokenizer.eos_token_id,)
             engine = engine or ScriptedEngine(tokenizer, said)
             thread = EngineThread(engine)
             bridge = Bridge(thread, max_concurrency=max_concurrency)
-            model = Model(name="m", engine=engine, bridge=bridge, codec=Codec(tokenizer), stop_tokens=(EOS,))
+            model = Model(name="m", engine=engine, bridge=bridge, codec=Codec(tokenizer), stop_tokens=stops)
             access = Access(keys=keys, hosts=("127.0.0.1", "::1"), max_body_bytes=max_body_bytes)
             socket = bind("127.0.0.1", 0)
             port = socket.getsockname()[1]
