@@ -207,6 +207,8 @@ class NativeEngine:
             row.seat = self._seats.take()
             self._seats.add(row.seat, row.prompt_blocks)
             self._running.append(row)
+            # Now, as others that join must not count on that memory.
+            self._grow(row, len(row.tokens) - 1)
             num_tokens += missing + len(row.tokens)
         if joined:
             # Those whose first token comes from their prompt stand last.
@@ -230,7 +232,6 @@ class NativeEngine:
                 stretches.append(Stretch(past, [token for block in new for token in block.tokens], into))
                 coming.add(end)
             if len(row.tokens) > 1:
-                self._grow(row, len(row.tokens) - 1)
                 into = [(row.own_blocks[n // BLOCK_TOKENS], n % BLOCK_TOKENS) for n in range(len(row.tokens) - 1)]
                 stretches.append(Stretch(row.prompt_blocks, row.tokens[:-1], into))
         if not stretches:
