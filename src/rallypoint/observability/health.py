@@ -89,10 +89,10 @@ RULES: tuple[Rule, ...] = (
         name="actor/ratio_error",
         words="ratio not 1 at first",
         side="above",
-        watch=0.1,
-        bad=0.3,
+        watch=1e-3,
+        bad=1e-2,
         advice="old and new logprobs of the same weights differ: a bug",
-        reason="float32 stops at checks.ratio_tolerance; bf16 with another packing gives single tokens 0.05",
+        reason="float32 gives 1e-5, the mean of a row in bf16 1e-3; 1e-2 is noise as large as a PPO step",
     ),
     Rule(
         name="actor/approx_kl",

@@ -22,7 +22,7 @@ from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED, SOURCE, LineEnd, both, make_plan
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
 from rallypoint.roles.turns import Turns, in_turn
-from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.types import ActorBatch, Maximum, Mean, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Held, Plan, Source, fingerprint, folder
 
 
@@ -111,10 +111,11 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         entropy = entropy_bonus(outputs.entropy, everything)
         total = policy.sum - actor.entropy_coef * entropy.sum
         metrics = merge(policy.metrics(), entropy.metrics())
+        watched = {name: metric for name, metric in metrics.items() if name != "ratio_error"}
         if on_policy:
-            self._check_on_policy(part, at, outputs.logprobs)
-        else:
-            metrics = Metrics({name: metric for name, metric in metrics.items() if name != "ratio_error"})
+            watched["ratio_error"] = Maximum(self._check_on_policy(part, at, outputs.logprobs))
+            watched["ratio_error_max"] = metrics["ratio_error"]
+        metrics = Metrics(watched)
         if kl is not None and part.reference_logprobs is not None:
             penalty = kl_loss(
                 outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator=kl.estimator
@@ -123,14 +124,14 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             metrics = merge(metrics, penalty.metrics())
         return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(at))}))
 
-    def _check_on_policy(self, part: ActorBatch, at: Tensor, logprobs: Tensor) -> None:
-        """Refuse to train when the same weights give other logprobs than a moment ago.
+    def _check_on_policy(self, part: ActorBatch, at: Tensor, logprobs: Tensor) -> float:
+        """Refuse to train when the same weights give other logprobs than a moment ago; return what was judged.
 
         In bfloat16 products round otherwise in other company, and one token in a thousand by some percent; but the
         mean of a row is as small as ever, unless the row is wrong. A loss that is NaN is the engine's to refuse.
         """
         if bool(logprobs.isnan().any()):
-            return
+            return float("nan")
         error = (logprobs.detach().cpu() - part.old_logprobs[at]).expm1().abs()
         rows = part.row_of_token[at]
         off, mean = error, ""
@@ -138,8 +139,8 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             counts = torch.bincount(rows).clamp(min=_FEWEST_TOKENS)
             off = (torch.bincount(rows, weights=error) / counts)[rows]
             mean = f", and by {float(off.max()):.2g} in the mean of its row"
-        tolerance = self.config.checks.ratio_tolerance
-        if not float(off.max()) <= tolerance:
+        tolerance, judged = self.config.checks.ratio_tolerance, float(off.max())
+        if not judged <= tolerance:
             row = int(rows[off.argmax()])
             worst = int(torch.where(rows == row, error, -1.0).argmax())
             raise OffPolicyError(
@@ -147,6 +148,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
                 f"(checks.ratio_tolerance={tolerance:g}) for prompt {int(part.prompt_index[row])} sample "
                 f"{int(part.sample_index[row])}, token {int(at[worst] - part.offsets[row])} of its row"
             )
+        return judged
 
 
 _FEWEST_TOKENS = 16
