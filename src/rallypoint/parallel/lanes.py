@@ -1,0 +1,64 @@
+"""Threads that compute side by side, a core each, instead of operations that are cut over the cores.
+
+Owns: the threads. Must not know: what they compute. A step is thousands of operations, most of them too small to be
+worth two cores; cut one by one, each of them waits for its slower half. Work that is cut into jobs waits once, and the
+cores stay busy. What is computed depends on how it was cut into jobs, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+ResultT = TypeVar("ResultT")
+
+
+class Lanes:
+    """Runs jobs side by side, on a CPU; on an accelerator one after the other, as its kernels fill it by themselves.
+
+    >>> Lanes(torch.device("cpu")).run([lambda: 1 + 1, torch.get_num_threads])
+    [2, 1]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin without threads; they come when they are needed."""
+        self._device = device
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def num(self) -> int:
+        """How many jobs are worth having: one for each thread that torch may use here."""
+        return torch.get_num_threads() if self._device.type == "cpu" else 1
+
+    def run(self, jobs: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
+        """Run jobs that touch nothing of each other, the first of them in this thread, and return what they return.
+
+        One job may use all threads of torch, several one each. Those in other threads have gradients switched on or
+        off, and context variables, as they are here. Whatever a job raises is raised when all have ended; the first
+        one's, if several do.
+        """
+        if len(jobs) == 1:
+            return [jobs[0]()]
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(64, "lane", initializer=torch.set_num_threads, initargs=(1,))
+        has_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+        others = [
+            self._threads.submit(contextvars.copy_context().run, _with_gradients, has_gradients, job)
+            for job in jobs[1:]
+        ]
+        torch.set_num_threads(1)
+        try:
+            first = [job() for job in jobs[:1]]
+        finally:
+            wait(others)  # they use what is the caller's
+            torch.set_num_threads(num_threads)
+        return first + [other.result() for other in others]
+
+
+def _with_gradients(has_gradients: bool, job: Callable[[], ResultT]) -> ResultT:
+    with torch.set_grad_enabled(has_gradients):
+        return job()
