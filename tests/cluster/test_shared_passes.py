@@ -5,14 +5,14 @@ import signal
 
 import pytest
 import torch
+from tiny_models import make_tiny_model
 
 from rallypoint.cluster import Layout, Mesh, ResourcePool, WorkerContext, WorkerGroup, at_step, collect
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.data import make_digits_tokenizer
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import WorkerDiedError, WorkerError
-from rallypoint.models import create_model, load_policy
+from rallypoint.models import load_policy
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, Sequences
 
@@ -54,22 +54,9 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    create_model(
-        folder,
-        make_digits_tokenizer(),
-        architecture="llama",
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=False,
-        initializer_range=0.2,
-        max_positions=16,
-        seed=0,
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"), num_layers=1, num_heads=2, initializer_range=0.2, max_positions=16
     )
-    return str(folder)
 
 
 @pytest.fixture

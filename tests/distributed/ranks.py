@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a model, rows to learn from, and ranks that are processes of their own.
+"""What the tests of this folder share: rows to learn from, and ranks that are processes of their own.
 
 Processes are started once for many cases, because importing torch takes most of their time. A program of a rank is
 called with the model's folder, the folder to write to, which also holds the rendezvous, and its rank.
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
 from rallypoint.types import ActorBatch, CriticBatch, Last, Mean, Metrics, offsets_from_lengths
 from rallypoint.types import Sequences as Rows
 
@@ -29,25 +27,6 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 # A large eps keeps Adam's division well conditioned: noise in a gradient of zero is not blown up to a step of lr.
 EPS = 1e-3
-
-
-def make_model(folder: Path, *, tie_embeddings: bool = False) -> str:
-    """Write a tiny model that is not too near to linear, and return its folder."""
-    create_model(
-        folder,
-        make_digits_tokenizer(),
-        architecture="qwen3",
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=tie_embeddings,
-        initializer_range=0.3,
-        max_positions=64,
-        seed=0,
-    )
-    return str(folder)
 
 
 def make_rows(lengths: Sequence[int] = LENGTHS) -> Rows:

@@ -7,7 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 from lora_rank import MESHES, PRECISIONS, ROLES
-from ranks import TOLERANCES, make_model, run_ranks
+from ranks import TOLERANCES, run_ranks
+from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from rallypoint.cluster import Mesh
@@ -21,7 +22,7 @@ CUT = [name for name in MESHES if name != "1 process"]
 def outcomes(tmp_path_factory):
     """The folder into which four ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
-    model = make_model(tmp_path_factory.mktemp("model"))
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
     run_ranks("lora_rank.py", model, folder, statuses=[0] * 4, limit_s=280)
     return folder
 

@@ -12,7 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 from parity_rank import MESHES, Case, cases
-from ranks import TOLERANCES, make_model, run_ranks
+from ranks import TOLERANCES, run_ranks
+from tiny_models import make_tiny_model
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.parallel.mesh import AXES
@@ -24,7 +25,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 def run_all(folder: Path) -> None:
     """Have four ranks take the steps of every case, and write what each of them got into a folder."""
-    run_ranks("parity_rank.py", make_model(folder / "model"), folder, statuses=[0] * 4, limit_s=500)
+    model = make_tiny_model(folder / "model", architecture="qwen3")
+    run_ranks("parity_rank.py", model, folder, statuses=[0] * 4, limit_s=500)
 
 
 def error_of(folder: Path, case: Case) -> dict[str, float]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from ranks import TOLERANCES, make_model, run_ranks
+from ranks import TOLERANCES, run_ranks
+from tiny_models import make_tiny_model
 
 SHARDS = {
     "2 ranks": 2,
@@ -23,7 +24,7 @@ SHARDS = {
 def outcomes(tmp_path_factory) -> Path:
     """The folder into which three ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
-    model = make_model(tmp_path_factory.mktemp("model"))
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
     run_ranks("one_rank.py", model, folder, statuses=[0, 0, -9], limit_s=120)
     return folder
 

@@ -9,7 +9,8 @@ import re
 import pytest
 import safetensors.torch
 import torch
-from ranks import TOLERANCES, make_model, run_ranks
+from ranks import TOLERANCES, run_ranks
+from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 CASES = {
@@ -33,7 +34,7 @@ TRIED = [
 def outcomes(tmp_path_factory):
     """The folder into which four ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
-    model = make_model(tmp_path_factory.mktemp("model"), tie_embeddings=True)
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3", tie_embeddings=True)
     run_ranks("sharded_rank.py", model, folder, statuses=[0, 0, -9, 0], limit_s=400)
     return folder
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
+from tiny_models import make_tiny_model
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
@@ -17,20 +15,7 @@ UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
-    create_model(
-        folder,
-        make_digits_tokenizer(),
-        architecture="llama",
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=False,
-        initializer_range=0.2,
-        max_positions=64,
-        seed=0,
-    )
+    make_tiny_model(folder, num_layers=1, num_heads=2, initializer_range=0.2)
     return folder
 
 

@@ -13,23 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny_models import make_tiny_model
 
 from rallypoint import checkpoint
 from rallypoint.config import load_config
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import create_model
 from rallypoint.recipes.run_folder import RunFolder, create_run
 
-SIZES = {
-    "architecture": "llama", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 32, "tie_embeddings": False, "initializer_range": 0.5, "max_positions": 512,
-}  # fmt: skip
+SIZES = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5, "max_positions": 512}
 
 
 def save(run: RunFolder, step: int, version: int) -> None:
     """Leave a checkpoint behind, as training does."""
     with checkpoint.writing(run.checkpoints, step) as folder:
-        create_model(folder, make_digits_tokenizer(), **SIZES, seed=step)
+        make_tiny_model(folder, **SIZES, seed=step)
         (folder / "training").mkdir()
         (folder / "training" / "state.json").write_text(json.dumps({"version": version}))
 

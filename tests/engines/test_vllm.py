@@ -11,45 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling_cases import CHANGES, decode
+from tiny_models import make_tiny_model
 
-from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import NotFiniteError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VLLMEngine
-from rallypoint.models import create_model, load_policy, named_weights, outline_policy
+from rallypoint.models import load_policy, named_weights, outline_policy
 from rallypoint.observability import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-TEXT = "0123456789abcdefghij"
-PARAMS = {
-    "plain": {},
-    "greedy": {"temperature": 0.0},
-    "cold": {"temperature": 0.6},
-    "top-k": {"top_k": 3},
-    "top-p": {"top_p": 0.7, "temperature": 1.5},
-    "min-p": {"min_p": 0.3},
-    "penalty": {"repetition_penalty": 1.7},
-    "at least": {"min_new_tokens": 6},
-    "stop strings": {"stop_strings": ("12", "j"), "stop_tokens": ()},
-    "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8, "min_new_tokens": 3},
-}
 BASE = SamplingParams(group_size=2, max_new_tokens=12, seed=3, stop_tokens=(0, 5, 11))
-
-
-def decode(tokens):
-    return "".join(TEXT[token] for token in tokens)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    create_model(
-        path, make_digits_tokenizer(), architecture="llama", hidden_size=64, num_layers=2, num_heads=2,
-        num_key_value_heads=1, intermediate_size=128, tie_embeddings=False, initializer_range=0.3, max_positions=256,
-        seed=0,
-    )  # fmt: skip
+    make_tiny_model(path, hidden_size=64, num_heads=2, num_key_value_heads=1, intermediate_size=128, max_positions=256)
     return path
 
 
@@ -94,7 +74,7 @@ def back(engine, model):
     engine.load(4, named_weights(model))
 
 
-@pytest.mark.parametrize("changes", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_the_tokens_and_logprobs_are_those_of_transformers(engine, model, prompts, changes):
     params = dataclasses.replace(BASE, **changes)
     expected = generate(HFEngine(model, decode=decode, version=4), prompts, params, version=4)

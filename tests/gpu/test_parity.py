@@ -1,17 +1,12 @@
 """The step on an accelerator, in bfloat16, is the step on a CPU in float64, up to what bfloat16 can say."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.engine import Engine
-from rallypoint.models import create_model, load_critic, load_policy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from parity_rank import CAPS, CONFIG, loss_of, make_batch
+from tiny_models import make_tiny_model
+
+from rallypoint.engine import Engine
+from rallypoint.models import load_critic, load_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
 
@@ -19,21 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    create_model(
-        folder,
-        make_digits_tokenizer(),
-        architecture="qwen3",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        tie_embeddings=False,
-        initializer_range=0.1,
-        max_positions=64,
-        seed=0,
-    )
-    return str(folder)
+    return make_tiny_model(folder, architecture="qwen3", hidden_size=64, intermediate_size=128, initializer_range=0.1)
 
 
 def stepped(folder, role, dtype, device, cap, padded):

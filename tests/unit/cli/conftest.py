@@ -7,19 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import make_tiny_model
 from typer.testing import CliRunner, Result
 
 from rallypoint import checkpoint
 from rallypoint.cli.main import app
 from rallypoint.config import load_config
-from rallypoint.data import make_digits, make_digits_tokenizer
-from rallypoint.models import create_model
+from rallypoint.data import make_digits
 from rallypoint.recipes.run_folder import create_run
 
-SIZES = {
-    "architecture": "llama", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 32, "tie_embeddings": False, "initializer_range": 0.02, "max_positions": 24, "seed": 0,
-}  # fmt: skip
+SIZES = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.02, "max_positions": 24}
 
 
 def rally(*arguments: str, typed: str | bytes = "") -> Result:
@@ -55,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     loaded = load_config("digits", [f"trainer.runs_dir={folder}", "trainer.name=run", "rollout.max_response_tokens=7"])
     run = create_run(loaded)
     with checkpoint.writing(run.checkpoints, 4) as written:
-        create_model(written, make_digits_tokenizer(), **SIZES)
+        make_tiny_model(written, **SIZES)
     sizes = {"num_digits": 6, "num_train_prompts": 4, "num_validation_prompts": 3, "seed": 0}
     _, validation = make_digits(folder / "data", task="sort", **sizes)
     return Trained(run.path, run.checkpoints / "step_000004", str(validation))
@@ -75,5 +72,5 @@ def process():
 
 @pytest.fixture
 def sizes():
-    """Of the tiny model, as `create_model` takes them."""
+    """Of the tiny model, as `make_tiny_model` takes them."""
     return SIZES

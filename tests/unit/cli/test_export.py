@@ -6,19 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rallypoint import checkpoint
 from rallypoint.config import LoRAConfig
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import ExportError, ModelError
-from rallypoint.models import create_model, load_policy, save_adapter
+from rallypoint.models import load_policy, save_adapter
 
 
 @pytest.fixture
 def adapter(tmp_path, sizes):
     """An adapter as PEFT saves it, without a tokenizer, and its base."""
-    create_model(tmp_path / "base", make_digits_tokenizer(), **sizes)
+    make_tiny_model(tmp_path / "base", **sizes)
     model = load_policy(str(tmp_path / "base"), dtype="float32", lora=LoRAConfig(rank=2))
     save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
     return tmp_path / "adapter"

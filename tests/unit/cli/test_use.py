@@ -5,10 +5,10 @@ import re
 import shutil
 
 import pytest
+from tiny_models import make_tiny_model
 
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import CheckpointError, DataError, ModelError, RallyError, RewardError
-from rallypoint.models import create_model
 from rallypoint.recipes.use import Conversation, find_trained
 
 
@@ -173,7 +173,7 @@ def rude(sizes, tmp_path):
     """A model that writes control characters whatever it is asked."""
     tokenizer = make_digits_tokenizer()
     tokenizer.add_tokens(list(CONTROL))
-    create_model(tmp_path / "rude", tokenizer, **{**sizes, "max_positions": 4000})
+    make_tiny_model(tmp_path / "rude", tokenizer=tokenizer, **{**sizes, "max_positions": 4000})
     return tmp_path / "rude"
 
 

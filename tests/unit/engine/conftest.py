@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import make_tiny_model
 from transformers import PreTrainedModel
 
-from rallypoint.data import make_digits_tokenizer
 from rallypoint.engine.forward import hidden_states
-from rallypoint.models import ModelShard, create_model, lm_head, load_policy
+from rallypoint.models import ModelShard, lm_head, load_policy
 from rallypoint.types import ActorBatch, Mean, Metrics, offsets_from_lengths
 
 
@@ -21,21 +21,9 @@ def make_folder(tmp_path_factory) -> Callable[..., str]:
     @functools.cache
     def make(architecture="llama") -> str:
         folder: Path = tmp_path_factory.mktemp("model")
-        create_model(
-            folder,
-            make_digits_tokenizer(),
-            architecture=architecture,
-            hidden_size=16,
-            num_layers=2,
-            num_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=32,
-            tie_embeddings=architecture == "qwen3",
-            initializer_range=0.3,
-            max_positions=1024,
-            seed=0,
+        return make_tiny_model(
+            folder, architecture=architecture, tie_embeddings=architecture == "qwen3", max_positions=1024
         )
-        return str(folder)
 
     return make
 

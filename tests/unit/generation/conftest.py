@@ -6,12 +6,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling_cases import decode
+from tiny_models import make_tiny_model
 from transformers import PreTrainedModel
 
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.generation import SamplingParams
-from rallypoint.models import create_model, load_policy
+from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams
+from rallypoint.models import load_policy
 from rallypoint.types import Prompts, offsets_from_lengths
+
+ENGINES = {
+    "hf": lambda model, decode=decode: HFEngine(model, decode=decode, version=4),
+    "native": lambda model, decode=decode: NativeEngine(model, decode=decode, version=4),
+    "native, exact": lambda model, decode=decode: NativeEngine(model, decode=decode, version=4, mode="exact"),
+    "native, little memory": lambda model, decode=decode: NativeEngine(model, decode=decode, version=4, max_rows=3),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def make_engine(request) -> Callable[..., GenerationEngine]:
+    """Return a function that makes an engine of a policy: each of them in turn."""
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def engine(make_engine, make_policy) -> GenerationEngine:
+    """An engine of the shared policy: each of them in turn."""
+    return make_engine(make_policy())
 
 
 @pytest.fixture(scope="session")
@@ -21,19 +41,12 @@ def make_policy(tmp_path_factory) -> Callable[..., PreTrainedModel]:
     @functools.cache
     def make(architecture="llama", num_key_value_heads=2, initializer_range=0.3) -> PreTrainedModel:
         folder: Path = tmp_path_factory.mktemp("model")
-        create_model(
+        make_tiny_model(
             folder,
-            make_digits_tokenizer(),
             architecture=architecture,
-            hidden_size=16,
-            num_layers=2,
-            num_heads=4,
             num_key_value_heads=num_key_value_heads,
-            intermediate_size=32,
-            tie_embeddings=False,
             initializer_range=initializer_range,
             max_positions=1024,
-            seed=0,
         )
         return load_policy(str(folder), dtype="float32").model
 

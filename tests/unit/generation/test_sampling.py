@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -86,3 +88,22 @@ def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_r
     logits[1, 2] = number
     _, logprobs = sample(logits, temperature, numbers(3))
     assert logprobs.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"min_new_tokens": 13}, "min_new_tokens=13: expected 0 to max_new_tokens=12"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0, "min_p": 1.5}, "top_p=0.0.*min_p=1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"stop_strings": ("a", "")}, "no empty string"),
+        ({"group_size": 0}, "group_size=0"),
+    ],
+)
+def test_params_that_mean_nothing_are_refused(params, changes, problem):
+    with pytest.raises(ValueError, match=problem):
+        dataclasses.replace(params, **changes)

@@ -10,6 +10,7 @@ import sys
 import pytest
 import safetensors.torch
 import torch
+from tiny_models import TINY
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -24,25 +25,6 @@ from transformers import (
 
 from rallypoint.errors import ModelError
 from rallypoint.models import lm_head, load_critic, load_policy, save_model
-
-SMALL = {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-
-
-@pytest.fixture
-def folder(make_folder, tmp_path):
-    """A folder of a policy that may be damaged."""
-    shutil.copytree(make_folder(), tmp_path / "model")
-    return tmp_path / "model"
 
 
 def edit(folder, **changes):
@@ -138,7 +120,7 @@ def test_a_critic_that_lost_its_head_is_refused_rather_than_given_another(make_f
 
 
 def test_a_classifier_with_several_labels_is_refused_as_a_critic(tmp_path):
-    LlamaForTokenClassification(LlamaConfig(**SMALL, num_labels=3)).save_pretrained(tmp_path)
+    LlamaForTokenClassification(LlamaConfig(**TINY, num_labels=3)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"wrong shape .*score\.weight"):
         load_critic(str(tmp_path), dtype="float32")
 
@@ -146,18 +128,18 @@ def test_a_classifier_with_several_labels_is_refused_as_a_critic(tmp_path):
 UNSUPPORTED = {
     "some layers are of another kind": (
         Qwen2ForCausalLM,
-        Qwen2Config(**SMALL, layer_types=["full_attention", "chunked_attention"]),
+        Qwen2Config(**TINY, layer_types=["full_attention", "chunked_attention"]),
         "chunked_attention",
     ),
-    "logits are scaled": (CohereForCausalLM, CohereConfig(**SMALL), "differs from its own code"),
+    "logits are scaled": (CohereForCausalLM, CohereConfig(**TINY), "differs from its own code"),
     "attention in both directions": (
         BertLMHeadModel,
-        BertConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+        BertConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"}),
         "differs from its own code",
     ),
     "rotary angles depend on the longest row": (
         LlamaForCausalLM,
-        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "longest row",
     ),
 }
@@ -171,7 +153,7 @@ def test_a_family_that_packed_rows_would_compute_wrongly_is_refused(tmp_path, ki
 
 
 def test_a_family_without_a_token_classifier_cannot_be_a_critic(tmp_path):
-    CohereForCausalLM(CohereConfig(**SMALL)).save_pretrained(tmp_path)
+    CohereForCausalLM(CohereConfig(**TINY)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         load_critic(str(tmp_path), dtype="float32")
 

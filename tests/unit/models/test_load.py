@@ -1,7 +1,6 @@
-import shutil
-
 import pytest
 import torch
+from tiny_models import TINY
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -12,26 +11,6 @@ from transformers import (
 from rallypoint.models import PackedRows, lm_head, load_critic, load_policy, named_weights, save_model, value_head
 
 TOKENS = torch.tensor([3, 9, 4, 11, 0])
-
-
-SMALL = {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-
-
-@pytest.fixture
-def folder(make_folder, tmp_path):
-    """A folder of a policy that may be damaged."""
-    shutil.copytree(make_folder(), tmp_path / "model")
-    return tmp_path / "model"
 
 
 def through(model, head):
@@ -126,7 +105,7 @@ def test_buffers_that_no_file_holds_are_those_of_transformers(tmp_path):
     )
     for number, rope in enumerate(ropes):
         folder = tmp_path / str(number)
-        LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=rope)).save_pretrained(folder)
         ours = dict(load_policy(str(folder), dtype="bfloat16").model.named_buffers())
         theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_buffers())
         assert set(ours) == set(theirs)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     Gemma2Config,
@@ -23,8 +24,7 @@ from transformers import (
 )
 
 from rallypoint.config import LoRAConfig
-from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import adapt_alike, create_model, load_policy
+from rallypoint.models import adapt_alike, load_policy
 from rallypoint.observability.flops import ModelFlops, PassFlops, device_peak, flops_of, known_peak
 from rallypoint.parallel import DeviceMesh
 
@@ -100,21 +100,16 @@ def test_forward_and_backward_are_what_torch_counts_for_them():
 
 @pytest.fixture
 def adapted_folder(tmp_path) -> str:
-    create_model(
+    return make_tiny_model(
         tmp_path,
-        make_digits_tokenizer(),
-        architecture="llama",
         hidden_size=HIDDEN,
         num_layers=LAYERS,
         num_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         intermediate_size=INTERMEDIATE,
-        tie_embeddings=False,
         initializer_range=0.2,
         max_positions=16,
-        seed=0,
     )
-    return str(tmp_path)
 
 
 def test_frozen_weights_have_no_gradient_and_adapters_have(adapted_folder: str):

@@ -1,11 +1,11 @@
 """What is compared before a model is used: its sizes with its tokenizer and with the rows of a run."""
 
 import pytest
+from tiny_models import make_tiny_model
 
 from rallypoint.config import load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.models import create_model
 from rallypoint.recipes.material import Limits, read_limits
 from rallypoint.recipes.use import Conversation, Trained
 
@@ -14,16 +14,8 @@ from rallypoint.recipes.use import Conversation, Trained
 def folder(tmp_path):
     """A model whose tokenizer has one id more than its embedding has rows."""
     tokenizer = make_digits_tokenizer()
-    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
-    create_model(
-        tmp_path,
-        tokenizer,
-        architecture="llama",
-        tie_embeddings=False,
-        initializer_range=0.02,
-        max_positions=64,
-        seed=0,
-        **sizes,
+    make_tiny_model(
+        tmp_path, tokenizer=tokenizer, num_layers=1, num_heads=2, num_key_value_heads=1, initializer_range=0.02
     )
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(tmp_path)

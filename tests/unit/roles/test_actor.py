@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_models import make_tiny_model
 
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
-from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
-from rallypoint.models import create_model
 from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
@@ -27,21 +26,10 @@ def ticks():
 
 @pytest.fixture
 def spec(tmp_path):
-    create_model(
-        tmp_path / "model",
-        make_digits_tokenizer(),
-        architecture="llama",
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=32,
-        tie_embeddings=False,
-        initializer_range=0.2,
-        max_positions=64,
-        seed=0,
+    folder = make_tiny_model(
+        tmp_path / "model", num_layers=1, num_heads=2, num_key_value_heads=1, initializer_range=0.2
     )
-    return WorkerSpec(load_config("digits").config, str(tmp_path / "model"), SharedFolder.marked(tmp_path), None)
+    return WorkerSpec(load_config("digits").config, folder, SharedFolder.marked(tmp_path), None)
 
 
 @pytest.fixture

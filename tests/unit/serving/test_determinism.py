@@ -4,10 +4,11 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tiny_models import make_tiny_model
 
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.generation import HFEngine, NativeEngine
-from rallypoint.models import create_model, load_policy
+from rallypoint.models import load_policy
 
 ENGINES = {"hf": HFEngine, "native": functools.partial(NativeEngine, mode="exact", max_rows=6, cache_tokens=1024)}
 
@@ -15,20 +16,7 @@ ENGINES = {"hf": HFEngine, "native": functools.partial(NativeEngine, mode="exact
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    create_model(
-        folder,
-        make_digits_tokenizer(),
-        architecture="llama",
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        tie_embeddings=False,
-        initializer_range=0.3,
-        max_positions=128,
-        seed=0,
-    )
+    make_tiny_model(folder, max_positions=128)
     return load_policy(str(folder), dtype="float32").model
 
 

@@ -1,0 +1,58 @@
+"""Models of a few thousand random weights, in folders as ordinary as any other.
+
+For tests, the programs that they start, and the fixtures of every folder: each says only the sizes that it is about.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from rallypoint.data import make_digits_tokenizer
+from rallypoint.models import create_model
+
+TINY: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+"""Sizes for any config of transformers, where a test makes the model without us."""
+
+
+def make_tiny_model(
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    architecture: Literal["llama", "qwen3"] = "llama",
+    hidden_size: int = 16,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_key_value_heads: int = 2,
+    intermediate_size: int = 32,
+    tie_embeddings: bool = False,
+    initializer_range: float = 0.3,
+    max_positions: int = 64,
+    seed: int = 0,
+) -> str:
+    """Write a policy and its tokenizer (by default that of digits, with 20 ids) to a folder, and return the folder."""
+    create_model(
+        folder,
+        tokenizer or make_digits_tokenizer(),
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        intermediate_size=intermediate_size,
+        tie_embeddings=tie_embeddings,
+        initializer_range=initializer_range,
+        max_positions=max_positions,
+        seed=seed,
+    )
+    return str(folder)
