@@ -78,18 +78,19 @@ def make_model(shape: Shape, dtype: torch.dtype, attention: str) -> LlamaForCaus
 
 
 def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart: bool) -> Callable[[], None]:
-    """Packed rows, at most `at_once` tokens in a micro-batch; `apart` computes a prompt for each of its rows."""
+    """The engine's passes, `at_once` tokens at a time at most; `apart` computes a prompt for each of its rows."""
     from rallypoint.algorithms import entropy_bonus, policy_loss
-    from rallypoint.data.packing import pack_groups
-    from rallypoint.engine import policy_outputs
-    from rallypoint.engine.forward import trained_positions
+    from rallypoint.config import OptimizerConfig
+    from rallypoint.engine import Engine, policy_outputs
     from rallypoint.models import ATTENTION, ModelShard
     from rallypoint.models.layers import replace_layers
-    from rallypoint.types import ActorBatch, offsets_from_lengths
+    from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_layers(model)
-    shard = ModelShard.whole(model)
+    engine: Engine[ActorBatch] = Engine(
+        ModelShard.whole(model), optimizer=OptimizerConfig(), max_tokens_per_micro_batch=at_once
+    )
     tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
     loss_mask = real & (torch.arange(tokens.shape[1]) >= PROMPT_TOKENS)
@@ -104,23 +105,16 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
         advantages=advantages.unsqueeze(1).expand_as(tokens)[real],
     )
 
+    def loss(part: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        outputs = policy_outputs(engine.shard, part, at, 1.0)
+        mask = torch.ones(len(at), dtype=torch.bool)
+        clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+        policy = policy_loss(outputs.logprobs, part.old_logprobs[at], part.advantages[at], mask, **clips).sum
+        return policy - 1e-3 * entropy_bonus(outputs.entropy, mask).sum, Metrics()
+
     def update() -> None:
-        for rows in pack_groups(batch.lengths.tolist(), batch.prompt_index.tolist(), at_once):
-            part = batch.rows(rows)
-            at = trained_positions(part)
-            outputs = policy_outputs(shard, part, at, 1.0)
-            mask = torch.ones(len(at), dtype=torch.bool)
-            loss = policy_loss(
-                outputs.logprobs,
-                part.old_logprobs[at],
-                part.advantages[at],
-                mask,
-                clip_low=0.2,
-                clip_high=0.2,
-                dual_clip=None,
-            ).sum
-            loss = loss - 1e-3 * entropy_bonus(outputs.entropy, mask).sum
-            (loss / batch.num_loss_tokens).backward()
+        _, failure = engine.accumulate(batch, loss, batch.num_loss_tokens)
+        assert failure is None, failure
 
     return update
 

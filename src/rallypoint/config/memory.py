@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rallypoint.config.lanes import max_lanes
 from rallypoint.config.shape import ModelShape
 from rallypoint.config.tree import RoleName, RunConfig
 
@@ -86,7 +87,10 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
     computed = shape.part(sizes["tp"])
     activations = _sampling_bytes(config, shape) if role == "rollout" else _forward_bytes(config, computed, role)
     if learner is not None:
-        training = _training_bytes(config, computed, role, num_parts=learner.num_mini_batches)
+        num_lanes = _num_lanes(config, role, gradient_bytes=trained * _WIDE)
+        training = _training_bytes(config, computed, role, num_parts=learner.num_mini_batches, num_lanes=num_lanes)
+        if num_lanes > 1:  # each adds up gradients by itself, and at the end of a pass has all that it gave besides
+            training = max(training, num_lanes * trained * size) + (num_lanes - 1) * trained * _WIDE
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
         flat = trained * _WIDE if sizes["dp_replicate"] > 1 else 0
         activations = max(activations, training, flat)
@@ -150,10 +154,20 @@ def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     return _on_heap(config, max(full.live_bytes(shape, size), states + logits))
 
 
-def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:
-    """Return the most that a full micro-batch needs, forward and backward; `num_parts` is of mini-batches an epoch.
+def _num_lanes(config: RunConfig, role: RoleName, gradient_bytes: int) -> int:
+    """Return the most lanes that an update may have, which the engine knows of rows only when they are there."""
+    sizes = config.mesh(role)
+    if config.cluster.device != "cpu" or sizes["dp_shard"] * sizes["sp"] * sizes["tp"] > 1:
+        return 1
+    room = config.engine.max_tokens_per_micro_batch // config.max_row_tokens
+    return max(1, min(max_lanes(config.cluster.num_cpus_per_process, gradient_bytes), room))
 
-    The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
+
+def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int, num_lanes: int) -> int:
+    """Return the most that full micro-batches need, forward and backward; `num_parts` is of mini-batches an epoch.
+
+    Those of all lanes together are as large as the one of a single lane. The peak is where the backward pass begins, in
+    the head, or in a layer: what is kept, and what is alive besides.
     """
     size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=num_parts)
     of_layer = full.kept_bytes(shape, size)
@@ -169,9 +183,9 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
     at_head = 2 * size * shape.hidden_size * (full.num_computed + full.num_outputs)
     if role != "critic":
         logits = full.num_outputs * shape.vocab_size * size
-        at_head += min(logits, _KEPT_LOGITS_BYTES + _CHUNK_BYTES)
+        at_head += min(logits, num_lanes * (_KEPT_LOGITS_BYTES + _CHUNK_BYTES))
         if config.model.lora is None:  # the gradient of its weight, and a part of that
-            at_head += shape.vocab_size * shape.hidden_size * (4 + size)
+            at_head += num_lanes * shape.vocab_size * shape.hidden_size * (4 + size)
     # Gradients of the MLP's two halves and of the residual stream.
     at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
     return _on_heap(config, kept + max(at_head, at_layer), checkpointed=config.engine.activations != "keep")

@@ -80,12 +80,7 @@ def balance_groups(
         of_group.setdefault(group, []).append(row)
 
     def together(rows: Sequence[int]) -> float:
-        met: set[int] = set()
-        total = 0.0
-        for row in rows:
-            total += costs[row] - (shared[row] if groups[row] in met else 0.0)
-            met.add(groups[row])
-        return total
+        return cost_together(rows, costs, groups, shared)
 
     units = list(of_group.values())
     whole = [
@@ -93,3 +88,17 @@ def balance_groups(
         for part in balance([together(rows) for rows in units], num_parts)
     ]
     return min((whole, balance(costs, num_parts)), key=lambda parts: max(together(rows) for rows in parts))
+
+
+def cost_together(rows: Sequence[int], costs: Sequence[float], groups: Sequence[int], shared: Sequence[float]) -> float:
+    """Return what some rows cost in one part; the other arguments are those of `balance_groups`.
+
+    >>> cost_together([0, 1, 2], costs=[5, 5, 5], groups=[1, 2, 1], shared=[2, 2, 2])
+    13.0
+    """
+    met: set[int] = set()
+    total = 0.0
+    for row in rows:
+        total += costs[row] - (shared[row] if groups[row] in met else 0.0)
+        met.add(groups[row])
+    return total

@@ -1,14 +1,16 @@
 """One rank of training: a model, its optimizer, and passes over packed micro-batches.
 
-Owns: cutting rows into micro-batches under the token cap, adding up gradients over micro-batches and
+Owns: passes over micro-batches, on a CPU in lanes side by side, adding up gradients over micro-batches and
 ranks, one optimizer step, and refusing to step on numbers that are not finite. Must not know: which
-loss it minimises, who calls it, or Ray. Invariant: losses are sums over a denominator that the caller
-counted over all ranks, so no cut of the batch changes the result.
+loss it minimises, who calls it, or Ray. Invariants: losses are sums over a denominator that the caller
+counted over all ranks, so no cut of the batch changes the result; and the same cut gives the same bits,
+whichever lane is faster.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
@@ -17,20 +19,29 @@ import torch
 from torch import Tensor
 
 from rallypoint.config import Activations, OptimizerConfig
-from rallypoint.data.packing import pack_groups, pad_rows
+from rallypoint.config.lanes import max_lanes
+from rallypoint.data.packing import pad_rows
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
+from rallypoint.engine.passes import Lane, plan_lanes
 from rallypoint.engine.sleep import Sleeper
+from rallypoint.engine.sums import GradientSums
 from rallypoint.errors import NotFiniteError, PeerFailedError
 from rallypoint.models import ModelShard
+from rallypoint.models.families import is_known
+from rallypoint.parallel import Lanes
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 RowsT = TypeVar("RowsT", bound=Sequences)
+ResultT = TypeVar("ResultT")
 
 Loss = Callable[[BatchT, Tensor], tuple[Tensor, Metrics]]
-"""(rows of a micro-batch, positions of their trained tokens) -> sum of the loss, metrics."""
+"""(rows of a micro-batch, positions of their trained tokens) -> sum of the loss, metrics.
+
+Several threads may call it at a time.
+"""
 
 
 class Engine(Generic[BatchT]):
@@ -44,6 +55,7 @@ class Engine(Generic[BatchT]):
         max_tokens_per_micro_batch: int,
         padded: bool = False,
         activations: Activations = "keep",
+        attention_cost: float = 0.0,
         eps: float = 1e-8,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -52,13 +64,15 @@ class Engine(Generic[BatchT]):
         Args:
             shard: this rank's part of the model, on its device; trained in place, together with the ranks of its mesh.
             optimizer: None for a model that is evaluated only.
-            max_tokens_per_micro_batch: the hard cap.
+            max_tokens_per_micro_batch: the hard cap, for all micro-batches together that are computed at one time.
             padded: whether every row of a micro-batch becomes as long as its longest, instead of lying end to end.
                 Nobody trains so: it is the other side of the parity table (docs/parity.md), against which packing is
                 measured on every mesh.
             activations: what a layer leaves for the backward pass.
+            attention_cost: what rows are dealt out to lanes by; see `row_costs`.
             eps: is added to AdamW's denominator; a larger one keeps the division well conditioned.
-            tick: called after every micro-batch, so that whoever waits knows that it gets on.
+            tick: called after every micro-batch of the caller's own thread, so that whoever waits knows that it
+                gets on.
         """
         self.shard, self.model = shard, shard.model
         self._mesh, self._sharding = shard.mesh, shard.sharding
@@ -72,6 +86,13 @@ class Engine(Generic[BatchT]):
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick
+        self._attention_cost, self._lanes = attention_cost, Lanes(self.model.device)
+        # Ranks that share passes make them one at a time. Copies to CPU memory are in one order, too.
+        self._may_have_lanes = (
+            self._mesh.everyone.size == self._mesh.sizes["dp_replicate"]
+            and is_known(self.model)
+            and activations != "offload"
+        )
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -103,14 +124,18 @@ class Engine(Generic[BatchT]):
             The numbers in the batch's own order, zero for tokens that are not trained.
         """
         values = torch.zeros(batch.num_tokens)
-        plan = self._plan(batch)
-        with self._mesh.abandoned_on_error():
-            for rows, part, positions in self._micro_batches(batch, plan):
+        lanes = self._plan(batch, gradient_bytes=0)
+
+        def evaluate(lane: Lane, tick: Callable[[], None]) -> None:
+            for rows, part, positions in self._micro_batches(batch, lane, tick):
                 found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
                 if rows:
                     # In their order trained tokens are the same with padding and without.
                     at = token_index(batch.offsets, torch.tensor(rows))
                     values[at[batch.loss_mask[at]]] = found.to(values)
+
+        with self._mesh.abandoned_on_error():
+            self._run(evaluate, lanes)
         return PerToken(offsets=batch.offsets, values=values)
 
     def train(self, batch: BatchT, loss: Loss[BatchT], *, denominator: float, step: int, num_steps: int) -> Metrics:
@@ -130,12 +155,10 @@ class Engine(Generic[BatchT]):
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         assert self._optimizer_config is not None, "the optimizer was made from it"
-        self.optimizer.zero_grad(set_to_none=False)
         measured: list[Metrics] = []
         failure: Exception | None = None
         try:
-            with self._checkpoints.recorded():
-                measured, failure = self._accumulate(batch, loss, denominator)
+            measured, failure = self.accumulate(batch, loss, denominator)
         except Exception as error:
             # Peers that share this rank's passes wait inside one, where no other news reaches them.
             if self._mesh.everyone.size > self._mesh.sizes["dp_replicate"]:
@@ -150,26 +173,72 @@ class Engine(Generic[BatchT]):
         # Every rank measured the same norm and rate, and `Last` keeps one of them.
         return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
 
-    def _accumulate(
+    def accumulate(
         self, batch: BatchT, loss: Loss[BatchT], denominator: float
     ) -> tuple[list[Metrics], Exception | None]:
-        """Add up the gradients of this rank's micro-batches, to the end even when a loss is not finite."""
+        """Make the gradients those of this rank's rows, to the end even when a loss is not finite.
+
+        Returns:
+            What was measured, and what was wrong: ranks that share passes have made all of theirs.
+        """
+        assert self.optimizer is not None, "an engine without optimizer evaluates only"
+        masters = self.optimizer.masters
         try:
-            plan = self._plan(batch)
+            lanes = self._plan(batch, gradient_bytes=sum(master.nbytes for master in masters))
         except (ValueError, PeerFailedError) as error:  # so do those who share passes, and none has begun one
             return [], error
+        self.optimizer.zero_grad(set_to_none=len(lanes) > 1)
+        with self._checkpoints.recorded():
+            if len(lanes) == 1:
+                pass_lane = functools.partial(self._pass_lane, batch, loss, denominator, self._sharding.backward)
+                return pass_lane(lanes[0], self._tick)
+            return self._accumulate_apart(batch, loss, denominator, lanes)
+
+    def _accumulate_apart(
+        self, batch: BatchT, loss: Loss[BatchT], denominator: float, lanes: list[Lane]
+    ) -> tuple[list[Metrics], Exception | None]:
+        """Have each lane add up gradients by itself, and add up these sums in the order of the lanes."""
+        assert self.optimizer is not None, "as in `accumulate`"
+        weights = [weight for weight in self.weights.values() if weight.requires_grad]
+
+        def apart(lane: Lane, tick: Callable[[], None]) -> tuple[GradientSums, list[Metrics], NotFiniteError | None]:
+            sums = GradientSums(weights)
+            return sums, *self._pass_lane(batch, loss, denominator, sums.add_backward, lane, tick)
+
+        (first, *others), measured, failures = zip(*self._run(apart, lanes), strict=True)
+        for sums in others:
+            first.add(sums)
+        for weight, total in zip(weights, first.totals, strict=True):
+            self.optimizer.master(weight).grad = total
+        return list(itertools.chain(*measured)), next(filter(None, failures), None)
+
+    def _pass_lane(
+        self,
+        batch: BatchT,
+        loss: Loss[BatchT],
+        denominator: float,
+        backward: Callable[[Tensor], None],
+        lane: Lane,
+        tick: Callable[[], None],
+    ) -> tuple[list[Metrics], NotFiniteError | None]:
+        """Make the passes of a lane, forward and backward."""
         measured: list[Metrics] = []
         failure: NotFiniteError | None = None
-        for rows, part, positions in self._micro_batches(batch, plan):
+        for rows, part, positions in self._micro_batches(batch, lane, tick):
             if not rows:
-                self._sharding.backward(self._sharding.run(functools.partial(self._nothing, part, positions)))
+                backward(self._sharding.run(functools.partial(self._nothing, part, positions)))
                 continue
             total, metrics = self._sharding.run(functools.partial(loss, part, positions))
             if failure is None and not math.isfinite(total.item()):
                 failure = NotFiniteError(f"the loss is {total.item()} for {self._blame(batch, rows, loss)}")
-            self._sharding.backward(total / denominator)
+            backward(total / denominator)
             measured.append(metrics)
         return measured, failure
+
+    def _run(self, call: Callable[[Lane, Callable[[], None]], ResultT], lanes: list[Lane]) -> list[ResultT]:
+        """Call with each lane, side by side, and with what is to be called after each of its micro-batches."""
+        ticks = itertools.chain([self._tick], itertools.repeat(_nobody_waits))  # the first has the caller's own thread
+        return self._lanes.run([functools.partial(call, *lane) for lane in zip(lanes, ticks, strict=False)])
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
         """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
@@ -208,34 +277,43 @@ class Engine(Generic[BatchT]):
             raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
         return norm
 
-    def _plan(self, batch: Sequences) -> list[list[int]]:
-        """Return the rows of each micro-batch that has something to train; ranks that share passes get as many.
+    def _plan(self, batch: Sequences, *, gradient_bytes: int) -> list[Lane]:
+        """Return the lanes, with micro-batches that have something to train; ranks that share passes get as many.
 
-        Raises what `pack_groups` and `trained_positions` raise, and:
+        Raises what `plan_lanes` and `trained_positions` raise, and:
 
         Raises:
             PeerFailedError: one of the ranks that share passes raised that.
         """
+        most = max_lanes(self._lanes.num, gradient_bytes) if self._may_have_lanes else 1
         try:
             positions = trained_positions(batch)
-            lengths, groups = batch.lengths.tolist(), batch.prompt_index.tolist()
-            plan = (
-                pad_rows(lengths, self._max_tokens) if self._padded else pack_groups(lengths, groups, self._max_tokens)
-            )
+            if self._padded:
+                lanes = [pad_rows(batch.lengths.tolist(), self._max_tokens)]
+            else:
+                lanes = plan_lanes(batch, self._max_tokens, most=most, attention_cost=self._attention_cost)
         except ValueError:
             self._sharding.agree(None)
             raise
         trained = set(batch.row_of_token[positions].tolist())
-        plan = [rows for rows in plan if trained.intersection(rows)]
-        return plan + [[]] * (self._sharding.agree(len(plan)) - len(plan))
+        lanes = [[rows for rows in lane if trained.intersection(rows)] for lane in lanes]
+        lanes = list(filter(None, lanes)) or [[]]
+        missing = self._sharding.agree(len(lanes[0])) - len(lanes[0]) if len(lanes) == 1 else 0
+        return [lanes[0] + [[]] * missing, *lanes[1:]]
 
-    def _micro_batches(self, batch: RowsT, plan: list[list[int]]) -> Iterator[tuple[list[int], RowsT, Tensor]]:
+    def _micro_batches(
+        self, batch: RowsT, lane: Lane, tick: Callable[[], None]
+    ) -> Iterator[tuple[list[int], RowsT, Tensor]]:
         """Yield the rows of each micro-batch, as numbers and as what goes through the model, with trained positions."""
-        for rows in plan:
+        for rows in lane:
             part = batch.rows(rows)
             part = part.padded(int(part.lengths.max())) if self._padded and rows else part
             yield rows, part, trained_positions(part)
-            self._tick()
+            tick()
+
+
+def _nobody_waits() -> None:
+    """Be called where the caller's own thread says that it gets on."""
 
 
 def _name_rows(batch: Sequences, rows: list[int]) -> str:

@@ -37,8 +37,8 @@ class Lanes:
     def run(self, jobs: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
         """Run jobs that touch nothing of each other, the first of them in this thread, and return what they return.
 
-        One job may use all threads of torch, several one each. Those in other threads have gradients switched on or
-        off, and context variables, as they are here. Whatever a job raises is raised when all have ended; the first
+        Each may use its share of the threads of torch, at least one. Those in other threads have gradients switched on
+        or off, and context variables, as they are here. Whatever a job raises is raised when all have ended; the first
         one's, if several do.
         """
         if len(jobs) == 1:
@@ -46,11 +46,12 @@ class Lanes:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(64, "lane", initializer=torch.set_num_threads, initargs=(1,))
         has_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+        share = max(1, num_threads // max(1, len(jobs)))
         others = [
-            self._threads.submit(contextvars.copy_context().run, _with_gradients, has_gradients, job)
+            self._threads.submit(contextvars.copy_context().run, _as_here, has_gradients, share, job)
             for job in jobs[1:]
         ]
-        torch.set_num_threads(1)
+        torch.set_num_threads(share)
         try:
             first = [job() for job in jobs[:1]]
         finally:
@@ -59,6 +60,8 @@ class Lanes:
         return first + [other.result() for other in others]
 
 
-def _with_gradients(has_gradients: bool, job: Callable[[], ResultT]) -> ResultT:
+def _as_here(has_gradients: bool, num_threads: int, job: Callable[[], ResultT]) -> ResultT:
+    if torch.get_num_threads() != num_threads:  # to set it costs a tenth of a millisecond
+        torch.set_num_threads(num_threads)
     with torch.set_grad_enabled(has_gradients):
         return job()

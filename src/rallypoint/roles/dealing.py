@@ -34,17 +34,9 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
         The parts, and [B] where each row of the batch stands when they are joined.
     """
     costs = row_costs(batch.lengths.tolist(), attention_cost)
-    dealt = balance_groups(costs, batch.prompt_index.tolist(), _prompt_tokens(batch), num_parts)
+    dealt = balance_groups(costs, batch.prompt_index.tolist(), batch.num_prompt_tokens.tolist(), num_parts)
     order = torch.tensor([row for rows in dealt for row in rows], dtype=torch.int64)
     return [batch.rows(rows) for rows in dealt], order.argsort()
-
-
-def _prompt_tokens(batch: Sequences) -> list[float]:
-    """Return how many tokens of each row stand before its first trained one; 0 where none is."""
-    trained = batch.loss_mask.nonzero().flatten()
-    first = torch.full((len(batch),), batch.num_tokens)
-    first.scatter_reduce_(0, batch.row_of_token[trained], trained, "amin")
-    return torch.where(first < batch.num_tokens, first - batch.offsets[:-1], 0).tolist()
 
 
 async def per_token(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
+from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import CheckpointError
 from rallypoint.models import (
@@ -53,6 +54,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
             optimizer=optimizer,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             activations=spec.config.engine.activations,
+            attention_cost=attention_cost(spec.config),
             tick=context.tick,
         )
 

@@ -33,6 +33,7 @@ class ReferenceWorker(TurnTaker):
             model,
             optimizer=None,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
+            attention_cost=attention_cost(config),
             tick=context.tick,
         )
         if "reference" in config.sleeping:  # who shares the actor's weights never does

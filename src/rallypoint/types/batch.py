@@ -55,6 +55,14 @@ class Sequences(Carrier):
         """Tokens that are trained, of all rows together."""
         return int(self.loss_mask.sum())
 
+    @property
+    def num_prompt_tokens(self) -> Tensor:
+        """[B] int64: how many tokens of each row stand before its first trained one; 0 where none is."""
+        trained = self.loss_mask.nonzero().flatten()
+        first = torch.full((len(self),), self.num_tokens)
+        first.scatter_reduce_(0, self.row_of_token[trained], trained, "amin")
+        return torch.where(first < self.num_tokens, first - self.offsets[:-1], 0)
+
     def bare(self) -> Sequences:
         """Return the fields of this stage only: all that a forward pass needs to be sent."""
         return self.widen(Sequences)

@@ -281,6 +281,19 @@ def test_checkpoints_of_layers_keep_their_inputs_and_offloaded_ones_hardly_those
         assert checkpointed - offloaded == 14 * 4 * 128 * (128 * 8 + 32 * 8)
 
 
+def test_lanes_need_room_for_sums_of_gradients_of_their_own(here: Path):
+    one, four = (
+        make_plan(load(f"cluster.num_cpus_per_process={cpus}", "cluster.pools.main=[1]")).memory[0] for cpus in (1, 4)
+    )
+    assert four.activations == one.activations + 3 * one.gradients
+    for alone in ("cluster.device=cuda", "engine.max_tokens_per_micro_batch=31"):  # no room for a second row
+        one, four = (
+            make_plan(load(f"cluster.num_cpus_per_process={cpus}", "cluster.pools.main=[1]", alone)).memory[0]
+            for cpus in (1, 4)
+        )
+        assert four.activations == one.activations
+
+
 def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):
     sizes = "model.create={hidden_size: 1024, num_layers: 1, num_heads: 16, num_key_value_heads: 16}"
     small = (sizes, "rollout={num_prompts: 2, group_size: 1}", "actor.num_mini_batches=1", "critic.num_mini_batches=1")

@@ -1,6 +1,6 @@
 """The families that can be cut over ranks: a file each, which the table names."""
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.models.families.family import Cut, Family
@@ -11,7 +11,7 @@ from rallypoint.models.families.qwen2 import QWEN2
 from rallypoint.models.families.qwen3 import QWEN3
 from rallypoint.models.families.qwen3_moe import QWEN3_MOE
 
-__all__ = ["FAMILIES", "Cut", "Family", "family_of", "is_mixture", "logit_softcap"]
+__all__ = ["FAMILIES", "Cut", "Family", "family_of", "is_known", "is_mixture", "logit_softcap"]
 
 FAMILIES = {family.model_type: family for family in (GEMMA, GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 """By the `model_type` of config.json."""
@@ -34,6 +34,15 @@ def logit_softcap(config: PreTrainedConfig) -> float | None:
     """Return the bound that a model bends its logits below, see `head_outputs`; None if it does not."""
     family = FAMILIES.get(str(config.model_type))
     return config.final_logit_softcapping if family is not None and family.caps_logits else None  # pyright: ignore[reportReturnType]
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    """Return whether a model is transformers' own of one of the families, of which it is known what a pass changes.
+
+    Nothing does: several threads may pass through it at a time. Of what transformers has, only rotary embeddings that
+    depend on the longest row write down anything, which no model of ours has (`load`).
+    """
+    return str(model.config.model_type) in FAMILIES and type(model).__module__.startswith("transformers.")
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
