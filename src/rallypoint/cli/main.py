@@ -69,6 +69,15 @@ def recipes() -> None:
     print_recipes()
 
 
+def _temperature(value: float) -> float:
+    from rallypoint.config import MIN_TEMPERATURE
+
+    if 0 < value < MIN_TEMPERATURE:
+        raise typer.BadParameter(f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}; logits are divided by it")
+    return value
+
+
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, callback=_temperature, help="0 is greedy.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's folder brings along.")
 ]
@@ -83,7 +92,7 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(help="file.py:function; by default the one that the run was trained with.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 1.0,
+    temperature: Temperature = 1.0,
     num_samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
     max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
@@ -111,7 +120,7 @@ def chat(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
     ],
-    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     trust_remote_code: TrustRemoteCode = False,

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from rallypoint.config.memory import BLOCK_TOKENS
 from rallypoint.config.problem import Problem
+from rallypoint.config.sections import MIN_TEMPERATURE
 from rallypoint.config.tree import RunConfig
-
-_MIN_TEMPERATURE = 1e-3
 
 
 def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
@@ -31,11 +30,11 @@ def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
             f"rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (rollout.group_size) the same; "
             "expected at least 2, or null",
         )
-    if 0 < config.validation.temperature < _MIN_TEMPERATURE:
+    if 0 < config.validation.temperature < MIN_TEMPERATURE:
         yield Problem(
             ("validation.temperature",),
             f"validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
-            f"{_MIN_TEMPERATURE:g}; logits are divided by it",
+            f"{MIN_TEMPERATURE:g}; logits are divided by it",
         )
     if rollout.weights != "auto":
         yield from _way_of_weights(config)

@@ -23,6 +23,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
+from rallypoint.config import MIN_TEMPERATURE
 from rallypoint.errors import RallyError
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
@@ -70,7 +71,12 @@ class SamplingParams:
                     f"0 to max_new_tokens={self.max_new_tokens}",
                 ),
                 ("group_size", self.group_size, self.group_size >= 1, "at least 1"),
-                ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+                (
+                    "temperature",
+                    self.temperature,
+                    self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+                    f"0 (greedy) or at least {MIN_TEMPERATURE:g}",
+                ),
                 ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or None for all tokens"),
                 ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)"),
                 ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (all tokens) to 1"),

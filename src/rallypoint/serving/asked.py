@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
+from rallypoint.config import MIN_TEMPERATURE
 from rallypoint.errors import EndpointError
 
 IGNORED = frozenset(
@@ -38,7 +39,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are not supported -> the values that ask for nothing."""
 
-_MIN_TEMPERATURE = 1e-3
 _MAX_STOP_CHARACTERS = 256
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
@@ -242,8 +242,8 @@ def _unsupported(asked: Asked) -> dict[str, str]:
         if name in IGNORED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
             continue
         problems[name] = f"{name} is not supported" if name in NEUTRAL else f"{name} is no field of this endpoint"
-    if 0 < asked.temperature < _MIN_TEMPERATURE:
-        problems["temperature"] = f"temperature: expected 0 (greedy) or at least {_MIN_TEMPERATURE}"
+    if 0 < asked.temperature < MIN_TEMPERATURE:
+        problems["temperature"] = f"temperature: expected 0 (greedy) or at least {MIN_TEMPERATURE}"
     if asked.num_alternatives:
         name = "top_logprobs" if isinstance(asked, ChatAsked) else "logprobs"
         problems[name] = (

@@ -13,6 +13,8 @@ from rallypoint.errors import ConfigError, PlacementError, RunFolderError, Worke
         (("train",), "Missing argument 'RECIPE'"),
         (("train", "digits", "--resum"), "--resume"),
         (("chat", "x", "--temperature", "11"), "less than or equal to 10"),
+        (("chat", "x", "--temperature", "1e-300"), "0 (greedy) or at least 0.001"),
+        (("eval", "x", "y", "--temperature", "1e-300"), "0 (greedy) or at least 0.001"),
         (("eval", "x"), "Missing argument 'DATA"),
     ],
 )

@@ -97,6 +97,7 @@ def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_r
         ({"min_new_tokens": 13}, "min_new_tokens=13: expected 0 to max_new_tokens=12"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1e-300}, r"temperature=1e-300: expected 0 \(greedy\) or at least 0.001"),
         ({"top_k": 0}, "top_k=0"),
         ({"top_p": 0.0, "min_p": 1.5}, "top_p=0.0.*min_p=1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),

@@ -7,6 +7,9 @@ from typing import Literal
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.sections.places import PlacementConfig
 
+MIN_TEMPERATURE = 1e-3
+"""That is not 0: logits are divided by it, and must stay finite."""
+
 
 class RolloutConfig(Section):
     """What is sampled in a step."""
@@ -15,7 +18,10 @@ class RolloutConfig(Section):
     group_size: int = key(8, at_least=1, unit="rollouts", help="G: rollouts per prompt.")
     max_response_tokens: int = key(256, at_least=1, unit="tokens", help="A rollout ends here at the latest.")
     temperature: float = key(
-        1.0, at_least=1e-3, at_most=10, help="Sampling temperature; the policy that is trained is the one at it."
+        1.0,
+        at_least=MIN_TEMPERATURE,
+        at_most=10,
+        help="Sampling temperature; the policy that is trained is the one at it.",
     )
     top_k: int | None = key(None, at_least=1, help="Only the k likeliest tokens are drawn; null for all.")
     top_p: float = key(
