@@ -1,5 +1,6 @@
 """A real server: the tokens of the plain engine, weights that enter it, a kill in the middle, a run that learns."""
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -7,19 +8,23 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from outsider import Caller
 from sampling_cases import CHANGES, decode
 from tiny_models import make_tiny_model
 
+from rallypoint.config import LoRAConfig
 from rallypoint.errors import NotFiniteError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
-from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VLLMEngine
-from rallypoint.models import load_policy, named_weights, outline_policy
+from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.models import load_policy, named_weights, outline_policy, trained_weights
 from rallypoint.observability import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
+from rallypoint.weights.folder import write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -51,7 +56,8 @@ def servers() -> list[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(installed, folder, servers, tmp_path_factory):
+def start(installed, folder, servers, tmp_path_factory):
+    """Return a function that starts an engine with a server, for adapters of a rank or for whole weights."""
     outline = Outline.of(outline_policy(str(folder), dtype="float32"))
     launch = Launch(
         python=installed.python, model=str(folder), dtype="float32", device="cpu", num_cpus=1, max_tokens=256,
@@ -59,11 +65,22 @@ def engine(installed, folder, servers, tmp_path_factory):
         log=tmp_path_factory.mktemp("logs") / "vllm.log",
     )  # fmt: skip
 
-    def start(own: Path) -> ServerProcess:
-        servers.append(ServerProcess(launch, own))
-        return servers[-1]
+    @contextlib.contextmanager
+    def start_one(adapter_rank: int | None) -> Iterator[VLLMEngine]:
+        def start_server(own: Path) -> ServerProcess:
+            servers.append(ServerProcess(dataclasses.replace(launch, adapter_rank=adapter_rank), own))
+            return servers[-1]
 
-    with VLLMEngine(start, outline, max_request_tokens=256, max_rows=64, decode=decode, version=4) as made:
+        connection = Connection(start_server, version=4, takes_adapters=adapter_rank is not None)
+        with contextlib.closing(connection):
+            yield VLLMEngine(connection, outline, max_request_tokens=256, max_rows=64, decode=decode)
+
+    return start_one
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    with start(None) as made:
         yield made
 
 
@@ -109,7 +126,7 @@ def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine
         expected = generate(HFEngine(other, version=version), prompts, BASE, version=version)
         assert batch.tokens.tolist() == expected.tokens.tolist()
     damaged = tmp_path / "version_000006" / "model.safetensors"
-    shutil.copytree(engine._folder.path / "versions" / "version_000006", damaged.parent)
+    shutil.copytree(engine._connection.versions / "version_000006", damaged.parent)
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
@@ -144,15 +161,47 @@ def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_
     assert batch.tokens.tolist() == expected.tokens.tolist()
 
 
+def test_adapters_enter_a_running_server_by_themselves(start, servers, folder, prompts, tmp_path):
+    """Two versions, each on three linear layers; the second one also in a server that was killed."""
+    lora = LoRAConfig(rank=3, alpha=12.0, target_modules=("q_proj", "v_proj", "down_proj"))
+    params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=40)
+    with start(3) as engine:
+        before = generate(engine, prompts, params, version=4).tokens.tolist()
+        for version in (5, 6):
+            shard = load_policy(str(folder), dtype="float32", lora=lora)
+            with torch.no_grad():
+                generator = torch.Generator().manual_seed(version)
+                for weight in trained_weights(shard.model).values():
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+            expected = generate(HFEngine(shard.model, version=version), prompts, params, version=version)
+            engine.load_folder(version, write(shard, tmp_path, version, base=str(folder)))
+            batch = generate(engine, prompts, params, version=version)
+            assert batch.versions.tolist() == [version] * len(batch)
+            assert batch.tokens.tolist() == expected.tokens.tolist() != before
+            torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
+            before = batch.tokens.tolist()
+        os.killpg(servers[-1].pid, signal.SIGKILL)
+        assert generate(engine, prompts, params, version=6).tokens.tolist() == before
+        damaged = tmp_path / "version_000006" / "adapter_model.safetensors"
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
+        with pytest.raises(WeightsMismatchError, match="differs from its manifest"):
+            engine.load_folder(6, damaged.parent)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.usefixtures("installed")
-def test_a_run_publishes_at_every_step_and_what_is_sampled_is_what_is_trained(tmp_path):
+def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsiders(tmp_path, adapted):
     overrides = [
+        *(["model.lora={rank: 8, alpha: 32}"] if adapted else []),
         "rollout.engine=vllm", "rollout.placement.num_ranks=1", "rollout={num_prompts: 32, group_size: 4}",
-        "data.generate.num_validation_prompts=32", "validation.every_steps=6", "trainer.num_steps=6",
+        "data.generate.num_validation_prompts=32", "validation.every_steps=6", "trainer.num_steps=6", "rollout.serve=0",
         f"trainer.runs_dir={tmp_path}", "trainer.name=run",
     ]  # fmt: skip
     command = [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides]
+    caller = Caller(tmp_path / "run")
+    caller.start()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    caller.join(60)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in record]
     assert len(steps) == 6
@@ -160,3 +209,8 @@ def test_a_run_publishes_at_every_step_and_what_is_sampled_is_what_is_trained(tm
     assert all(record["rollout/failed"] == 0 for record in steps)
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"]
     assert (tmp_path / "run" / "logs" / "vllm-0.log").is_file()
+    assert caller.statuses[0] == 401
+    assert set(caller.statuses[1:]) <= {200, 500, 503}
+    assert len({version for choice in caller.choices for version in choice["versions"]}) > 1, caller.statuses
+    assert all(len(choice["token_ids"]) >= 1 for choice in caller.choices)
+    assert any(text.endswith("data: [DONE]\n\n") for text in caller.streamed)

@@ -38,12 +38,6 @@ def sampling_contradictions(config: RunConfig) -> Iterator[Problem]:
         )
     if rollout.weights != "auto":
         yield from _way_of_weights(config)
-    if rollout.serve is not None and rollout.engine not in ("native", "hf"):
-        yield Problem(
-            ("rollout.serve", "rollout.engine"),
-            f"rollout.serve={rollout.serve}: rollout.engine={rollout.engine} keeps the weights in another process, "
-            "which answers training alone; expected native or hf",
-        )
     if rollout.max_batch_rows < rollout.group_size:
         yield Problem(
             ("rollout.max_batch_rows", "rollout.group_size"),

@@ -11,6 +11,9 @@ from rallypoint.config.tree import RunConfig
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's attention on processors."""
 
+MOST_VLLM_RANK = 512
+"""Of the adapters that vLLM takes."""
+
 
 def vllm_contradictions(config: RunConfig) -> Iterator[Problem]:
     """Yield what stands against the engine; nothing for another one."""
@@ -22,23 +25,17 @@ def vllm_contradictions(config: RunConfig) -> Iterator[Problem]:
             "rollout.exact=true is for our own engine: with rollout.engine=vllm logits depend on the company by their "
             "last bits; use rollout.engine=native",
         )
-    if config.model.lora is not None:
+    if config.model.lora is not None and config.model.lora.rank > MOST_VLLM_RANK:
         yield Problem(
-            ("rollout.engine", "model.lora"),
-            "rollout.engine='vllm' takes whole models only, and model.lora publishes adapters; use "
-            "rollout.engine=native, or model.lora=null",
+            ("model.lora.rank", "rollout.engine"),
+            f"model.lora.rank={config.model.lora.rank} is more than rollout.engine='vllm' has room for; expected at "
+            f"most {MOST_VLLM_RANK}, or rollout.engine=native",
         )
     if config.rollout.weights not in ("auto", "folder"):
         yield Problem(
             ("rollout.weights", "rollout.engine"),
             f"rollout.weights={config.rollout.weights!r} ends in a process of ours: with rollout.engine=vllm weights "
             "take the way `folder`; leave it at auto",
-        )
-    if config.rollout.serve is not None:
-        yield Problem(
-            ("rollout.serve", "rollout.engine"),
-            f"rollout.serve={config.rollout.serve}: outsiders are answered by our own engine only; use "
-            "rollout.engine=native, or `rally serve` on the run's checkpoints",
         )
     shape = shape_of(config)
     if shape is not None and config.cluster.device == "cpu" and shape.head_dim not in _CPU_HEAD_DIMS:

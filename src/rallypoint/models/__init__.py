@@ -1,6 +1,14 @@
 """Hugging Face models, made ready for packed rows."""
 
-from rallypoint.models.adapter import fresh, is_adapter, merge_adapters, open_adapter, read_adapter, save_adapter
+from rallypoint.models.adapter import (
+    adapters_of,
+    fresh,
+    is_adapter,
+    merge_adapters,
+    open_adapter,
+    read_adapter,
+    save_adapter,
+)
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.create import create_model
 from rallypoint.models.gather import gather
@@ -36,6 +44,7 @@ __all__ = [
     "Writing",
     "adapt_alike",
     "adapted_layers",
+    "adapters_of",
     "create_model",
     "fresh",
     "gather",

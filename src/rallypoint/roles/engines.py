@@ -7,13 +7,16 @@ import contextlib
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext
-from rallypoint.config import RunConfig
+from rallypoint.config import LoRAConfig, RunConfig
+from rallypoint.config.check_vllm import MOST_VLLM_RANK
+from rallypoint.config.memory import reserved_tokens
+from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.row import BLOCK_TOKENS
-from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
-from rallypoint.models import outline_policy
+from rallypoint.models import adapters_of, outline_policy
 from rallypoint.roles.placement import WorkerSpec
 
 _VLLM_BLOCK_TOKENS = 128
@@ -58,20 +61,71 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         cache_bytes=cache_tokens * outline.cache_bytes_per_token,
         trust_remote_code=model.trust_remote_code,
         log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
+        adapter_rank=_adapter_rank(model.lora),
     )
-    return until.enter_context(
-        VLLMEngine(
-            lambda folder: ServerProcess(launch, folder),
-            outline,
-            max_request_tokens=config.max_row_tokens,
-            max_rows=rollout.max_batch_rows,
-            decode=spec.decoder(),
-            gives_memory=context.device != "cpu",
-            start_s=config.cluster.call_timeout_s,
-            silence_s=config.cluster.call_timeout_s,
-            tick=context.tick,
+    connection = Connection(
+        lambda folder: ServerProcess(launch, folder),
+        takes_adapters=launch.adapter_rank is not None,
+        gives_memory=context.device != "cpu",
+        start_s=config.cluster.call_timeout_s,
+        tick=context.tick,
+    )
+    until.callback(connection.close)
+    return VLLMEngine(
+        connection,
+        outline,
+        max_request_tokens=config.max_row_tokens,
+        max_rows=rollout.max_batch_rows,
+        decode=spec.decoder(),
+        silence_s=config.cluster.call_timeout_s,
+    )
+
+
+def make_guest_engine(
+    config: RunConfig, training: GenerationEngine, model: PreTrainedModel | None, *, max_rows: int, decode: Decode
+) -> GenerationEngine:
+    """Return an engine for outsiders, asleep; only one of the two may be awake.
+
+    Args:
+        config: of the run.
+        training: what samples for training in this process.
+        model: that it samples from, if it is in this process.
+        max_rows: requests that run at once.
+        decode: for stop texts.
+    """
+    if isinstance(training, VLLMEngine):
+        engine = training.beside(max_rows=max_rows, decode=decode)
+    else:
+        assert model is not None, "no server has it"
+        engine = NativeEngine(
+            model,
+            max_rows=max_rows,
+            # What training's own engine has, which sleeps meanwhile: nobody has to plan for more.
+            cache_tokens=reserved_tokens(config),
+            mode="exact" if config.rollout.exact else "fast",
+            decode=decode,
+            version=training.version,
         )
-    )
+    engine.sleep()
+    return engine
+
+
+def _adapter_rank(lora: LoRAConfig | None) -> int | None:
+    """Return the rank of the adapters that are published to vLLM.
+
+    Raises:
+        ModelError: vLLM has no adapters like these.
+    """
+    if lora is None:
+        return None
+    adapters = adapters_of(lora)
+    if adapters.whole or adapters.lora.rank > MOST_VLLM_RANK:
+        found = f"whole weights of {', '.join(adapters.whole)}" if adapters.whole else f"rank {adapters.lora.rank}"
+        raise ModelError(
+            f"model.lora.path={lora.path}: this adapter has {found}, and vLLM takes adapters of linear layers only, "
+            f"with ranks up to {MOST_VLLM_RANK}; use rollout.engine=native"
+        )
+    return adapters.lora.rank
 
 
 def _num_rows(config: RunConfig) -> int:

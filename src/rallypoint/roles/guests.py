@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from transformers import PreTrainedModel
+
 from rallypoint.cluster import Layout, Mesh, WorkerContext, WorkerGroup, collect, scatter
-from rallypoint.config.memory import reserved_tokens
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError
-from rallypoint.generation import GenerationEngine, NativeEngine, Piece, Request
+from rallypoint.generation import GenerationEngine, Piece, Request
 from rallypoint.roles.actor import Actor
+from rallypoint.roles.engines import make_guest_engine
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.rollout import ACTOR_ENGINE, ROLLOUT_CHECK, ROLLOUT_ENGINE, ROLLOUT_MODEL, Rollouts
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
@@ -53,13 +55,11 @@ class GuestWorker(TurnTaker):
         self.turns = Turns(context)
         if spec.config.rollout_shares_actor and "actor" in spec.config.sleeping:
             self.turns.sleep_between(context.shared[ACTOR_ENGINE])
-        self._model, self._tick = context.shared[ROLLOUT_MODEL], context.tick
+        self._tick, self._config, self._max_rows = context.tick, spec.config, max_rows
         self._training: GenerationEngine = context.shared[ROLLOUT_ENGINE]
+        self._model: PreTrainedModel | None = context.shared.get(ROLLOUT_MODEL)
         self._check_whole: Callable[[], None] = context.shared[ROLLOUT_CHECK]
         self._decode = decoder(load_tokenizer(spec.model_path, trust_remote_code=spec.config.model.trust_remote_code))
-        self._max_rows, self._is_exact = max_rows, spec.config.rollout.exact
-        # What training's own engine has, which sleeps meanwhile: nobody has to plan for more.
-        self._cache_tokens = reserved_tokens(spec.config)
         self._numbers: dict[int, int] = {}
         self._engine = self._new_engine()
 
@@ -79,7 +79,8 @@ class GuestWorker(TurnTaker):
         pieces: list[Piece] = []
         for number, request in errand.new:
             try:
-                self._numbers[engine.submit(request)] = number
+                # Token by token, so that what a slice brought is kept wherever the engine is when it ends.
+                self._numbers[engine.submit(dataclasses.replace(request, streamed=True))] = number
             except RequestError as error:
                 pieces.append(_failed(number, engine.version, error))
         gone = set(errand.gone)
@@ -96,15 +97,17 @@ class GuestWorker(TurnTaker):
         """Step for a slice."""
         pieces: list[Piece] = []
         engine.wake()
-        until = time.monotonic() + _SLICE_S
-        while engine.has_work and time.monotonic() < until:
-            for piece in engine.step():
-                number = self._numbers[piece.request_id]
-                if piece.finish_reason is not None:
-                    del self._numbers[piece.request_id]
-                pieces.append(dataclasses.replace(piece, request_id=number))
-            self._tick()
-        engine.sleep()
+        try:
+            until = time.monotonic() + _SLICE_S
+            while engine.has_work and time.monotonic() < until:
+                for piece in engine.step():
+                    number = self._numbers[piece.request_id]
+                    if piece.finish_reason is not None:
+                        del self._numbers[piece.request_id]
+                    pieces.append(dataclasses.replace(piece, request_id=number))
+                self._tick()
+        finally:
+            engine.sleep()
         return pieces
 
     def _begin_anew(self) -> None:
@@ -112,17 +115,10 @@ class GuestWorker(TurnTaker):
         self._numbers.clear()
         self._engine = self._new_engine()
 
-    def _new_engine(self) -> NativeEngine:
-        engine = NativeEngine(
-            self._model,
-            max_rows=self._max_rows,
-            cache_tokens=self._cache_tokens,
-            mode="exact" if self._is_exact else "fast",
-            decode=self._decode,
-            version=self._training.version,
+    def _new_engine(self) -> GenerationEngine:
+        return make_guest_engine(
+            self._config, self._training, self._model, max_rows=self._max_rows, decode=self._decode
         )
-        engine.sleep()
-        return engine
 
 
 @dataclasses.dataclass(slots=True)

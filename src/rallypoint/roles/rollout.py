@@ -52,9 +52,9 @@ class RolloutWorker(TurnTaker):
         else:
             self._shard = self._own_model(context, spec)
             self._engine = make_engine(config, self._shard.model, spec.decoder())
-            context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_MODEL] = self._engine, self._shard.model
+            context.shared[ROLLOUT_MODEL] = self._shard.model
         self._engine.sleep()
-        context.shared[ROLLOUT_CHECK] = self.check_whole
+        context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_CHECK] = self._engine, self.check_whole
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self._shares_actor:

@@ -71,9 +71,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "rollout.engine=vllm model.create.num_heads=4 model.create.num_key_value_heads=4",
         ("heads are 16 wide, and vLLM on processors knows 32, 64", "model.create.num_heads=2"),
     ),
-    "fit: vllm and adapters": ("rollout.engine=vllm model.lora={}", ("takes whole models only", "model.lora=null")),
+    "fit: vllm and wide adapters": ("rollout.engine=vllm model.lora.rank=513", ("rank=513", "at most 512")),
     "fit: vllm and the way of weights": ("rollout.engine=vllm rollout.weights=memory", ("the way `folder`",)),
-    "fit: vllm and outsiders": ("rollout.engine=vllm rollout.serve=8000", ("rollout.serve=8000", "rollout.engine=nat")),
     "fit: vllm and exact": ("rollout.engine=vllm rollout.exact=true", ("rollout.exact=true", "rollout.engine=native")),
     "range: temperature that overflows": ("rollout.temperature=1e-300", ("temperature=1e-300", "from 0.001 to 10")),
     "fit: validation almost greedy": (

@@ -42,7 +42,7 @@ class Said:
     """Of the weights that each token was sampled from; None in events that end nothing."""
 
 
-def ask_for(request: Request, done: tuple[int, ...], limit: int, *, stream: bool) -> bytes:
+def ask_for(request: Request, done: tuple[int, ...], limit: int, *, stream: bool, model: str | None) -> bytes:
     """Return the body of a request.
 
     Args:
@@ -50,9 +50,11 @@ def ask_for(request: Request, done: tuple[int, ...], limit: int, *, stream: bool
         done: tokens of the response that are there already, after an interruption.
         limit: tokens that may still come.
         stream: whether they come one by one.
+        model: that the server has under this name; None for the one that it began with.
     """
     return json.dumps(
         {
+            **({} if model is None else {"model": model}),
             "token_ids": [*request.tokens, *done],
             "stream": stream,
             "sampling_params": {

@@ -20,6 +20,8 @@ from rallypoint.generation.vllm.server import Server
 
 _LOOK_EVERY_S, _SAY_EVERY_S = 0.1, 30.0
 _HEALTH_S, _CALL_S = 10.0, 600.0
+_ADAPTER = "rallypoint"
+"""Name under which a server has the adapter that was published last."""
 
 
 class Control:
@@ -31,11 +33,15 @@ class Control:
         folder: Path,
         version: int,
         *,
+        takes_adapters: bool,
         start_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._launch, self._folder, self._start_s, self._say = launch, folder, start_s, say
+        self._takes_adapters = takes_adapters
         self._server: Server | None = None
+        self._knows_adapter: Server | None = None
+        """The server whose front knows that there is an adapter."""
         self.num_servers = 0
         """That were started, so far as they came to be ready."""
         self._doubt: str | None = None
@@ -47,6 +53,11 @@ class Control:
         """Of the server; there is one after `revive`."""
         assert self._server is not None
         return self._server.address
+
+    @property
+    def model(self) -> str | None:
+        """What requests have to ask for by name; None for what the server began with, or whole weights in its place."""
+        return _ADAPTER if self._takes_adapters and self._held[1] is not None else None
 
     @property
     def is_doubtful(self) -> bool:
@@ -182,14 +193,34 @@ class Control:
         ]
         if wrong or not results:
             raise WeightsMismatchError(f"version {version} was not loaded by vllm: {'; '.join(wrong) or 'no worker'}")
+        if self._takes_adapters and self._knows_adapter is not server:
+            # The workers have it under the number 1, which is the one that the first name is given.
+            await self._tell(server, "/v1/load_lora_adapter", {"lora_name": _ADAPTER, "lora_path": str(folder)})
+            self._knows_adapter = server
 
     async def _call(
         self, server: Server, path: str, body: dict[str, Any] | None = None, expect: dict[str, Any] | None = None
     ) -> Any:
-        """Return what a call answers.
+        """Return what a call answers, which is JSON or nothing.
 
         Raises:
             LostError: it failed, did not answer in time, or another thing than what is expected.
+        """
+        whole = await self._tell(server, path, body)
+        shown = whole[:500].decode(errors="replace")
+        try:
+            said = json.loads(whole) if whole else None
+        except ValueError as error:
+            raise LostError(f"{path} answered nonsense: {shown}") from error
+        if expect is not None and said != expect:
+            raise LostError(f"{path} answered {shown}")
+        return said
+
+    async def _tell(self, server: Server, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Return what a call answers, as it came.
+
+        Raises:
+            LostError: it failed, or did not answer in time.
         """
         data = json.dumps(body).encode() if body is not None else b""
         try:
@@ -197,9 +228,6 @@ class Control:
                 whole = await answer.whole()
         except TimeoutError as error:
             raise LostError(f"{path} did not answer in {_CALL_S:g} s") from error
-        if answer.status != 200 or (expect is not None and json.loads(whole or b"null") != expect):
+        if answer.status != 200:
             raise LostError(f"{path} answered with status {answer.status}: {whole[:500].decode(errors='replace')}")
-        try:
-            return json.loads(whole) if whole else None
-        except ValueError as error:
-            raise LostError(f"{path} answered nonsense: {whole[:500].decode(errors='replace')}") from error
+        return whole

@@ -3,16 +3,15 @@
 Owns: requests that are under way, and what becomes of them when the server dies, hangs or answers nonsense. Must not
 know: how a server is started, or what its answers look like.
 
-Two threads: the caller's, in which all state lives, and one with an event loop, which talks to the server and puts what
+Two threads: the caller's, in which all state lives, and that of the connection, which talks to the server and puts what
 comes into a queue. Every request carries how often it was sent: what belongs to an earlier time is thrown away.
 
-Consumes: requests. Produces: pieces. Waits for: the server, which is started with the engine; `step` looks for a moment
-and returns. Unblocked by: an answer, the server's end, or `silence_s` without a sign of work.
+Consumes: requests. Produces: pieces. Waits for: the server; `step` looks for a moment and returns. Unblocked by: an
+answer, the server's end, or `silence_s` without a sign of work.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import queue
@@ -20,10 +19,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -33,12 +30,9 @@ from rallypoint.generation.requests import Decode, check_request
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.generation.vllm.answers import Said, ask_for, read
 from rallypoint.generation.vllm.asked import Asked
-from rallypoint.generation.vllm.control import Control
+from rallypoint.generation.vllm.connection import Connection
 from rallypoint.generation.vllm.http import LostError, ask, events
 from rallypoint.generation.vllm.outline import Outline
-from rallypoint.generation.vllm.server import OwnFolder, Server
-
-ResultT = TypeVar("ResultT")
 
 _LOOK_S = 0.05
 """How long `step` looks for something new, so that whoever calls it in a loop does not spin."""
@@ -46,45 +40,32 @@ _MOST_LOSSES = 2
 
 
 class VLLMEngine:
-    """See `GenerationEngine`; as a context, or with `close`, it ends the server."""
+    """See `GenerationEngine`; whoever made the connection closes it."""
 
     def __init__(
         self,
-        launch: Callable[[Path], Server],
+        connection: Connection,
         outline: Outline,
         *,
         max_request_tokens: int,
         max_rows: int,
         decode: Decode | None = None,
-        version: int = 0,
-        gives_memory: bool = False,
-        start_s: float = 600.0,
         silence_s: float = 300.0,
-        tick: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = print,
     ) -> None:
-        """Start a server; nothing waits for it here.
+        """Begin without requests; nothing waits for the server here.
 
         Args:
-            launch: starts one, given a folder in memory; called again when it died.
+            connection: to the server.
             outline: of the model that it serves.
             max_request_tokens: see `GenerationEngine`.
             max_rows: requests that are sent at once.
             decode: turns token ids into text, for stop strings.
-            version: of the weights that it begins with.
-            gives_memory: whether it has a sleep of its own, as on accelerators.
-            start_s: how long a start may take.
-            silence_s: how long it may have work and give no sign.
-            tick: called while something is waited for.
-            say: called with one line about what happens to the server.
+            silence_s: how long the server may have work and give no sign.
         """
-        self.version = version
         self.is_asleep = False
         self.max_request_tokens = max_request_tokens
-        self._outline, self._max_rows, self._decode = outline, max_rows, decode
-        self._silence_s, self._tick, self._gives_memory = silence_s, tick, gives_memory
-        self._folder = OwnFolder()
-        self._control = Control(launch, self._folder.path, version, start_s=start_s, say=say)
+        self._connection, self._control = connection, connection.control
+        self._outline, self._max_rows, self._decode, self._silence_s = outline, max_rows, decode, silence_s
         self._lock = threading.Lock()  # of the next three, which `submit` and `cancel` change from any thread
         self._open: dict[int, Asked] = {}
         self._waiting: deque[int] = deque()
@@ -92,26 +73,25 @@ class VLLMEngine:
         self._ids = itertools.count(1)
         self._news: queue.SimpleQueue[tuple[int, int, Said | Exception]] = queue.SimpleQueue()
         self._sign = (0, 0.0)  # the last beat, and when it was seen
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
-        self._reviving: Future[None] | None = self._run(self._control.revive())
 
-    def __enter__(self) -> VLLMEngine:
-        return self
+    def beside(self, *, max_rows: int, decode: Decode) -> VLLMEngine:
+        """Return another engine over the same server, with requests of its own, of which so many are sent at once.
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        Of the two one must be asleep whenever the other is awake.
+        """
+        return VLLMEngine(
+            self._connection,
+            self._outline,
+            max_request_tokens=self.max_request_tokens,
+            max_rows=max_rows,
+            decode=decode,
+            silence_s=self._silence_s,
+        )
 
-    def close(self) -> None:
-        """End the server; requests under way are forgotten."""
-        with contextlib.suppress(Exception):
-            if self._reviving is not None:
-                self._reviving.cancel()
-        self._wait(self._run(self._control.end()))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._folder.remove()
+    @property
+    def version(self) -> int:
+        """See `GenerationEngine.version`."""
+        return self._connection.version
 
     @property
     def has_work(self) -> bool:
@@ -146,7 +126,7 @@ class VLLMEngine:
         if self.is_asleep:
             return pieces
         try:
-            if not self._is_ready():
+            if not self._connection.is_ready():
                 return pieces
         except RallyError as error:
             return [*pieces, *(self._end(asked, "failed", error) for asked in list(self._open.values()))]
@@ -170,7 +150,7 @@ class VLLMEngine:
         """
         if weights is None:
             raise WeightsMismatchError(f"version {version} was published without weights to a server with its own copy")
-        versions = self._folder.path / "versions"
+        versions = self._connection.versions
         folder = self._outline.write(versions, version, weights)
         self.load_folder(version, folder)
         for old in versions.iterdir():
@@ -186,15 +166,7 @@ class VLLMEngine:
         for asked in self._open.values():
             if asked.is_stream:
                 self._set_back(asked)  # so that it is certain which tokens are of which version
-        if self.is_asleep:
-            self._let("/wake_up")
-        if self._reviving is not None:
-            with contextlib.suppress(WeightsMismatchError):  # of the weights before, which are not wanted any more
-                self._until_ready()
-        self._wait(self._run(self._control.load(version, folder)))
-        self.version = version
-        if self.is_asleep:
-            self._let("/sleep?level=1")
+        self._connection.load(version, folder)
 
     def sleep(self) -> None:
         """See `GenerationEngine.sleep`."""
@@ -202,52 +174,27 @@ class VLLMEngine:
             for asked in self._open.values():
                 self._set_back(asked)
             self.is_asleep = True
-            self._let("/sleep?level=1")
+            self._connection.sleep()
 
     def wake(self) -> None:
         """See `GenerationEngine.wake`."""
         if self.is_asleep:
             self.is_asleep = False
-            self._let("/wake_up")
-
-    def _let(self, path: str) -> None:
-        """Have a server on an accelerator give its memory back or take it; one on a CPU has none that it could give."""
-        if self._gives_memory:
-            self._until_ready()
-            self._wait(self._run(self._control.call(path)))
-
-    def _until_ready(self) -> None:
-        while not self._is_ready():
-            self._tick()
-
-    def _is_ready(self) -> bool:
-        """Look whether the server can be asked, and see to it that it can.
-
-        Raises:
-            GenerationError: it could not be started.
-        """
-        if self._reviving is None and self._control.is_doubtful:
-            self._reviving = self._run(self._control.revive())
-        if self._reviving is not None:
-            with contextlib.suppress(TimeoutError):
-                self._reviving.exception(_LOOK_S)
-            if not self._reviving.done():
-                return False
-            reviving, self._reviving = self._reviving, None
-            self._sign = (self._control.beat(), time.monotonic())
-            reviving.result()
-        return True
+            self._connection.wake()
 
     def _send(self) -> None:
         """Send as many of those that wait as may be under way."""
         with self._lock:
-            num_free = self._max_rows - sum(asked.answer is not None for asked in self._open.values())
+            num_under_way = sum(asked.answer is not None for asked in self._open.values())
+            num_free = self._max_rows - num_under_way
             chosen = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        if chosen and not num_under_way:
+            self._sign = (self._control.beat(), time.monotonic())  # what was before is no silence: nobody asked
         for request_id in chosen:
             if (asked := self._open.get(request_id)) is not None:
                 asked.num_sent, asked.since = asked.num_sent + 1, self.version
                 asked.server = self._control.num_servers
-                asked.answer = self._run(self._answer(request_id, asked, asked.num_sent))
+                asked.answer = self._connection.run(self._answer(request_id, asked, asked.num_sent))
 
     async def _answer(self, request_id: int, asked: Asked, num_sent: int) -> None:
         """Have a request answered, and put what comes into the queue; in the loop's thread."""
@@ -260,7 +207,7 @@ class VLLMEngine:
             return read(data, request, before, left, self._outline.num_ids, is_event=stream)
 
         try:
-            body = ask_for(request, done, limit, stream=stream)
+            body = ask_for(request, done, limit, stream=stream, model=self._control.model)
             async with ask(self._control.address, "POST", "/inference/v1/generate", body) as answer:
                 if answer.status != 200:
                     raise self._refused(answer.status, await answer.whole(), request)
@@ -363,15 +310,3 @@ class VLLMEngine:
                 self._waiting.remove(asked.request_id)
         if asked.answer is not None:
             asked.answer.cancel()
-
-    def _run(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _wait(self, work: Future[ResultT]) -> ResultT:
-        """Return what work in the loop returns; it has a deadline of its own."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                work.exception(1.0)
-            if work.done():
-                return work.result()
-            self._tick()

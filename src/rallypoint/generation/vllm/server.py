@@ -27,6 +27,8 @@ _FOLDER_NAME = "rallypoint-vllm"
 _LOG_LINES, _LOG_BYTES = 12, 2**14
 """Of the end of the log, that an error shows."""
 _STOP_S = 10.0
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That a server can make room for."""
 
 
 class Server(Protocol):
@@ -71,6 +73,8 @@ class Launch:
     trust_remote_code: bool
     log: Path
     """What the server says is added to it."""
+    adapter_rank: int | None = None
+    """Of the adapters that are published to it; None where whole models are."""
 
     def command(self, folder: Path) -> list[str]:
         """Return the server's command line."""
@@ -91,6 +95,9 @@ class Launch:
         # Compiling takes half a minute on a CPU, for a fifth of the time of a step.
         flags.append("enforce-eager" if self.device == "cpu" else "enable-sleep-mode")
         flags += ["trust-remote-code"] * self.trust_remote_code
+        if self.adapter_rank is not None:
+            flags.append("enable-lora")
+            options["max-lora-rank"] = str(next(rank for rank in _ADAPTER_RANKS if rank >= self.adapter_rank))
         # Not `vllm serve`: builds for processors have another name than the one under which it looks for its version.
         start = [str(self.python), "-m", "vllm.entrypoints.launchers.api_server.entry"]
         return [*start, *(f"--{name}={value}" for name, value in options.items()), *(f"--{flag}" for flag in flags)]
@@ -104,6 +111,7 @@ class Launch:
             "VLLM_SERVER_DEV_MODE": "1",  # the calls for weights; nobody else can reach the socket
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has no place for `Drawn` yet
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "RALLYPOINT_BEAT": str(folder / "beat"),
             **(self._of_cpu() if self.device == "cpu" else {}),
         }

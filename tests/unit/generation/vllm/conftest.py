@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rallypoint.generation.vllm import Outline, VLLMEngine
+from rallypoint.generation.vllm import Connection, Outline, VLLMEngine
 from rallypoint.generation.vllm.http import Address
 from rallypoint.models.sources import same_names
 
@@ -45,7 +45,7 @@ class FakeServer:
     def __init__(self, world, folder: Path):
         self.world, self.version, self.why = world, "default", None
         self.address = Address(folder / f"socket{len(world.servers)}", "the key")
-        self.asked, self.beats, self.tasks = [], 0, set()
+        self.asked, self.adapters, self.beats, self.tasks = [], [], 0, set()
         world.servers.append(self)
         if world.starts:
             self.why = world.starts.popleft()
@@ -88,6 +88,9 @@ class FakeServer:
             path = head.split()[1]
             if path == "/inference/v1/generate":
                 await self._generate(writer, json.loads(body))
+            elif path == "/v1/load_lora_adapter":
+                self.adapters.append(json.loads(body)["lora_name"])
+                self._answer(writer, 200, b"Success: added.")
             else:
                 self._answer(writer, 200, json.dumps(self._control(path, json.loads(body or b"null"))).encode())
             await writer.drain()
@@ -177,25 +180,25 @@ def world():
 @pytest.fixture
 def make_engine(world):
     """Return a function that makes an engine with fake servers."""
-    engines = []
+    connections = []
 
-    def make(**options):
+    def make(*, takes_adapters=False, start_s=20.0, say=lambda line: None, **options):
         outline = Outline(weights=WEIGHTS, sources=same_names, num_ids=NUM_IDS, cache_bytes_per_token=1)
-        settings = {
-            "max_request_tokens": 100,
-            "max_rows": 8,
-            "version": 4,
-            "start_s": 20.0,
-            "silence_s": 20.0,
-            "say": lambda line: None,
-            **options,
-        }
-        engines.append(VLLMEngine(lambda folder: FakeServer(world, folder), outline, **settings))
-        return engines[-1]
+        settings = {"max_request_tokens": 100, "max_rows": 8, "silence_s": 20.0, **options}
+        connections.append(
+            Connection(
+                lambda folder: FakeServer(world, folder),
+                version=4,
+                takes_adapters=takes_adapters,
+                start_s=start_s,
+                say=say,
+            )
+        )
+        return VLLMEngine(connections[-1], outline, **settings)
 
     yield make
-    for engine in engines:
-        engine.close()
+    for connection in connections:
+        connection.close()
 
 
 @pytest.fixture

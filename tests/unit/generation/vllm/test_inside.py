@@ -23,6 +23,7 @@ class LogitsProcessor: pass
 class MoveDirectionality: SWAP = "swap"
 module("vllm", SamplingParams=object)
 module("vllm.config", VllmConfig=object)
+module("vllm.lora"); module("vllm.lora.request", LoRARequest=lambda *args, **kwargs: [args, kwargs])
 module("vllm.v1"); module("vllm.v1.sample")
 module("vllm.v1.sample.logits_processor", BatchUpdate=object, LogitsProcessor=LogitsProcessor,
        MoveDirectionality=MoveDirectionality)
@@ -41,6 +42,9 @@ class Worker(rallypoint_vllm.Loading):
         if "fails" in folder:
             raise ValueError("it does not fit")
         self.held = {name: float(tensor.float().sum()) for name, tensor in weights_iterator}
+
+    def add_lora(self, request):
+        self.held = request
 
 for folder in sys.argv[2:]:
     worker = Worker()
@@ -109,3 +113,11 @@ def test_a_worker_takes_over_a_folder_whole_or_not_at_all(published, tmp_path):
         assert held is None
         assert answer["version"] is None
         assert str(folders[kind]) in answer["error"]
+
+
+def test_an_adapter_takes_the_place_of_the_one_before(published):
+    manifest = json.loads((published / "manifest.json").read_text())
+    (published / "manifest.json").write_text(json.dumps({**manifest, "kind": "adapter"}))
+    answer, held = json.loads(python(LOAD, str(published)))
+    assert answer == {"version": 6, "error": None}
+    assert held == [["rallypoint", 1, str(published)], {"load_inplace": True}]

@@ -117,3 +117,10 @@ def test_folders_of_processes_that_are_gone_are_swept_and_others_are_not(tmp_pat
     assert other.path.exists()
     assert not left.exists()
     assert os.stat(mine.path).st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
+def test_a_server_makes_room_for_adapters_of_at_least_their_rank(launch, tmp_path, rank, room):
+    command = dataclasses.replace(launch, adapter_rank=rank).command(tmp_path)
+    assert {"--enable-lora", f"--max-lora-rank={room}"} <= set(command)
+    assert not [argument for argument in launch.command(tmp_path) if "lora" in argument]

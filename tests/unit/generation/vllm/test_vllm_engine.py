@@ -1,6 +1,7 @@
 """What becomes of requests when the server behaves, dies, hangs, or answers nonsense."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,56 @@ def test_requests_of_many_threads_get_their_own_pieces(engine):
     request = request_of(3, streamed=True)
     assert [token for piece in thread.stream(request) for token in piece.tokens] == expected_of(request)
     thread.close()
+
+
+def test_an_adapter_is_named_once_to_every_server_and_asked_for_from_then_on(make_engine, world, tmp_path):
+    engine = make_engine(takes_adapters=True)
+    list(stream(engine, request_of(1)))
+    for version in (5, 6):
+        (tmp_path / str(version)).mkdir()
+        (tmp_path / str(version) / "manifest.json").write_text(json.dumps({"version": version}))
+        engine.load_folder(version, tmp_path / str(version))
+        list(stream(engine, request_of(2)))
+    world.servers[0].die()
+    assert tokens_of(list(stream(engine, request_of(3))), 4) == expected_of(request_of(3))
+    names = [[body.get("model") for body in server.asked] for server in world.servers]
+    assert names == [[None, "rallypoint", "rallypoint"], ["rallypoint"]]
+    assert [server.adapters for server in world.servers] == [["rallypoint"], ["rallypoint"]]
+    assert world.loads == [5, 6, 6]
+
+
+def test_a_server_that_nobody_asked_for_long_is_not_taken_for_silent(make_engine, world):
+    engine = make_engine(silence_s=0.3)
+    list(stream(engine, request_of(1)))
+    time.sleep(0.5)
+
+    def slowly(server, answer):
+        time.sleep(0.15)
+        return answer
+
+    world.misbehave.append(slowly)
+    assert tokens_of(list(stream(engine, request_of(2))), 2) == expected_of(request_of(2))
+    assert len(world.servers) == 1
+
+
+def test_two_engines_take_turns_over_one_server_and_keep_their_requests_apart(make_engine, world):
+    training = make_engine()
+    guests = training.beside(max_rows=2, decode=lambda tokens: "")
+    guests.sleep()
+    asked = [request_of(1, number, streamed=True) for number in range(5)]
+    ids = [guests.submit(request) for request in asked]
+    pieces, num_turns = [], 0
+    while guests.has_work:
+        own = request_of(9, num_turns)
+        assert tokens_of(list(stream(training, own)), num_turns + 1) == expected_of(own)
+        training.sleep()
+        guests.wake()
+        pieces += guests.step()
+        guests.sleep()
+        training.wake()
+        num_turns += 1
+    assert [tokens_of(pieces, request_id) for request_id in ids] == [expected_of(request) for request in asked]
+    assert num_turns > 1
+    assert len(world.servers) == 1
+    training.load(5, WEIGHTS)
+    assert guests.version == 5

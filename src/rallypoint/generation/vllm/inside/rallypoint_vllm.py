@@ -24,6 +24,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 _PACKAGE = Path(__file__).resolve().parents[3]
@@ -84,7 +85,7 @@ class Loading:
     """Of the weights that this worker holds whole; None while it holds those it began with, or may hold a mixture."""
 
     def rallypoint_load(self, folder: str) -> dict[str, object]:
-        """Take over the weights of a folder, after every tensor of it was compared with the manifest.
+        """Take over the weights, or the adapter, of a folder, after every tensor of it was compared with the manifest.
 
         Returns:
             `version`, of the weights that are held now (None: of none that can be named), and `error`, None if they are
@@ -97,7 +98,10 @@ class Loading:
             return {"version": self.rallypoint_version, "error": f"{folder}: {error}"}
         self.rallypoint_version = None
         try:
-            self.reload_weights(weights_iterator=tensors.items())  # pyright: ignore[reportAttributeAccessIssue]
+            if manifest["kind"] == "adapter":
+                self.add_lora(LoRARequest("rallypoint", 1, folder, load_inplace=True))  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                self.reload_weights(weights_iterator=tensors.items())  # pyright: ignore[reportAttributeAccessIssue]
         except (ValueError, KeyError, RuntimeError, AttributeError, AssertionError) as error:
             return {"version": None, "error": f"{folder}: {type(error).__name__}: {error}"}
         self.rallypoint_version = manifest["version"]
