@@ -178,6 +178,10 @@ def serve(
         bool, typer.Option("--exact", help="The same bits in any company, as rollout.exact; several times slower.")
     ] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
+    on_load: Annotated[
+        Literal["keep", "recompute"],
+        typer.Option(help="With new weights responses under way keep what was computed of them, or it is done again."),
+    ] = "keep",
     grace_s: Annotated[float, typer.Option(min=0.0, help="Time for requests under way to end at a Ctrl-C.")] = 30.0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -196,6 +200,7 @@ def serve(
         cache_tokens=cache_tokens,
         exact=exact,
         follow=follow,
+        on_load=on_load,
         grace_s=grace_s,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Literal
 
 from rich.console import Console
 
@@ -25,6 +26,7 @@ def serve(
     cache_tokens: int,
     exact: bool,
     follow: bool,
+    on_load: Literal["keep", "recompute"],
     grace_s: float,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, a second of which ends at once what is under way."""
@@ -46,6 +48,7 @@ def serve(
         cache_tokens=cache_tokens,
         exact=exact,
         follow=follow,
+        on_load=on_load,
         grace_s=grace_s,
     )
     trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.data import load_tokenizer
@@ -49,6 +50,8 @@ class Options:
     """Whether tokens depend on the request alone, bit for bit."""
     follow: bool
     """Whether to take over newer checkpoints of the run."""
+    on_load: Literal["keep", "recompute"]
+    """Whether responses under way go on with their old keys and values under new weights."""
     grace_s: float
     """How long requests under way may take to end after the end was asked for."""
 
@@ -87,6 +90,7 @@ class Serving:
             max_rows=options.max_concurrency,
             cache_tokens=options.cache_tokens,
             mode="exact" if options.exact else "fast",
+            on_load=options.on_load,
             decode=codec.decode,
             version=_version_of(trained),
         )

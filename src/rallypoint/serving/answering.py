@@ -16,7 +16,7 @@ from typing import Generic, Protocol
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Call
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, RallyError
 from rallypoint.generation import Piece, Request, SamplingParams
@@ -26,7 +26,6 @@ from rallypoint.serving.bridge import Bridge
 from rallypoint.serving.choice import Choice
 from rallypoint.serving.codec import Codec, TokenIds
 
-_BODY_TIMEOUT_S = 60.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -75,13 +74,16 @@ class Model:
 class Answering(Generic[AskedT]):
     """One of the two routes that sample, as an ASGI application."""
 
-    def __init__(self, model: Model, kind: type[AskedT], *, max_body_bytes: int) -> None:
-        self._model, self._kind, self._max_body_bytes = model, kind, max_body_bytes
+    def __init__(self, model: Model, kind: type[AskedT], *, max_body_bytes: int, patience_s: float) -> None:
+        """Answer requests of at most so many bytes, and wait so long for a client that does not send, or not read."""
+        self._model, self._kind = model, kind
+        self._max_body_bytes, self._patience_s = max_body_bytes, patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a request, sample, and answer, unless the client goes before."""
         with contextlib.suppress(ClientDisconnect):
-            asked = read_asked(self._kind, await _read_body(Call(scope, receive), self._max_body_bytes))
+            body = await _read_body(Call(scope, receive), self._max_body_bytes, self._patience_s)
+            asked, send = read_asked(self._kind, body), _impatient(send, self._patience_s)
             await _while_connected(receive, self._answer(asked, scope, receive, send))
 
     async def _answer(self, asked: AskedT, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +142,7 @@ def respond(body: JSON, status: int = 200, headers: dict[str, str] | None = None
     return Response(_dump(body), status, headers, media_type="application/json")
 
 
-async def _read_body(call: Call, max_bytes: int) -> bytes:
+async def _read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -153,13 +155,13 @@ async def _read_body(call: Call, max_bytes: int) -> bytes:
         raise EndpointError(415, f"expected the header 'Content-Type: application/json', found {kind!r}")
     body = bytearray()
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for part in call.stream():
                 body += part
                 if len(body) > max_bytes:
                     raise EndpointError(413, f"the body has more than {max_bytes:,} bytes")
     except TimeoutError:
-        raise EndpointError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from None
+        raise EndpointError(408, f"the body did not arrive within {timeout_s:g} s") from None
     return bytes(body)
 
 
@@ -174,6 +176,19 @@ async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _impatient(send: Send, timeout_s: float) -> Send:
+    """Return `send`, with a client that does not read for so long taken for one that has gone."""
+
+    async def send_in_time(message: Message) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    return send_in_time
 
 
 async def _gone(receive: Receive) -> None:

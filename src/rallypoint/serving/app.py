@@ -36,6 +36,8 @@ class Access:
     hosts: tuple[str, ...]
     """Names that callers without a key may know us by; a page in a browser that was lured here knows another one."""
     max_body_bytes: int
+    patience_s: float = 60.0
+    """How long a caller may take to send what it asks, or not read what it is told."""
 
     def refusal(self, headers: Headers, path: str) -> EndpointError | None:
         """Say why a call is refused, if it is."""
@@ -93,8 +95,8 @@ def make_app(model: Model, access: Access) -> Starlette:
         model.check_name(request.path_params["name"])
         return respond(card)
 
-    chat = Answering(model, ChatAsked, max_body_bytes=access.max_body_bytes)
-    completions = Answering(model, CompletionAsked, max_body_bytes=access.max_body_bytes)
+    chat = Answering(model, ChatAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
+    completions = Answering(model, CompletionAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
     return Starlette(
         routes=[
             Route("/health", health),

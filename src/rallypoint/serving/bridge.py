@@ -42,7 +42,7 @@ class Bridge:
         self.num_running = 0
         """Responses that are under way."""
         self.failure: GenerationError | None = None
-        """Why nothing can be answered any more."""
+        """Why the last requests could not be answered; None after one that was."""
 
     def check_room(self, num: int) -> None:
         """Say whether so many more responses may be under way.
@@ -81,6 +81,7 @@ class Bridge:
             for place, request in enumerate(requests):
                 ids.append(self._engine.submit(request, functools.partial(pieces.deliver, place)))
             yield pieces.read()
+            self.failure = None
         except GenerationError as error:
             self.failure = error
             raise

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import http.client
 import json
+import socket
 import threading
 import time
 from collections import deque
@@ -201,9 +202,11 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             keys=(),
             max_concurrency=8,
             max_body_bytes=100_000,
+            patience_s=60.0,
             tokenizer=tokenizer,
             engine=None,
             grace_s=5,
+            send_buffer_bytes=None,
         ) -> Served:
             @functools.cache
             def ids_of(text: str) -> list[int]:
@@ -217,10 +220,12 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             thread = EngineThread(engine)
             bridge = Bridge(thread, max_concurrency=max_concurrency)
             model = Model(name="m", engine=engine, bridge=bridge, codec=Codec(tokenizer), stop_tokens=stops)
-            access = Access(keys=keys, hosts=("127.0.0.1", "::1"), max_body_bytes=max_body_bytes)
-            socket = bind("127.0.0.1", 0)
-            port = socket.getsockname()[1]
-            server = Server(make_app(model, access), socket, grace_s=grace_s, on_end=lambda: None)
+            access = Access(keys=keys, hosts=("127.0.0.1", "::1"), max_body_bytes=max_body_bytes, patience_s=patience_s)
+            listening = bind("127.0.0.1", 0)
+            if send_buffer_bytes is not None:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+            port = listening.getsockname()[1]
+            server = Server(make_app(model, access), listening, grace_s=grace_s, on_end=lambda: None)
             server.start()
             ends.callback(server.stop, thread.close)
             return Served(Client(port), engine, server, thread)

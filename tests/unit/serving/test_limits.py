@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rallypoint.errors import NotFiniteError
+from rallypoint.errors import GenerationError, NotFiniteError
 from rallypoint.generation import Piece
 from rallypoint.serving import bind
 
@@ -156,6 +156,32 @@ def test_a_client_that_does_not_read_holds_nobody_up(serve):
         assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
 
 
+def test_a_client_that_never_reads_is_taken_for_gone(serve):
+    served = serve("hello" * 70, patience_s=0.5, send_buffer_bytes=4096, max_concurrency=64)
+    asked = {"prompt": "x", "n": 64, "stream": True, "max_tokens": 300, "logprobs": 0, "return_token_ids": True}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.client.port))
+        client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        served.client.wait_until(lambda health: health["num_running"] == 64)
+        served.client.wait_until(lambda health: health["num_running"] == 0)
+        assert served.client.complete("x").status == 200
+        said = b"".join(iter(lambda: client.recv(65536), b""))
+    assert said.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in said
+
+
+def test_a_body_that_does_not_come_is_told_so(serve):
+    client = serve(patience_s=0.5).client
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b"408" in connection.recv(1000)
+    assert client.complete("x").status == 200
+
+
 def test_an_engine_that_fails_is_an_error_of_everybody_and_no_empty_answer(serve):
     served = serve()
     served.engine.is_frozen = True
@@ -175,23 +201,23 @@ def test_an_engine_that_fails_is_an_error_of_everybody_and_no_empty_answer(serve
     assert (health.status, health.json["status"]) == (503, "failed")
 
 
-def test_one_response_that_fails_fails_its_request_only(serve):
+@pytest.mark.parametrize("error", [NotFiniteError("not finite"), GenerationError("a slice failed")], ids=str)
+def test_one_response_that_fails_fails_its_request_only(serve, error):
     served = serve(lambda request: "hello")
     step = served.engine.step
 
     def failing_step() -> list[Piece]:
         return [
-            dataclasses.replace(piece, finish_reason="failed", error=NotFiniteError("the logits are not finite"))
-            if piece.request_id == 2
-            else piece
+            dataclasses.replace(piece, finish_reason="failed", error=error) if piece.request_id == 2 else piece
             for piece in step()
         ]
 
     served.engine.step = failing_step
     assert served.client.complete("x").status == 200
     answer = served.client.complete("x", n=3)
-    assert (answer.status, answer.error["message"]) == (500, "the logits are not finite")
+    assert (answer.status, answer.error["message"]) == (500, str(error))
     assert served.client.complete("x").status == 200
+    assert served.client.get("/health").status == 200
 
 
 def test_the_end_waits_for_what_is_under_way(serve):
