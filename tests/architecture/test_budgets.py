@@ -24,6 +24,7 @@ BROAD: dict[str, str] = {
     "cluster/ray_cluster.py:start_local": "whatever keeps Ray from starting, nothing of it may stay",
     "cluster/inline.py:_run": "raised again where the result is awaited",
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
+    "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/engine.py:train": "raised again as soon as the other ranks know",
     "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",

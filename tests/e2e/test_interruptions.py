@@ -39,6 +39,22 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weight
     assert weights_of(whole) == weights_of(resumed)
 
 
+def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same_weights(runs, weights_of):
+    pools = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second", "rollout.weights=folder")
+    whole = runs.run("whole", *LONG, INLINE[0], *pools)
+    process = runs.start("train", "digits", *runs.overrides("killed", *LONG, INLINE[0], *pools))
+    wait_for("killed", "step  5/12", process)
+    published = runs.folder / "killed" / "published"
+    while process.poll() is None and not list(published.glob(".version_*.partial")):
+        pass  # it is there for a moment
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    resumed = runs.resume("killed")
+    assert weights_of(whole) == weights_of(resumed)
+    assert not resumed.published.exists()
+
+
 def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of):
     whole = runs.run("whole", "trainer.num_steps=12", *INLINE)
     process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=12", *INLINE))

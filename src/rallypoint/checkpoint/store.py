@@ -84,7 +84,7 @@ def verify(checkpoint: Path) -> None:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         version, step = manifest["format"], manifest["step"]
         files = {name: (entry["size"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} cannot be read ({error}); {_REMEDY}") from error
     if version != _FORMAT:
         raise CheckpointError(f"{checkpoint}: expected format {_FORMAT}, found {version}")

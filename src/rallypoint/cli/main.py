@@ -93,10 +93,10 @@ def evaluate(
         str | None, typer.Option(help="file.py:function; by default the one that the run was trained with.")
     ] = None,
     temperature: Temperature = 1.0,
-    num_samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,
     max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Score a checkpoint on a data set."""
@@ -122,7 +122,7 @@ def chat(
     ],
     temperature: Temperature = 0.0,
     max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a checkpoint."""

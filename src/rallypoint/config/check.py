@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from rallypoint.config.sections import LoRAConfig
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import RunConfig, unread_sections
+
+_MOST_INLINE = 256
+"""Processes that are threads of one; far beyond what is of use."""
 
 
 def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
@@ -182,6 +186,13 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("cluster.pools",), "cluster.pools is empty; expected at least one pool, such as {main: [1]}")
         return
     whole = True
+    num_processes = sum(itertools.chain.from_iterable(pools.values()))
+    if config.cluster.runtime == "inline" and num_processes > _MOST_INLINE:
+        yield Problem(
+            ("cluster.pools", "cluster.runtime"),
+            f"cluster.runtime=inline runs all {num_processes} processes of cluster.pools in one; expected at most "
+            f"{_MOST_INLINE}, or cluster.runtime=ray",
+        )
     for name, nodes in pools.items():
         if not nodes or min(nodes) < 1:
             whole = False

@@ -14,6 +14,9 @@ _DIGITS_VOCABULARY = 20
 _TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text")
 """Types of models whose config.json leaves out that embedding and head are one matrix."""
 
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+"""What config.json says of a plain decoder."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -149,10 +152,15 @@ def shape_of(config: RunConfig) -> ModelShape | None:
 
 def read_shape(folder: Path) -> ModelShape | None:
     """Read a shape from config.json; None when it is not there, or not that of a plain decoder."""
+    file = folder / "config.json"
     try:
-        values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not file.is_file():  # a pipe would be waited for
+            return None
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
         model_type = str(values.get("model_type", ""))
+        if not all(int(values[name]) >= 1 for name in SIZES):
+            return None
         return ModelShape(
             num_layers=int(values["num_hidden_layers"]),
             hidden_size=hidden,
@@ -166,7 +174,7 @@ def read_shape(folder: Path) -> ModelShape | None:
             model_type=model_type,
             **_read_experts(values),
         )
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
         return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -18,6 +19,7 @@ import yaml
 from rallypoint.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_MOST_VALUES, _MOST_SHOWN = 100_000, 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ def _parse(text: str) -> yaml.Node | None:
     """Return YAML's tree of nodes, which know their lines; None for a text without a value."""
     compose = cast("Callable[..., yaml.Node | None]", yaml.compose)  # pyright: ignore[reportUnknownMemberType]
     try:
-        return compose(text, Loader=_Loader)
+        node = compose(text, Loader=_Loader)
+        num_values = 0 if node is None else _num_values(node, {})
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(_one_line(part) for part in (error.context, error.problem) if part)
@@ -202,6 +205,19 @@ def _parse(text: str) -> yaml.Node | None:
         raise _NotYAMLError(1, _one_line(error)) from None
     except RecursionError:
         raise _NotYAMLError(1, "it is nested too deeply") from None
+    if num_values > _MOST_VALUES:
+        raise _NotYAMLError(1, f"its aliases make {num_values:,} values of it, expected at most {_MOST_VALUES:,}")
+    return node
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node stands for, where those that aliases repeat count every time."""
+    if id(node) not in known:
+        known[id(node)] = 1  # also for one inside itself, which is an error of its own
+        inside = cast("list[Any]", node.value) if isinstance(node, yaml.CollectionNode) else []
+        parts = itertools.chain.from_iterable(inside) if isinstance(node, yaml.MappingNode) else inside
+        known[id(node)] += sum(_num_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _plain(
@@ -241,7 +257,8 @@ def _leaf(node: yaml.Node, dotted: str, place: str, problems: list[str]) -> Any:
         problems.append(f"{dotted} ({place}): {_one_line(error.problem)}")
         return None
     except ValueError as error:
-        problems.append(f"{dotted}={node.value!r} ({place}): {error}")
+        shown = f"={node.value[:_MOST_SHOWN]!r}" if isinstance(node, yaml.ScalarNode) else ""
+        problems.append(f"{dotted}{shown} ({place}): {error}")
         return None
 
 

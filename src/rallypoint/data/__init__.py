@@ -8,7 +8,15 @@ from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_d
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.files import check_dataset_path
 from rallypoint.data.stream import PromptStream
-from rallypoint.data.tokenizer import EncodedPrompts, decoder, encode_prompts, load_tokenizer, make_digits_tokenizer
+from rallypoint.data.tokenizer import (
+    EncodedPrompts,
+    decoder,
+    encode_prompts,
+    load_tokenizer,
+    make_digits_tokenizer,
+    save_tokenizer,
+    template_errors,
+)
 
 __all__ = [
     "Dataset",
@@ -25,5 +33,7 @@ __all__ = [
     "load_tokenizer",
     "make_digits",
     "make_digits_tokenizer",
+    "save_tokenizer",
     "score_digits",
+    "template_errors",
 ]

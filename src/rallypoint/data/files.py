@@ -108,8 +108,13 @@ def read_jsonl(path: Path, label: str, problems: Problems) -> Iterator[tuple[int
 def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
     try:
         row: object = json.loads(line, parse_constant=_refuse_constant)
+        if b"\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except json.JSONDecodeError as error:
         problems.add(f"{where}: not valid JSON: {error.msg} at column {error.colno}")
+        return None
+    except UnicodeEncodeError as error:
+        problems.add(f"{where}: not valid JSON: {error.object[error.start]!r} is half a character")
         return None
     except UnicodeDecodeError as error:
         problems.add(f"{where}: not valid UTF-8: {error.reason} at byte {error.start + 1}")

@@ -115,9 +115,30 @@ def load_tokenizer(
     return tokenizer
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer into a model folder.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare `Exception` for a disk that is full
+        raise OSError(f"{folder}: the tokenizer cannot be written: {error}") from error
+
+
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Return what turns token ids into text, without special tokens."""
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def template_errors() -> tuple[type[Exception], ...]:
+    """Return what a chat template may raise, which is a program of the model's author."""
+    from jinja2 import TemplateError
+
+    return (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -143,7 +164,8 @@ def _explain_load_failure(where: str, is_local: bool, error: Exception) -> str:
             "a run, or give --trust-remote-code to another command"
         )
     if is_local:
-        return f"{where}: its tokenizer cannot be read; tokenizer.json or tokenizer_config.json is damaged: {reason}"
+        files = "tokenizer.json, tokenizer_config.json or config.json"
+        return f"{where}: its tokenizer cannot be read; {files} is damaged: {reason}"
     return (
         f"{where!r} is neither a folder here ({Path(where).absolute()} does not exist) "
         f"nor a model that the Hugging Face hub could give us: {reason}"
@@ -224,8 +246,6 @@ def encode_prompts(
 def _encode(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], problems: Problems
 ) -> Iterator[tuple[Example, tuple[int, ...]]]:
-    from jinja2 import TemplateError
-
     def encode(part: Sequence[Example]) -> Iterator[tuple[Example, tuple[int, ...]]]:
         conversations = [
             [{"role": message.role, "content": message.content} for message in example.prompt] for example in part
@@ -238,10 +258,10 @@ def _encode(
         part = examples[start : start + _PROMPTS_PER_CALL]
         try:
             yield from encode(part)
-        except TemplateError:
+        except template_errors():
             # One of them does not fit the template; the others of this part are encoded one by one beside it.
             for example in part:
                 try:
                     yield from encode([example])
-                except TemplateError as error:
+                except template_errors() as error:
                     problems.add(f"{example.name}: the prompt does not fit the chat template: {error}")

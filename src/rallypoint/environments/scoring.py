@@ -151,7 +151,7 @@ def _score_row(
         value = reward(
             data_source=example.data_source, solution_str=text, ground_truth=ground_truth, extra_info=extra_info
         )
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything; it becomes a counted value
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
         shown = format_user_traceback(error, skip=lambda file: file == __file__)
         return f"the reward function raised {_first_line(error)}", shown
     try:
@@ -160,7 +160,7 @@ def _score_row(
         return str(error), ""
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """Return type and message; the message may itself be code of the user's, so traceback is asked for it."""
     lines = "".join(traceback.format_exception_only(error)).splitlines()
     return next((line for line in lines if not line.startswith(" ")), lines[0])

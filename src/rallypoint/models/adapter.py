@@ -174,7 +174,7 @@ def open_adapter(path: str) -> AdapterFolder:
     folder = Path(path).expanduser()
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as an adapter in PEFT's format: {error}") from error
     with TensorFiles([folder / WEIGHTS]) as files:
         shapes = {name: entry.shape for name, entry in files.entries.items()}

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
@@ -94,7 +95,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         wrong = [name for name in index.values() if Path(name).name != name or not name.endswith(".safetensors")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path}: cannot be read as the index of a model: {error}; copy or download it again"
         ) from error
@@ -110,5 +111,17 @@ def explained(path: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        ImportError,
+        SafetensorError,
+        # Of values in config.json that are of another type, or make no model.
+        StrictDataclassError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise ModelError(f"{path}: transformers cannot load it: {error}") from error

@@ -70,8 +70,9 @@ class _Loader(abc.ABC):
         Raises:
             ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
         """
-        config = _read_config(path, trust_remote_code, **self.config_changes)
+        config = read_config(path, trust_remote_code, **self.config_changes)
         self.check_config(path, config)
+        _check_depth(path, config)
         adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
         with explained(path):
             shard = build(
@@ -170,7 +171,8 @@ def outline_policy(path: str, *, dtype: str, trust_remote_code: bool = False) ->
     Raises:
         ModelError: the folder is missing or incomplete.
     """
-    config = _read_config(path, trust_remote_code)
+    config = read_config(path, trust_remote_code)
+    _check_depth(path, config)
     with explained(path):
         return build(
             config,
@@ -221,7 +223,12 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=True))
 
 
-def _read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
+def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
+    """Return what config.json says, with some changes.
+
+    Raises:
+        ModelError: it cannot be read, or describes nothing that could be trained.
+    """
     quiet_transformers()
     folder = Path(path).expanduser()
     if path.startswith(("/", ".", "~")) and not folder.is_dir():
@@ -247,11 +254,23 @@ def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
     return {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).expanduser().is_dir()}
 
 
+def _check_depth(path: str, config: PreTrainedConfig) -> None:
+    """Compare the number of layers, each of which takes time to build, with what the files could fill."""
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    with find_weights(path).open() as files:
+        if num_layers > len(files.entries):
+            raise ModelError(
+                f"{path}: config.json says num_hidden_layers={num_layers}, but the files hold {len(files.entries)} "
+                "tensors in all; give the config.json and the safetensors files that were saved together"
+            )
+
+
 def _fill(
     path: str, shard: ModelShard, device: torch.device, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
 ) -> None:
     """Allocate a model and read its weights, once the headers of the files show that they fit."""
     with find_weights(path).open() as files:
+        fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
         allocate(shard, device)
         _read(path, shard, files, may_lack, may_exceed)
 

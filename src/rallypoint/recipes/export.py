@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from rallypoint.checkpoint import MANIFEST
-from rallypoint.data import load_tokenizer
+from rallypoint.data import load_tokenizer, save_tokenizer
 from rallypoint.errors import CheckpointError, ExportError
 from rallypoint.models import merge_adapters, save_model
 from rallypoint.recipes.use import Trained
@@ -67,4 +67,4 @@ def _merge(trained: Trained, folder: Path) -> None:
         own = AutoConfig.from_pretrained(trained.model_path, trust_remote_code=trust).dtype
         dtype = str(own).removeprefix("torch.") if str(own) == "torch.bfloat16" else "float32"
     save_model(merge_adapters(trained.load(dtype)), folder)
-    load_tokenizer(trained.tokenizer_path, trust_remote_code=trust).save_pretrained(folder)
+    save_tokenizer(load_tokenizer(trained.tokenizer_path, trust_remote_code=trust), folder)

@@ -20,7 +20,7 @@ from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, make_plan
 from rallypoint.config.plan import describe_way, weights_way
-from rallypoint.data import load_tokenizer
+from rallypoint.data import load_tokenizer, save_tokenizer
 from rallypoint.observability import (
     Completion,
     MetricsLog,
@@ -290,7 +290,7 @@ class _Run:
                 (folder / "training").mkdir()
                 for learner in self.recipe.learners:
                     await learner.save(folder)
-                self.material.tokenizer.save_pretrained(folder)
+                save_tokenizer(self.material.tokenizer, folder)
                 state = {"step": step, "num_admitted": source.num_admitted, "version": actor.version}
                 (folder / "training" / "state.json").write_text(json.dumps(state))
             checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)

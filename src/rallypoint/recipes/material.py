@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rallypoint.config import CreateModelConfig, OnTooLong, RunConfig
 from rallypoint.data import (
@@ -22,7 +22,7 @@ from rallypoint.data import (
 from rallypoint.environments.reward import RewardFunction, load_reward
 from rallypoint.errors import DataError, ModelError
 from rallypoint.models import create_model
-from rallypoint.models.load import quiet_transformers
+from rallypoint.models.load import quiet_transformers, read_config
 from rallypoint.recipes.run_folder import RunFolder
 
 
@@ -69,8 +69,10 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
     train_paths, validation_paths = _data_paths(config, folder)
     model_path = config.model.path or str(_created_model(config, folder))
     trust = config.model.trust_remote_code
+    model = read_config(model_path, trust)  # before the tokenizer, which would be blamed for what is wrong in it
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust)
-    limits = read_limits(model_path, tokenizer, trust_remote_code=trust)
+    check_vocabulary(model_path, tokenizer, model)
+    limits = Limits.of(model)
     train, validation = (
         encode_all(
             tokenizer,
@@ -133,20 +135,6 @@ class Limits:
                 f"rollout.max_response_tokens = {config.max_row_tokens}; lower one of them"
             )
         return self.max_positions - most
-
-
-def read_limits(model_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> Limits:
-    """Read a model's declared sizes.
-
-    Raises:
-        ModelError: they cannot be read, or the tokenizer has ids that the embedding lacks.
-    """
-    try:
-        model = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_path}: transformers cannot read config.json: {error}") from error
-    check_vocabulary(model_path, tokenizer, model)
-    return Limits.of(model)
 
 
 def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:

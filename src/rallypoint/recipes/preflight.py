@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
+from rallypoint.config.shape import SIZES
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
@@ -102,13 +103,22 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         return
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         yield Problem((name,), f"{name}={path!r}: config.json is not valid JSON ({error})")
         return
     if not isinstance(content, dict) or "model_type" not in content:
         yield Problem((name,), f"{name}={path!r}: config.json has no model_type, so transformers cannot load it")
+        return
+    if wrong := [f"{size}={content[size]!r}" for size in SIZES if size in content and not _is_size(content[size])]:
+        yield Problem(
+            (name,), f"{name}={path!r}: config.json has {', '.join(wrong)}; expected whole numbers of at least 1"
+        )
     if not any(folder.glob("*.safetensors")):
         yield Problem((name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _adapter(name: str, path: str) -> Iterator[Problem]:
@@ -124,11 +134,12 @@ def _adapter(name: str, path: str) -> Iterator[Problem]:
 
 def _positions(path: str, config: RunConfig) -> Iterator[Problem]:
     """Compare the rows with the length that a local model supports; what comes from the hub is looked at later."""
+    file = Path(path).expanduser() / "config.json"
     try:
-        longest = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")).get(
-            "max_position_embeddings"
-        )
-    except (OSError, ValueError, AttributeError):
+        if not file.is_file():
+            return
+        longest = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return
     # Prompts that may be dropped or cut are measured against what the model supports, one by one.
     needed = config.max_row_tokens if config.data.on_too_long == "error" else config.rollout.max_response_tokens + 1

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import decoder
+from rallypoint.data import decoder, template_errors
 from rallypoint.errors import EndpointError
 
 TokenIds: TypeAlias = tuple[int, ...]
@@ -47,7 +46,7 @@ class Codec:
 
         try:
             return await self._run(encode)
-        except TemplateError as error:
+        except template_errors() as error:
             message = f"the messages do not fit the model's chat template: {error}"
             raise EndpointError(400, message, param="messages") from None
 

@@ -82,6 +82,7 @@ def files(here: Path) -> Path:
         "sub/.keep": "",
         "lost.yaml": "seed: 1\nbase: bse.yaml\n",
         "number.yaml": "base: 3\n",
+        "aliases.yaml": "a0: &a0 [1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40)),
         "itself.yaml": "base: base.yaml\nactor: &a\n  optimizer: *a\n",
         "deep.yaml": "seed: " + "[" * 3000,
         "keys.yaml": "base: base.yaml\n[a, b]: 3\n",

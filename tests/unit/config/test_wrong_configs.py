@@ -178,7 +178,13 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),
     "fit: odd width": ("model.create.hidden_size=65", ("hidden_size=65", "expected 64 or 66")),
     "fit: key/value heads": ("model.create.num_key_value_heads=3", ("heads=3", "expected one of 1, 2, 4")),
-    "range: rank of an adapter": ("model.lora.rank=0", ("model.lora.rank=0", "of at least 1")),
+    "range: rank of an adapter": ("model.lora.rank=0", ("model.lora.rank=0", "from 1 to 65536")),
+    "fit: inline beyond sense": (
+        "cluster.pools.main=[1000000] cluster.runtime=inline",
+        ("all 1000000 processes", "at most 256"),
+    ),
+    "range: rows beyond all memory": ("rollout.num_prompts=1000000000000", ("num_prompts=", "from 1 to 1048576")),
+    "type: digits without end": ("rollout.stop=[" + "1" * 5000 + "]", ("rollout.stop (command line): ", "digits")),
     "unknown: dropout": ("model.lora.dropout=0.1", ("model.lora.dropout=0.1", "the keys rank, alpha")),
     "fit: nothing to adapt": ("model.lora.target_modules=[]", ("target_modules is empty", "[q_proj, v_proj]")),
     "fit: two ranks": (
@@ -268,6 +274,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "source: folder without a run": ("@sub", ("'sub'", "nor a run folder")),
     "source: broken YAML": ("@broken.yaml", ("broken.yaml:3: not valid YAML", "expected ',' or ']'")),
     "source: nested too deeply": ("@deep.yaml", ("deep.yaml:1: not valid YAML", "too deeply")),
+    "source: aliases of aliases": ("@aliases.yaml", ("aliases.yaml:1: not valid YAML: its aliases make", "100,000")),
     "source: no text": ("@binary.yaml", ("binary.yaml", "cannot be read")),
     "source: empty": ("@empty.yaml", ("empty.yaml: the file is empty", "`recipe:`")),
     "source: list": ("@list.yaml", ("list.yaml", "found a list")),

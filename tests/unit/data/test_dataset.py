@@ -185,6 +185,13 @@ def test_a_bad_line_is_named(tmp_path, line, problem):
     assert problem in refusal(write_jsonl(tmp_path / "train.jsonl", [row(), line]))
 
 
+def test_half_a_surrogate_pair_is_named_and_a_whole_one_is_a_character(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", [row(prompt="\U0001f600")])
+    assert len(load_dataset([path])) == 1
+    path.write_text('{"prompt": "1\\ud83d", "ground_truth": "1"}\n')
+    assert "train.jsonl, line 1: not valid JSON: '\\ud83d' is half a character" in refusal(path)
+
+
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", [row()])
     path.write_bytes(path.read_bytes() + b'{"prompt": "\xff\xfe"}\n')

@@ -10,6 +10,7 @@ from rallypoint.data import (
     encode_prompts,
     load_tokenizer,
     make_digits_tokenizer,
+    save_tokenizer,
     score_digits,
 )
 from rallypoint.errors import DataError, ModelError
@@ -196,6 +197,12 @@ def test_a_prompt_with_an_id_that_the_model_does_not_know_is_named():
         encode_prompts(TOKENIZER, examples, max_prompt_tokens=9, num_ids=nine)
 
 
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="the tokenizer cannot be written: No space left on device"):
+        save_tokenizer(TOKENIZER, tmp_path)
+
+
 def test_dropping_every_prompt_is_an_error():
     with pytest.raises(DataError, match="no prompt is left: all 1 are longer than 2 tokens"):
         encode_prompts(TOKENIZER, [example("a:0", ("user", "123"))], max_prompt_tokens=2, on_too_long="drop")
@@ -214,6 +221,14 @@ def test_prompts_that_the_template_refuses_are_named_and_the_others_are_not():
         encode_prompts(TOKENIZER, examples, max_prompt_tokens=9)
     assert "a:3: the prompt does not fit the chat template" in str(raised.value)
     assert "a:8" in str(raised.value)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ messages + 1 }}", "{% if %}"])
+def test_whatever_a_template_raises_is_named_with_its_prompt(template):
+    tokenizer = make_digits_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match="a:0: the prompt does not fit the chat template"):
+        encode_prompts(tokenizer, [example("a:0", ("user", "12"))], max_prompt_tokens=9)
 
 
 @settings(max_examples=5, deadline=None)

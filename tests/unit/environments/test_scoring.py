@@ -49,7 +49,7 @@ def score(results, response_lengths=None, truncated=None):
 
     def reward(data_source, solution_str, ground_truth, extra_info=None):
         result = results[extra_info["row"]]
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
 
@@ -143,6 +143,7 @@ BAD_RESULTS = [
     ([0.1] * 4, "expected one score for each of 3 tokens (or 2 without the end-of-sequence token), found 4"),
     (ValueError("no number\nin it"), "the reward function raised ValueError: no number"),
     (KeyError("answer"), "the reward function raised KeyError: 'answer'"),
+    (SystemExit(2), "the reward function raised SystemExit: 2"),
     (SyntaxError("bad", ("answer", 1, 1, "x(", 1, 2)), "the reward function raised SyntaxError: bad"),
 ]
 

@@ -63,6 +63,25 @@ def test_many_missing_tensors_are_counted_rather_than_listed(folder):
         load_policy(str(folder), dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the files hold 21 tensors"),
+        (
+            {"vocab_size": 10**12},
+            r"wrong shape model\.embed_tokens\.weight: .*expected \[1000000000000, 16\]",
+        ),
+        ({"hidden_size": "wide"}, "transformers cannot load it: .*hidden_size"),
+        ({"num_attention_heads": 0}, "transformers cannot load it"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_none_are_refused_before_they_cost_anything(folder, changes, problem):
+    edit(folder, **changes)
+    with pytest.raises(ModelError, match=problem):
+        load_policy(str(folder), dtype="float32")
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
 def test_a_truncated_file_is_refused(folder, kept):
     file = folder / "model.safetensors"

@@ -6,7 +6,8 @@ from tiny_models import make_tiny_model
 from rallypoint.config import load_config
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.recipes.material import Limits, read_limits
+from rallypoint.models.load import read_config
+from rallypoint.recipes.material import Limits, check_vocabulary
 from rallypoint.recipes.use import Conversation, Trained
 
 
@@ -24,10 +25,12 @@ def folder(tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder):
     tokenizer = make_digits_tokenizer()
-    assert read_limits(folder, tokenizer, trust_remote_code=False) == Limits(num_ids=20, max_positions=64)
+    model = read_config(folder, trust_remote_code=False)
+    check_vocabulary(folder, tokenizer, model)
+    assert Limits.of(model) == Limits(num_ids=20, max_positions=64)
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(ModelError, match="the tokenizer has 21 ids, but the embedding only 20 rows; use the tokenizer"):
-        read_limits(folder, tokenizer, trust_remote_code=False)
+        check_vocabulary(folder, tokenizer, model)
     with pytest.raises(ModelError, match="21 ids, but the embedding only 20 rows"):
         Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=8, seed=0)
 

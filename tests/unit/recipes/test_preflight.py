@@ -1,5 +1,6 @@
 """What is looked at before anything is started; the wrong configs themselves are in tests/unit/config."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,27 @@ def test_the_users_code_is_read_and_not_run(own: list[str]):
 def test_a_model_on_the_hub_is_left_to_the_run_and_a_path_is_not(own: list[str]):
     with pytest.raises(ValueError, match="no such folder"):
         load_checked("ppo", [*own, "model.path=./Some/Model"])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"model_type": "llama", "hidden_size": -1, "vocab_size": "20"}', "hidden_size=-1, vocab_size='20'; expected"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers=0; expected whole numbers"),
+        ('{"model_type":' * 50_000, "config.json is not valid JSON .*recursion"),
+        (None, "config.json is missing"),
+    ],
+    ids=["sizes", "layers", "nested", "pipe"],
+)
+def test_a_config_json_that_describes_no_model_is_refused_by_name(own, tmp_path, content, problem):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    if content is None:
+        os.mkfifo(tmp_path / "model" / "config.json")
+    else:
+        (tmp_path / "model" / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=problem):
+        load_checked("ppo", [*own, f"model.path={tmp_path}/model"])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class CreateModelConfig(Section):
 class LoRAConfig(Section):
     """Low-rank updates of linear layers (arXiv 2106.09685), in PEFT's format; everything else is frozen."""
 
-    rank: int = key(32, at_least=1, help="Rows of A and columns of B.")
+    rank: int = key(32, at_least=1, at_most=2**16, help="Rows of A and columns of B.")
     alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
     rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
     target_modules: Texts = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
@@ -46,8 +46,10 @@ class GenerateDataConfig(Section):
 
     task: Literal["sort", "sequence", "sum"] = key("sort", help="What is to be done with the digits.")
     num_digits: int = key(6, at_least=2, at_most=12, help="Length of an answer.")
-    num_train_prompts: int = key(20_000, at_least=1, unit="prompts", help="Rows of train.parquet.")
-    num_validation_prompts: int = key(512, at_least=1, unit="prompts", help="Rows of validation.parquet.")
+    num_train_prompts: int = key(20_000, at_least=1, at_most=10**7, unit="prompts", help="Rows of train.parquet.")
+    num_validation_prompts: int = key(
+        512, at_least=1, at_most=10**7, unit="prompts", help="Rows of validation.parquet."
+    )
 
 
 class DataConfig(Section):

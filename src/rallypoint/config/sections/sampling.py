@@ -14,8 +14,8 @@ MIN_TEMPERATURE = 1e-3
 class RolloutConfig(Section):
     """What is sampled in a step."""
 
-    num_prompts: int = key(64, at_least=1, unit="prompts", help="P: prompts per training step.")
-    group_size: int = key(8, at_least=1, unit="rollouts", help="G: rollouts per prompt.")
+    num_prompts: int = key(64, at_least=1, at_most=2**20, unit="prompts", help="P: prompts per training step.")
+    group_size: int = key(8, at_least=1, at_most=2**16, unit="rollouts", help="G: rollouts per prompt.")
     max_response_tokens: int = key(256, at_least=1, unit="tokens", help="A rollout ends here at the latest.")
     temperature: float = key(
         1.0,
@@ -46,7 +46,11 @@ class RolloutConfig(Section):
         False, help="Whether logits are the same bits in any company (docs/rollouts.md); several times slower."
     )
     max_batch_rows: int = key(
-        1024, at_least=1, unit="rows", help="Rows that one process decodes together; bounds the KV cache."
+        1024,
+        at_least=1,
+        at_most=2**20,
+        unit="rows",
+        help="Rows that one process decodes together; bounds the KV cache.",
     )
     cache_tokens: int | None = key(
         None, at_least=64, unit="tokens", help="Size of the KV cache of a process; null: all rows at their longest."
