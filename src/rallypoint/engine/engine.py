@@ -9,11 +9,13 @@ whichever lane is faster.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +38,9 @@ from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_in
 BatchT = TypeVar("BatchT", bound=Sequences)
 RowsT = TypeVar("RowsT", bound=Sequences)
 ResultT = TypeVar("ResultT")
+
+Passes: TypeAlias = Iterable[list[int]]
+"""The rows of each micro-batch of a lane that is to be computed, as it comes."""
 
 Loss = Callable[[BatchT, Tensor], tuple[Tensor, Metrics]]
 """(rows of a micro-batch, positions of their trained tokens) -> sum of the loss, metrics.
@@ -126,7 +131,7 @@ class Engine(Generic[BatchT]):
         values = torch.zeros(batch.num_tokens)
         lanes = self._plan(batch, gradient_bytes=0)
 
-        def evaluate(lane: Lane, tick: Callable[[], None]) -> None:
+        def evaluate(lane: Passes, tick: Callable[[], None]) -> None:
             for rows, part, positions in self._micro_batches(batch, lane, tick):
                 found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
                 if rows:
@@ -201,7 +206,7 @@ class Engine(Generic[BatchT]):
         assert self.optimizer is not None, "as in `accumulate`"
         weights = [weight for weight in self.weights.values() if weight.requires_grad]
 
-        def apart(lane: Lane, tick: Callable[[], None]) -> tuple[GradientSums, list[Metrics], NotFiniteError | None]:
+        def apart(lane: Passes, tick: Callable[[], None]) -> tuple[GradientSums, list[Metrics], NotFiniteError | None]:
             sums = GradientSums(weights)
             return sums, *self._pass_lane(batch, loss, denominator, sums.add_backward, lane, tick)
 
@@ -218,7 +223,7 @@ class Engine(Generic[BatchT]):
         loss: Loss[BatchT],
         denominator: float,
         backward: Callable[[Tensor], None],
-        lane: Lane,
+        lane: Passes,
         tick: Callable[[], None],
     ) -> tuple[list[Metrics], NotFiniteError | None]:
         """Make the passes of a lane, forward and backward."""
@@ -235,10 +240,22 @@ class Engine(Generic[BatchT]):
             measured.append(metrics)
         return measured, failure
 
-    def _run(self, call: Callable[[Lane, Callable[[], None]], ResultT], lanes: list[Lane]) -> list[ResultT]:
-        """Call with each lane, side by side, and with what is to be called after each of its micro-batches."""
+    def _run(self, call: Callable[[Passes, Callable[[], None]], ResultT], lanes: list[Lane]) -> list[ResultT]:
+        """Call with each lane, side by side, and with what is to be called after each of its micro-batches.
+
+        Where one of them raises, the others make no further pass.
+        """
+        stopped = threading.Event()
+
+        def run_lane(lane: Lane, tick: Callable[[], None]) -> ResultT:
+            with contextlib.ExitStack() as unless_all_goes_well:
+                unless_all_goes_well.callback(stopped.set)
+                result = call(itertools.takewhile(lambda _: not stopped.is_set(), lane), tick)
+                unless_all_goes_well.pop_all()
+            return result
+
         ticks = itertools.chain([self._tick], itertools.repeat(_nobody_waits))  # the first has the caller's own thread
-        return self._lanes.run([functools.partial(call, *lane) for lane in zip(lanes, ticks, strict=False)])
+        return self._lanes.run([functools.partial(run_lane, *lane) for lane in zip(lanes, ticks, strict=False)])
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
         """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
@@ -302,7 +319,7 @@ class Engine(Generic[BatchT]):
         return [lanes[0] + [[]] * missing, *lanes[1:]]
 
     def _micro_batches(
-        self, batch: RowsT, lane: Lane, tick: Callable[[], None]
+        self, batch: RowsT, lane: Passes, tick: Callable[[], None]
     ) -> Iterator[tuple[list[int], RowsT, Tensor]]:
         """Yield the rows of each micro-batch, as numbers and as what goes through the model, with trained positions."""
         for rows in lane:

@@ -1,5 +1,6 @@
 """Passes in lanes: threads that are side by side change when something is computed, and nothing else."""
 
+import sys
 import threading
 
 import pytest
@@ -26,6 +27,12 @@ def num_threads():
     torch.set_num_threads(2)
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def shard(make_folder):
+    """Return a policy that is not trained."""
+    return load_policy(make_folder(), dtype="float32")
 
 
 def engine_of(shard, **options):
@@ -160,9 +167,8 @@ def test_lanes_compute_the_same_numbers(make_folder, make_batch, num_threads):
 
 
 @given(st.lists(st.integers(2, 30), min_size=4, max_size=16), st.integers(30, 120), st.integers(1, 4))
-def test_what_is_computed_at_one_time_never_exceeds_the_cap(make_folder, make_batch, lengths, cap, num):
+def test_what_is_computed_at_one_time_never_exceeds_the_cap(shard, make_batch, lengths, cap, num):
     before = torch.get_num_threads()
-    shard = ModelShard.whole(load_policy(make_folder(), dtype="float32").model)
     largest, lock = {}, threading.Lock()
 
     def outputs(part, at):
@@ -213,6 +219,33 @@ def test_an_error_in_a_lane_ends_the_update_when_all_lanes_have_ended(make_polic
         engine.train(batch, loss, denominator=10, step=1, num_steps=1)
         outcomes.append(dict(named_weights(model)))
     assert_same_bits(outcomes[1], outcomes[0])
+
+
+def is_inside(ident, name):
+    """Whether a thread is in a function of that name now."""
+    frame = sys._current_frames()[ident]
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_an_error_in_a_lane_stops_the_others_before_their_next_pass(make_policy, make_batch):
+    here, others_began, passes = threading.get_ident(), threading.Event(), []
+
+    def breaks(part, at):
+        if threading.get_ident() == here:
+            assert others_began.wait(20)
+            raise ArithmeticError("of the first lane")
+        passes.append(part)
+        others_began.set()
+        while is_inside(here, "run_lane"):
+            threading.Event().wait(0.001)
+        return torch.zeros(len(at))
+
+    engine = engine_of(ModelShard.whole(make_policy()), optimizer=None, max_tokens_per_micro_batch=80)
+    with pytest.raises(ArithmeticError, match="of the first lane"):
+        engine.evaluate(make_batch([20] * 16), breaks)
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("prompt", range(40, 46))
