@@ -230,14 +230,15 @@ def is_inside(ident, name):
 
 
 def test_an_error_in_a_lane_stops_the_others_before_their_next_pass(make_policy, make_batch):
-    here, others_began, passes = threading.get_ident(), threading.Event(), []
+    here, meeting, passes = threading.get_ident(), threading.Barrier(2, timeout=20), []
 
     def breaks(part, at):
         if threading.get_ident() == here:
-            assert others_began.wait(20)
+            meeting.wait()
             raise ArithmeticError("of the first lane")
         passes.append(part)
-        others_began.set()
+        if len(passes) == 1:
+            meeting.wait()
         while is_inside(here, "run_lane"):
             threading.Event().wait(0.001)
         return torch.zeros(len(at))
