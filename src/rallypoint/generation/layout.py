@@ -38,9 +38,13 @@ class QueryRows:
         heads: of a layer's queries.
         tile: fill up to so many queries with the last one; None for as many as there are.
         in_bags: sum in bags, so that no bit of a query depends on its company, rather than in batched products.
+        num_steps: for how many tokens of each row, the first included. They lie in the block of the first one and in
+            the one behind it; for rows whose blocks end before, what is computed is of no use.
     """
 
-    def __init__(self, pool: BlockPool, queries: Queries, heads: int, *, tile: int | None, in_bags: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, queries: Queries, heads: int, *, tile: int | None, in_bags: bool, num_steps: int = 1
+    ) -> None:
         self.num_queries = len(queries.tokens)
         """Without what fills up a tile."""
         if tile is not None:
@@ -52,20 +56,20 @@ class QueryRows:
         self.position_ids = self._tensor(queries.positions).unsqueeze(0)
         """[1, B] int64."""
         self._windows: dict[int, Tensor] = {}
-        self._write(queries)
+        slots, places = _ways(queries, num_steps)
+        self._write(queries, slots, places)
         lines = np.arange(len(queries.tokens))
         order = np.argsort(-queries.num_blocks, kind="stable") if in_bags else lines
         self._back = None if np.array_equal(order, lines) else self._tensor(np.argsort(order))
-        self._look(queries.lines(order), order)
+        self._look(queries.lines(order), order, slots[:, order], places[:, order])
 
     def advance(self, tokens: Tensor) -> None:
-        """Take the next token of every row, where it fits into the row's last block: [B] int64."""
+        """Take the next token of every row: [B] int64."""
         missing = len(self.tokens) - len(tokens)
         self.tokens = torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
         self.position_ids = self.position_ids + 1  # what it was made from is not ours
-        self._key_places += 1
-        self._value_places += 1
-        self._newest += 1
+        for places, moves in self._moving:
+            places.view(len(self.tokens), -1).add_(next(moves))
         self._bias.view(-1).index_fill_(0, self._newest, 0.0)
         self._windows.clear()
 
@@ -113,19 +117,21 @@ class QueryRows:
             self._windows[window] = self._bias.masked_fill(self._first_positions + places < first, float("-inf"))
         return self._windows[window]
 
-    def _write(self, queries: Queries) -> None:
+    def _write(self, queries: Queries, slots: Integers, places: Integers) -> None:
         """Say where keys and values go."""
         kv_heads, dim, size = self._pool.keys.shape[2:]
-        lines = np.arange(len(queries.tokens))
-        block = queries.blocks[lines, queries.num_blocks - 1]
-        place = queries.visible[lines, queries.num_blocks - 1] - 1
-        head = self._tensor(block)[:, None] * kv_heads + torch.arange(kv_heads, device=self._device)
+        blocks = queries.blocks[np.arange(len(queries.tokens)), slots]
+        head = self._tensor(blocks[0])[:, None] * kv_heads + torch.arange(kv_heads, device=self._device)
         number = head[:, :, None] * dim + torch.arange(dim, device=self._device)
-        places = self._tensor(place)
-        self._key_places = (number * size + places[:, None, None]).flatten()
-        self._value_places = (head * size + places[:, None]).flatten()
+        place = self._tensor(places[0])
+        self._key_places = (number * size + place[:, None, None]).flatten()
+        self._value_places = (head * size + place[:, None]).flatten()
+        self._moving = [
+            (self._key_places, self._moves(blocks * (kv_heads * dim * size) + places)),
+            (self._value_places, self._moves(blocks * (kv_heads * size) + places)),
+        ]
 
-    def _look(self, queries: Queries, lines: Integers) -> None:
+    def _look(self, queries: Queries, lines: Integers, slots: Integers, places: Integers) -> None:
         """Lay out what is looked at, in the order (query, head, slot); for bags the longest queries come first.
 
         `lines` says which query each is.
@@ -133,44 +139,64 @@ class QueryRows:
         kv_heads, dim, size = self._pool.keys.shape[2:]
         heads, head = self._heads, np.arange(self._heads)
         classes = list(_classes(queries.num_blocks, heads)) if self._in_bags else [(0, len(lines))]
-        self._num_slots = int(queries.num_blocks.max())
-        num_slots = np.concatenate([np.full(b - a, queries.num_blocks[a:b].max()) for a, b in classes])
+        widths = [int(queries.num_blocks[start:stop].max()) for start, stop in classes]
+        self._num_slots = max(widths)
         slot = np.arange(self._num_slots)
         fills_up = slot >= queries.num_blocks[:, None]
         # What fills up must be finite too, so it is of the query itself.
         blocks = np.where(fills_up, queries.blocks[:, :1], queries.blocks[:, : self._num_slots])
-        visible = np.where(fills_up, 0, queries.visible[:, : self._num_slots])
-        shape = (len(lines), heads, self._num_slots)
-        in_class = np.broadcast_to((slot < num_slots[:, None])[:, None], shape)
+        first_positions = queries.first_positions[:, : self._num_slots]
+        seen = (queries.positions[:, None] + 1 - first_positions).clip(0, queries.sizes[:, : self._num_slots])
+        visible = np.where(fills_up, 0, seen)
 
-        def of_heads(of_slot: Integers) -> Tensor:
-            """[B, slots] or [B, H, slots] -> [slots of all heads, 1]."""
-            of_slot = of_slot[:, None] if of_slot.ndim == 2 else of_slot
-            return self._tensor(np.broadcast_to(of_slot, shape)[in_class]).unsqueeze(1)
+        def of_slots(numbers: Integers) -> Tensor:
+            """[B, slots] or [B, H, slots] -> [slots of all heads, 1] int32, without those that a class has not."""
+            numbers = np.broadcast_to(
+                numbers[:, None] if numbers.ndim == 2 else numbers, (len(lines), heads, len(slot))
+            )
+            parts = [numbers[a:b, :, :width].ravel() for (a, b), width in zip(classes, widths, strict=True)]
+            return self._tensor(np.concatenate(parts)).int().unsqueeze(1)
 
-        places = torch.arange(max(dim, size), device=self._device)
-        tables = of_heads(blocks[:, None] * kv_heads + head[:, None] // self._share)
-        self._key_rows = (tables * dim + places[:dim]).int().flatten()
-        self._value_rows = (tables * size + places[:size]).int().flatten()
+        within = torch.arange(max(dim, size), dtype=torch.int32, device=self._device)
+        tables = of_slots(blocks[:, None] * kv_heads + head[:, None] // self._share)
+        self._key_rows = (tables * dim + within[:dim]).flatten()
+        self._value_rows = (tables * size + within[:size]).flatten()
         self._table = self._tensor(blocks.flatten())
-        counts = np.repeat(num_slots, heads)
-        ends = counts.cumsum()
-        starts = ends - counts
+        counts = np.repeat(widths, [(stop - start) * heads for start, stop in classes])
+        starts = counts.cumsum() - counts
         self._key_bags = torch.arange(0, self._key_rows.numel(), dim, dtype=torch.int32, device=self._device)
         self._value_bags = self._tensor(starts * size).int()
         self._asked = self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts))
         self._bias = self._pool.keys.new_zeros(len(tables), size)
-        self._bias.masked_fill_(places[:size] >= of_heads(visible), float("-inf"))
-        self._first_positions = of_heads(visible.cumsum(1) - visible)
-        own = visible[np.arange(len(lines)), queries.num_blocks - 1] - 1
-        self._newest = self._tensor((starts + np.repeat(queries.num_blocks - 1, heads)) * size + np.repeat(own, heads))
+        self._bias.masked_fill_(within[:size] >= of_slots(visible), float("-inf"))
+        self._first_positions = of_slots(first_positions)
+        self._newest = self._tensor((starts + np.repeat(slots[0], heads)) * size + np.repeat(places[0], heads))
+        self._moving.append((self._newest, self._moves(slots * size + places)))
+        ends = starts + counts
         self._classes = [
             (slice(int(starts[first * heads]), int(ends[stop * heads - 1])), ((stop - first) * heads, -1))
             for first, stop in classes
         ]
 
+    def _moves(self, places: Integers) -> Iterator[Tensor]:
+        """Return how far each query's place moves from step to step, [B, 1] each, given the places: [steps, B]."""
+        return iter(self._tensor(np.diff(places, axis=0)).unsqueeze(2))
+
     def _tensor(self, values: Integers) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+def _ways(queries: Queries, num_steps: int) -> tuple[Integers, Integers]:
+    """Return in which slot each query's row is at every step, and at which place in there: [steps, B] both.
+
+    A row without a block for what comes stays at its last place.
+    """
+    lines, first, own = np.arange(len(queries.tokens)), queries.first_positions, queries.own_slots
+    last = (first + queries.sizes)[lines, queries.num_blocks - 1] - 1
+    positions = np.minimum(queries.positions + np.arange(num_steps)[:, None], last)
+    is_behind = positions >= (first + queries.sizes)[lines, own]
+    slots = own + is_behind
+    return slots, positions - first[lines, slots]
 
 
 def _classes(num_blocks: Integers, heads: int) -> Iterator[tuple[int, int]]:

@@ -3,9 +3,12 @@
 Owns: who runs, in which memory, and when a response ends. Must not know: what the responses are for.
 
 A step computes the prompts of those that join, sends the newest token of everybody else through the model, and draws
-one token for each. Requests are admitted in the order in which they were submitted, as long as there is memory. When
-a running one needs a block and there is none, the one admitted last is set back: its memory is taken, and it is
-computed again when its turn comes. Its tokens stay the same, because they do not depend on when they are drawn.
+one token for each. Rows go through the model in cohorts, each on a core of its own where that pays. Cohorts are made
+anew when rows need memory, and when too much is computed for rows that have left, or too many wait to join.
+
+Requests are admitted in the order in which they were submitted, as long as there is memory. When a running one needs a
+block and there is none, the one admitted last is set back: its memory is taken, and it is computed again when its turn
+comes. Its tokens stay the same, because they do not depend on when they are drawn.
 
 In the mode `fast` the last bits of logits depend on which rows are computed together, as matrix products round by
 their size; so two runs that batch otherwise may draw another token where the random number lies within 1e-6 (float32)
@@ -18,33 +21,33 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rallypoint.errors import RequestError
 from rallypoint.generation.blocks import Block, BlockPool
-from rallypoint.generation.decoder import Backbone, PlainDecoder, ShapeProbe, check_decoder
-from rallypoint.generation.drawing import Drawing
-from rallypoint.generation.layout import QueryRows
-from rallypoint.generation.prefill import Stretch, StretchRows
+from rallypoint.generation.cohort import Cohort, first_draws, steps_that_pay
+from rallypoint.generation.passes import Passes
+from rallypoint.generation.prefill import Stretch
 from rallypoint.generation.protocol import Piece, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.row import BLOCK_TOKENS, Row
-from rallypoint.generation.seats import Queries, Seats
-from rallypoint.models import lm_head
-from rallypoint.models.families import logit_softcap
-from rallypoint.models.head import soft_capped
+from rallypoint.generation.sampling import Draws
+from rallypoint.generation.seats import Seats
+from rallypoint.parallel import Lanes
 
-_EXACT_TOKENS = 32
-"""That go through the model together in the mode `exact`."""
 _PREFILL_TOKENS = 8192
 """Of prompts that are computed in one step; one prompt may have more."""
+_WASTE = 1 / 16
+"""Of a step's rows, how many may have been computed or have waited in vain, in all steps of a cohort together, until
+new cohorts are made, which takes about as long as that."""
 
 
 class NativeEngine:
@@ -74,16 +77,14 @@ class NativeEngine:
         """
         self.model, self.version, self.is_asleep = model, version, False
         self._max_rows, self._is_exact, self._recomputes = max_rows, mode == "exact", on_load == "recompute"
+        self._passes, self._lanes = Passes(model, is_exact=self._is_exact), Lanes(model.device)
         self._decode = decode
         self._num_blocks = -(-cache_tokens // BLOCK_TOKENS)
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
         self.num_set_back = 0
         """Times that a running request lost its memory to an older one."""
-        self._own_code = Backbone(model)
-        self._decode_tokens: Callable[[QueryRows], Tensor] = self._own_code
         self._pool: BlockPool | None = None
-        self._heads = 0
         self._next_id = 0
         self._lock = threading.Lock()
         self._arrived: deque[Row] = deque()
@@ -92,11 +93,13 @@ class NativeEngine:
         self._running: list[Row] = []
         self._seats = Seats(max_rows, BLOCK_TOKENS)
         self._late: list[Piece] = []
-        # Made for the rows that run, and forgotten when they change.
-        self._drawing: Drawing | None = None
-        self._layouts: list[QueryRows] = []
+        self._cohorts: list[Cohort] = []
+        self._num_threads_each: int | None = None
         self._num_steps_left = 0
-        self._newest = torch.zeros(0, dtype=torch.int64)
+        self._num_wasted = 0
+        # Of rows that have left while their cohort goes on.
+        self._num_gone, self._held = 0, list[Block]()
+        self._is_full = False
 
     @property
     def has_work(self) -> bool:
@@ -128,17 +131,32 @@ class NativeEngine:
 
     @torch.no_grad()
     def step(self) -> list[Piece]:
-        """See `GenerationEngine.step`."""
+        """See `GenerationEngine.step`. After an error those that ran wait for their turn."""
         pieces = self._take_in()
         if self.is_asleep:
             return pieces
-        joined = self._admit()
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self._start_over, pieces)
+            drawn = self._sample()
+            if_it_fails.pop_all()
+        return pieces + drawn
+
+    def _sample(self) -> list[Piece]:
+        """Draw a token for every row that runs, and end those that are done."""
+        self._count_waste()
+        joined = self._admit() if self._num_steps_left <= 1 else []
         if joined:
             self._compute(joined)
-        states = self._advance()
-        if states is not None:
-            self._draw(states, pieces)
-        return pieces
+        new = [row for row, _ in joined if not row.tokens]
+        if not self._num_steps_left:
+            self._regroup(1 if new else BLOCK_TOKENS)
+            new = [row for row in new if row.seat >= 0]  # one may have been set back
+        draws = self._lanes.run([cohort.step for cohort in self._cohorts], self._num_threads_each)
+        drawn = [(cohort.rows, draws) for cohort, draws in zip(self._cohorts, draws, strict=True)]
+        self._num_steps_left -= bool(self._cohorts)
+        if new:
+            drawn += [(new, *self._lanes.run([partial(first_draws, new, self._passes)], self._passes.max_threads))]
+        return [piece for rows, draws in drawn for piece in self._hand_out(rows, draws)]
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """See `GenerationEngine.load`."""
@@ -183,7 +201,7 @@ class NativeEngine:
         """
         joined: list[tuple[Row, int]] = []
         num_tokens = 0
-        pool = self._pool = self._pool or self._make_pool()
+        pool = self._pool = self._pool or self._passes.make_pool(self._num_blocks, BLOCK_TOKENS)
         while self._waiting and len(self._running) < self._max_rows and num_tokens < _PREFILL_TOKENS:
             row = self._waiting[0]
             row.prompt_blocks = pool.find(row.request.tokens)
@@ -195,6 +213,10 @@ class NativeEngine:
             if needed + len(self._running) // 4 > pool.num_available and self._running:
                 pool.leave(row.prompt_blocks)
                 row.prompt_blocks = []
+                if self._held:
+                    self._let_go()
+                    continue
+                self._is_full = True
                 break
             self._waiting.popleft()
             joined.append((row, len(row.prompt_blocks)))
@@ -210,11 +232,6 @@ class NativeEngine:
             # Now, as others that join must not count on that memory.
             self._grow(row, len(row.tokens) - 1)
             num_tokens += missing + len(row.tokens)
-        if joined:
-            # Those whose first token comes from their prompt stand last.
-            self._running.sort(key=lambda row: not row.tokens)
-            self._drawing = None
-            self._forget_layout()
         return joined
 
     def _compute(self, joined: Sequence[tuple[Row, int]]) -> None:
@@ -238,67 +255,52 @@ class NativeEngine:
             return
         stretches.sort(key=lambda stretch: bool(stretch.past))
         self._pool.clean()
-        states = self._pass_in_tiles(stretches) if self._is_exact else self._pass_packed(stretches)
+        (states,) = self._lanes.run([partial(self._passes.prefill, self._pool, stretches)], self._passes.max_threads)
         for stretch, state in zip(stretches, states, strict=True):
             block = stretch.into[-1][0]
             if block.tokens:
                 block.last_state = state
 
-    def _pass_packed(self, stretches: Sequence[Stretch]) -> Tensor:
-        """Return the state after each stretch: [R, E]."""
-        assert self._pool is not None, "rows have joined"
-        rows = StretchRows(self._pool, stretches)
-        return self._own_code(rows).index_select(0, rows.ends.to(rows.tokens.device))
+    def _count_waste(self) -> None:
+        """Have new cohorts made where too much has been computed for those that left, or others could join."""
+        could_join = 0 if self._is_full else min(len(self._waiting), self._max_rows - len(self._running))
+        self._num_wasted += self._num_gone + could_join
+        if self._num_wasted > _WASTE * len(self._running):
+            # Who joins now is in a cohort from the next step on.
+            self._num_steps_left = min(self._num_steps_left, 1 if could_join else 0)
 
-    def _pass_in_tiles(self, stretches: Sequence[Stretch]) -> Tensor:
-        """Return the same, from products of one shape."""
-        queries: list[tuple[int, int, Sequence[Block], int]] = []
-        ends: list[int] = []
-        for stretch in stretches:
-            blocks = list(stretch.past)
-            for token, (block, place) in zip(stretch.tokens, stretch.into, strict=True):
-                if not blocks or blocks[-1] is not block:
-                    blocks = [*blocks, block]
-                position = stretch.num_past + len(queries) - (ends[-1] + 1 if ends else 0)
-                queries.append((token, position, blocks, place + 1))
-            ends.append(len(queries) - 1)
-        states = [self._decode_tokens(layout) for layout in self._lay_out(Queries.of(queries, BLOCK_TOKENS))]
-        return torch.cat(states)[ends]
+    def _regroup(self, max_steps: int) -> None:
+        """Make cohorts of all rows that have tokens, for at most so many steps."""
+        self._let_go()
+        for row in sorted(self._running, key=lambda row: row.id):
+            if row.seat >= 0:  # it may have been set back by an older one
+                self._grow(row, len(row.tokens))
+        rows = [row for row in self._running if row.tokens]
+        if not rows:
+            return
+        assert self._pool is not None, "rows run"
+        self._num_steps_left = num_steps = min(max_steps, self._grow_ahead(rows))
+        self._pool.clean()
+        rows.sort(key=lambda row: -len(row.prompt_blocks) - len(row.own_blocks))
+        num, self._num_threads_each = self._passes.parts(len(rows), self._lanes.num)
+        jobs = [partial(self._make_cohort, rows[first::num], num_steps) for first in range(num)]
+        self._cohorts = self._lanes.run(jobs, self._num_threads_each)
 
-    def _advance(self) -> Tensor | None:
-        """Send the newest token of every row through the model: [B, E] for the rows that run; None for none."""
-        decoding = [row for row in self._running if row.tokens]
-        if decoding and not self._num_steps_left:
-            for row in sorted(decoding, key=lambda row: row.id):
-                if row in self._running:  # it may have been set back by an older one
-                    self._grow(row, len(row.tokens))
-            decoding = [row for row in self._running if row.tokens]
-            self._layouts = self._lay_out(self._newest_queries(decoding)) if decoding else []
-        elif decoding:
-            for layout, tokens in zip(self._layouts, self._newest.split(self._tile), strict=True):
-                layout.advance(tokens)
-        self._num_steps_left -= bool(decoding)
-        if not self._running:
-            return None
-        states = [self._decode_tokens(layout)[: layout.num_queries] for layout in self._layouts]
-        for row in self._running[len(decoding) :]:
-            state = row.prompt_blocks[-1].last_state
-            assert state is not None, "the prompts of those that join are computed first"
-            states.append(state.unsqueeze(0))
-        return torch.cat(states)
+    def _make_cohort(self, rows: Sequence[Row], num_steps: int) -> Cohort:
+        assert self._pool is not None, "rows run"
+        numbers = [(row.seat, row.tokens[-1], len(row.request.tokens) + len(row.tokens) - 1) for row in rows]
+        queries = self._seats.queries(*np.array(numbers).T)
+        return Cohort(rows, self._passes.lay_out(self._pool, queries, num_steps), self._passes)
 
-    def _draw(self, states: Tensor, pieces: list[Piece]) -> None:
-        """Draw a token for every row that runs, and end those that are done."""
-        if self._drawing is None:
-            self._drawing = Drawing([(row.request, row.tokens) for row in self._running], states.device)
-        if not self._running[-1].tokens:
-            self._forget_layout()  # who joins now is decoded from the next step on
-        draws = self._drawing.draw(self._logits(states))
-        self._newest = draws.tokens
+    def _hand_out(self, rows: Sequence[Row], draws: Draws) -> list[Piece]:
+        """Give rows the tokens that were drawn for them, and end those that are done."""
         tokens, logprobs = draws.tokens.tolist(), draws.logprobs.tolist()
         sampled = logprobs if draws.sampled_logprobs is draws.logprobs else draws.sampled_logprobs.tolist()
+        pieces: list[Piece] = []
         ended: list[Row] = []
-        for row, token, logprob, sampled_logprob in zip(self._running, tokens, logprobs, sampled, strict=True):
+        for row, token, logprob, sampled_logprob in zip(rows, tokens, logprobs, sampled, strict=True):
+            if row.seat < 0:  # has left before
+                continue
             if math.isnan(logprob):
                 pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
                 ended.append(row)
@@ -316,6 +318,7 @@ class NativeEngine:
                 pieces.append(row.piece(self.version))
         if ended:
             self._remove(ended)
+        return pieces
 
     def _grow(self, row: Row, num_tokens: int) -> None:
         """Have memory for some tokens of a response, if need be that of the row that was submitted last."""
@@ -331,64 +334,47 @@ class NativeEngine:
             if newest is row:
                 return
 
+    def _grow_ahead(self, rows: Sequence[Row]) -> int:
+        """Have memory for so many tokens of each row as pays, if nobody must leave for it, and return their number."""
+        assert self._pool is not None, "rows run"
+        room = np.array([row.room for row in rows])
+        num_steps = steps_that_pay(room)
+        for row, fits in zip(rows, room.tolist(), strict=True):
+            if fits < num_steps and self._pool.num_available:
+                self._grow(row, len(row.tokens) + fits)
+            elif fits < num_steps:
+                num_steps = fits
+        return num_steps
+
+    def _start_over(self, pieces: Sequence[Piece]) -> None:
+        """Have all rows wait for their turn, and prompts that may lack keys and values be unknown."""
+        self._late += pieces
+        self._set_back(self._running)
+        if self._pool is not None:
+            self._pool.forget()
+
     def _set_back(self, rows: Sequence[Row]) -> None:
         """Take memory from rows and have them wait for their turn, with the tokens that they have."""
         self.num_set_back += len(rows)
         self._waiting = deque(sorted((*rows, *self._waiting), key=lambda row: row.id))
         self._remove(rows)
+        self._let_go()
 
     def _remove(self, rows: Sequence[Row]) -> None:
-        """Have rows run no more."""
+        """Have rows run no more. As long as their cohort goes on, so does what is computed for them."""
         for row in rows:
-            assert self._pool is not None, "rows run"
-            self._pool.leave((*row.prompt_blocks, *row.own_blocks))
+            self._held += (*row.prompt_blocks, *row.own_blocks)
             self._seats.leave(row.seat)
-            row.prompt_blocks, row.own_blocks = [], []
-        gone = set(map(id, rows))
-        self._running = [row for row in self._running if id(row) not in gone]
-        self._drawing = None
-        self._forget_layout()
+            row.prompt_blocks, row.own_blocks, row.seat = [], [], -1
+        self._running = [row for row in self._running if row.seat >= 0]
+        self._num_gone += len(rows)
+        if not self._running:
+            self._let_go()
 
-    def _forget_layout(self) -> None:
-        self._layouts, self._num_steps_left = [], 0
-
-    @property
-    def _tile(self) -> int:
-        """How many tokens go through the model together, at most; in the mode `exact` always as many."""
-        return _EXACT_TOKENS if self._is_exact else 2**31 - 1
-
-    def _newest_queries(self, rows: Sequence[Row]) -> Queries:
-        """Return the newest token of each row, with memory for it, and note for how many steps it lasts."""
-        numbers = [(row.seat, row.tokens[-1], len(row.tokens) - 1, len(row.request.tokens)) for row in rows]
-        seats, tokens, num_stored, num_prompt = np.array(numbers).T
-        num_own = num_stored % BLOCK_TOKENS + 1
-        self._num_steps_left = BLOCK_TOKENS + 1 - int(num_own.max())
-        return self._seats.queries(seats, tokens, num_prompt + num_stored, num_own)
-
-    def _lay_out(self, queries: Queries) -> list[QueryRows]:
-        assert self._pool is not None, "there are queries"
-        self._pool.clean()
-        pool, heads, tile = self._pool, self._heads, self._tile if self._is_exact else None
-        in_bags = self._is_exact or self.model.device.type == "cpu"
-        return [QueryRows(pool, part, heads, tile=tile, in_bags=in_bags) for part in queries.parts(self._tile)]
-
-    def _logits(self, states: Tensor) -> Tensor:
-        """[B, E] -> [B, V]."""
-        head, softcap = lm_head(self.model), logit_softcap(self.model.config)
-        if not self._is_exact:
-            return soft_capped(head(states), softcap)
-        tiles = functional.pad(states, (0, 0, 0, -len(states) % self._tile)).split(self._tile)
-        return soft_capped(torch.cat([head(tile) for tile in tiles]), softcap)[: len(states)]
-
-    def _make_pool(self) -> BlockPool:
-        """Ask the model for the shapes of its layers, and reserve memory for their keys and values."""
-        if PlainDecoder.fits(self.model) and self._decode_tokens is self._own_code:
-            decoder = PlainDecoder(self.model)
-            check_decoder(self.model, decoder)
-            self._decode_tokens = decoder
-        probe = ShapeProbe()
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        self.model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
-        (self._heads, kv_heads, head_dim, like), *others = probe.layers
-        assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
-        return BlockPool(self._num_blocks, BLOCK_TOKENS, len(probe.layers), kv_heads, head_dim, like)
+    def _let_go(self) -> None:
+        """Forget the cohorts, and have the memory of those that have left."""
+        self._cohorts, self._num_steps_left, self._num_wasted, self._num_gone = [], 0, 0, 0
+        if self._held:
+            assert self._pool is not None, "rows ran"
+            self._pool.leave(self._held)
+            self._held, self._is_full = [], False

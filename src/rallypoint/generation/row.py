@@ -26,9 +26,16 @@ class Row:
         self.prompt_blocks: list[Block] = []
         self.own_blocks: list[Block] = []
         self.seat = -1
-        """Its line in `Seats`, while it runs."""
+        """Its line in `Seats`; -1 while it does not run."""
         may_stop = request.params.stop_tokens or request.params.stop_strings
         self.stops = StopStrings(request.params, decode) if may_stop else None
+
+    @property
+    def room(self) -> int:
+        """Steps for which it has memory; as many as a block has tokens if it ends before it needs more."""
+        num_stored = len(self.tokens) - 1
+        fits = len(self.own_blocks) * BLOCK_TOKENS - num_stored
+        return BLOCK_TOKENS if len(self.tokens) + fits >= self.max_new_tokens else fits
 
     def piece(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Piece:
         """Hand out what is new."""

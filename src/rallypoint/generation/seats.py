@@ -23,25 +23,39 @@ class Queries:
     tokens: Integers
     """[B]."""
     positions: Integers
-    """[B]."""
+    """[B]: where each stands in its row. Its own keys and values go there, and it looks at everything up to there."""
     blocks: Integers
-    """[B, S]: the places of the blocks that it looks at, in order; its own keys and values go into the last."""
-    visible: Integers
-    """[B, S]: how many tokens of each it may look at. Of the last, the last of them is itself."""
+    """[B, S]: the places of its row's blocks, in order."""
+    sizes: Integers
+    """[B, S]: how many tokens each of them is for."""
     num_blocks: Integers
-    """[B]."""
+    """[B]. The last ones may be for tokens that come later."""
 
     @classmethod
-    def of(cls, queries: Sequence[tuple[int, int, Sequence[Block], int]], block_tokens: int) -> Queries:
-        """Return them from (token, position, blocks, how many tokens of the last block it may look at) of each."""
-        num_blocks = np.array([len(blocks) for _, _, blocks, _ in queries])
-        blocks, visible = np.zeros((2, len(queries), num_blocks.max()), dtype=np.int64)
-        for line, (_, _, seen, num_own) in enumerate(queries):
+    def of(cls, queries: Sequence[tuple[int, int, Sequence[Block]]], block_tokens: int) -> Queries:
+        """Return them from (token, position, blocks) of each."""
+        num_blocks = np.array([len(blocks) for _, _, blocks in queries])
+        blocks, sizes = np.zeros((2, len(queries), num_blocks.max()), dtype=np.int64)
+        for line, (_, _, seen) in enumerate(queries):
             blocks[line, : len(seen)] = [block.index for block in seen]
-            visible[line, : len(seen)] = [len(block.tokens) or block_tokens for block in seen]
-            visible[line, len(seen) - 1] = num_own
+            sizes[line, : len(seen)] = [len(block.tokens) or block_tokens for block in seen]
         tokens, positions = (np.array([query[place] for query in queries]) for place in (0, 1))
-        return cls(tokens, positions, blocks, visible, num_blocks)
+        return cls(tokens, positions, blocks, sizes, num_blocks)
+
+    @property
+    def first_positions(self) -> Integers:
+        """[B, S]: of the first token of each block."""
+        return self.sizes.cumsum(1) - self.sizes
+
+    @property
+    def own_slots(self) -> Integers:
+        """[B]: the number among its row's blocks of the one that it is in."""
+        is_behind = (self.first_positions <= self.positions[:, None]) & self._is_there
+        return is_behind.sum(1) - 1
+
+    @property
+    def _is_there(self) -> npt.NDArray[np.bool_]:
+        return np.arange(self.blocks.shape[1]) < self.num_blocks[:, None]
 
     def lines(self, lines: slice | Integers) -> Queries:
         """Return some of them."""
@@ -59,7 +73,7 @@ class Seats:
         self._block_tokens = block_tokens
         self._free = list(reversed(range(num_seats)))
         self._blocks = np.zeros((num_seats, 8), dtype=np.int64)
-        self._visible = np.zeros((num_seats, 8), dtype=np.int64)
+        self._sizes = np.zeros((num_seats, 8), dtype=np.int64)
         self._num_blocks = np.zeros(num_seats, dtype=np.int64)
 
     def take(self) -> int:
@@ -77,16 +91,12 @@ class Seats:
         start = int(self._num_blocks[seat])
         stop = self._num_blocks[seat] = start + len(blocks)
         while stop > self._blocks.shape[1]:
-            self._blocks, self._visible = (
-                np.hstack([old, np.zeros_like(old)]) for old in (self._blocks, self._visible)
-            )
+            self._blocks, self._sizes = (np.hstack([old, np.zeros_like(old)]) for old in (self._blocks, self._sizes))
         self._blocks[seat, start:stop] = [block.index for block in blocks]
-        self._visible[seat, start:stop] = [len(block.tokens) or self._block_tokens for block in blocks]
+        self._sizes[seat, start:stop] = [len(block.tokens) or self._block_tokens for block in blocks]
 
-    def queries(self, seats: Integers, tokens: Integers, positions: Integers, num_own: Integers) -> Queries:
-        """Return what some rows look at, given how many tokens of its last block each may see; all are [B]."""
+    def queries(self, seats: Integers, tokens: Integers, positions: Integers) -> Queries:
+        """Return what some rows look at; all are [B]."""
         num_blocks = self._num_blocks[seats]
         longest = num_blocks.max()
-        visible = self._visible[seats, :longest]
-        visible[np.arange(len(seats)), num_blocks - 1] = num_own
-        return Queries(tokens, positions, self._blocks[seats, :longest], visible, num_blocks)
+        return Queries(tokens, positions, self._blocks[seats, :longest], self._sizes[seats, :longest], num_blocks)

@@ -34,19 +34,19 @@ class Lanes:
         """How many jobs are worth having: one for each thread that torch may use here."""
         return torch.get_num_threads() if self._device.type == "cpu" else 1
 
-    def run(self, jobs: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
+    def run(self, jobs: Sequence[Callable[[], ResultT]], num_threads_each: int | None = None) -> list[ResultT]:
         """Run jobs that touch nothing of each other, the first of them in this thread, and return what they return.
 
-        Each may use its share of the threads of torch, at least one. Those in other threads have gradients switched on
-        or off, and context variables, as they are here. Whatever a job raises is raised when all have ended; the first
-        one's, if several do.
+        Each may use so many threads of torch; None: its share of those there are, at least one. Those in other threads
+        have gradients switched on or off, and context variables, as they are here. Whatever a job raises is raised when
+        all have ended; the first one's, if several do.
         """
-        if len(jobs) == 1:
+        has_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+        share = num_threads_each or max(1, num_threads // max(1, len(jobs)))
+        if len(jobs) == 1 and share == num_threads:
             return [jobs[0]()]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(64, "lane", initializer=torch.set_num_threads, initargs=(1,))
-        has_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-        share = max(1, num_threads // max(1, len(jobs)))
         others = [
             self._threads.submit(contextvars.copy_context().run, _as_here, has_gradients, share, job)
             for job in jobs[1:]

@@ -333,3 +333,41 @@ def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_polic
         return [(piece.request_id, token, piece.version) for piece in pieces for token in piece.tokens]
 
     assert stamped(streamed=False) == stamped(streamed=True)
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_mode_exact_has_the_same_bits_with_any_number_of_threads(
+    make_policy, make_prompts, params, set_threads, dtype
+):
+    """Ninety rows, three tiles, which one to four lanes share; some lose their memory and are computed again."""
+    model = copy.deepcopy(make_policy()).to(dtype)
+    prompts = make_prompts([40 + place for place in range(9)])
+    long = dataclasses.replace(params, group_size=10, max_new_tokens=70, stop_tokens=())
+    found = []
+    for num_threads, num_blocks in ((1, 1000), (2, 1000), (2, 120), (3, 1000), (4, 90)):
+        set_threads(num_threads)
+        engine = NativeEngine(model, mode="exact", cache_tokens=num_blocks * 32)
+        found.append(through(engine, prompts, long, version=0))
+        assert torch.get_num_threads() == num_threads
+        assert (engine.num_set_back > 0) is (num_blocks < 1000)
+    for other in found[1:]:
+        assert torch.equal(other.tokens, found[0].tokens)
+        assert torch.equal(other.rollout_logprobs, found[0].rollout_logprobs)
+
+
+def test_rows_that_several_threads_share_are_drawn_as_by_one(make_policy, make_prompts, params, set_threads):
+    many = dataclasses.replace(params, group_size=190)
+    found = []
+    for num_threads in (1, 3, 3):
+        set_threads(num_threads)
+        engine = NativeEngine(make_policy(), max_rows=2000, cache_tokens=32 * 3000)
+        found.append(through(engine, make_prompts([3, 9, 1, 17, 5, 4, 8, 8, 2]), many, version=0))
+    assert_same(rollouts(found[1]), rollouts(found[0]))
+    assert torch.equal(found[1].rollout_logprobs, found[2].rollout_logprobs)

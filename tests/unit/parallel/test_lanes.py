@@ -34,10 +34,12 @@ def test_jobs_run_at_the_same_time_and_answer_in_their_order(lanes: Lanes) -> No
     assert lanes.run([]) == []
 
 
-def test_several_jobs_have_a_thread_of_torch_each_and_a_single_one_all(lanes: Lanes) -> None:
+def test_several_jobs_have_a_thread_of_torch_each_and_a_single_one_all_unless_told_otherwise(lanes: Lanes) -> None:
     assert lanes.run([torch.get_num_threads]) == [3]
     for _ in range(2):  # also in threads that have been used before
         assert lanes.run([torch.get_num_threads] * 3) == [1, 1, 1]
+    assert lanes.run([torch.get_num_threads], 1) == [1]
+    assert lanes.run([torch.get_num_threads] * 2, 2) == [2, 2]
     assert torch.get_num_threads() == 3
 
 

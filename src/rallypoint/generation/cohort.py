@@ -1,0 +1,71 @@
+"""Rows that are computed and drawn together for some steps, whoever of them ends meanwhile.
+
+Owns: their layouts, how they are drawn, and for how many steps that pays. Must not know: who else runs.
+
+What is made for rows that run together is worth keeping, as to make it costs more than to compute a few rows for
+nothing. So rows get memory for some tokens ahead, and one that has ended stays until the next cohorts are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rallypoint.generation.drawing import Drawing
+from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.passes import Passes
+from rallypoint.generation.row import BLOCK_TOKENS, Row
+from rallypoint.generation.sampling import Draws
+from rallypoint.generation.seats import Integers
+
+
+class Cohort:
+    """Some rows that have tokens."""
+
+    def __init__(self, rows: Sequence[Row], layouts: Sequence[QueryRows], passes: Passes) -> None:
+        """Begin with what the newest tokens of rows look at, in the order of the rows."""
+        self.rows = rows
+        """Those that have left among them."""
+        self._layouts, self._passes = layouts, passes
+        self._drawing = Drawing([(row.request, row.tokens) for row in rows], layouts[0].tokens.device)
+        self._newest: Tensor | None = None
+
+    def step(self) -> Draws:
+        """Send the newest token of every row through the model, and draw the next."""
+        if self._newest is not None:
+            newest = self._newest.split([layout.num_queries for layout in self._layouts])
+            for layout, tokens in zip(self._layouts, newest, strict=True):
+                layout.advance(tokens)
+        draws = self._drawing.draw(self._passes.logits(self._passes.decode(self._layouts)))
+        self._newest = draws.tokens
+        return draws
+
+
+def first_draws(rows: Sequence[Row], passes: Passes) -> Draws:
+    """Draw the first token of rows whose prompts have been computed."""
+    states: list[Tensor] = []
+    for row in rows:
+        state = row.prompt_blocks[-1].last_state
+        assert state is not None, "the prompts of those that join are computed first"
+        states.append(state)
+    drawing = Drawing([(row.request, row.tokens) for row in rows], states[0].device)
+    return drawing.draw(passes.logits(torch.stack(states)))
+
+
+def steps_that_pay(room: Integers) -> int:
+    """Return for how many steps to make a cohort, given how many tokens of each row its memory has room for: [B].
+
+    To make it costs about as much as three more blocks of every row for one step. A row whose room is less than the
+    steps gets another block, which is of no use until its room is filled.
+
+    >>> steps_that_pay(np.array([31, 31, 31]))
+    31
+    >>> steps_that_pay(np.array([31, 2, 17]))  # the second one gets a block, and 2 steps of it are of no use
+    17
+    """
+    steps = np.arange(1, BLOCK_TOKENS + 1)
+    wasted = (room * (room < steps[:, None])).sum(1)
+    return int(steps[np.argmin((3 * len(room) + wasted) / steps)])

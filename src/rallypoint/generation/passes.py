@@ -1,0 +1,126 @@
+"""How tokens go through the model of an engine: many of a prompt, or one of each row that runs.
+
+Owns: in which parts they go, over which code. Must not know: requests, or who runs.
+
+In the mode `fast` what is computed together has any shape. In the mode `exact` every product has the same one: 32
+tokens go through the model together, in one thread, so that the bits of each do not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rallypoint.generation.blocks import Block, BlockPool
+from rallypoint.generation.decoder import Backbone, PlainDecoder, RowsWithIds, ShapeProbe, check_decoder
+from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.prefill import Stretch, StretchRows
+from rallypoint.generation.seats import Queries
+from rallypoint.models import lm_head
+from rallypoint.models.families import logit_softcap
+from rallypoint.models.head import soft_capped
+
+_TILE = 32
+"""Tokens that go through the model together in the mode `exact`."""
+_NUMBERS_OF_A_LANE = 10_000
+"""Of hidden states, at least, of rows that are computed beside others: with fewer, operations are so short that threads
+wait for each other's Python. 128 rows gain nothing at 1M, where hidden states have 128 numbers, and a third at 10M."""
+_WIDTH_OF_SEVERAL_THREADS = 1024
+"""Of hidden states, at least, for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
+
+
+class Passes:
+    """The ways through one model."""
+
+    def __init__(self, model: PreTrainedModel, *, is_exact: bool) -> None:
+        """Take a model whose weights may change, but not their places."""
+        self._model, self._is_exact = model, is_exact
+        self._own_code = Backbone(model)
+        self._decode: Callable[[RowsWithIds], Tensor] = self._own_code
+        self._heads = 0
+
+    @property
+    def max_threads(self) -> int | None:
+        """How many threads a pass may use; None: all. With several, a product might round in another way."""
+        return 1 if self._is_exact else None
+
+    def parts(self, num_rows: int, num_lanes: int) -> tuple[int, int | None]:
+        """Say into how many parts to cut rows that run, and how many threads each may use; None: its share.
+
+        The model's own code is one part, as it may keep a state, and ranks that compute together need one order.
+        """
+        if self._is_exact:
+            return (min(num_lanes, -(-num_rows // _TILE)) if self._is_plain else 1), self.max_threads
+        size = int(self._model.config.get_text_config().hidden_size)
+        if self._is_plain and num_rows * size >= num_lanes * _NUMBERS_OF_A_LANE:
+            return num_lanes, None
+        return 1, None if size >= _WIDTH_OF_SEVERAL_THREADS or not self._is_plain else 1
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._decode is not self._own_code
+
+    def make_pool(self, num_blocks: int, block_tokens: int) -> BlockPool:
+        """Ask the model for the shapes of its layers, and reserve memory for their keys and values.
+
+        Raises:
+            ModelError: see `check_decoder`.
+        """
+        if PlainDecoder.fits(self._model) and not self._is_plain:
+            decoder = PlainDecoder(self._model)
+            check_decoder(self._model, decoder)
+            self._decode = decoder
+        probe = ShapeProbe()
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+        self._model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
+        (self._heads, kv_heads, head_dim, like), *others = probe.layers
+        assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
+        return BlockPool(num_blocks, block_tokens, len(probe.layers), kv_heads, head_dim, like)
+
+    def lay_out(self, pool: BlockPool, queries: Queries, num_steps: int = 1) -> list[QueryRows]:
+        """Return layouts for some tokens of a clean pool, in parts that go through the model together."""
+        tile = _TILE if self._is_exact else None
+        in_bags = self._is_exact or self._model.device.type == "cpu"
+        return [
+            QueryRows(pool, part, self._heads, tile=tile, in_bags=in_bags, num_steps=num_steps)
+            for part in queries.parts(tile or len(queries.tokens))
+        ]
+
+    def decode(self, layouts: Sequence[QueryRows]) -> Tensor:
+        """Send the tokens of layouts through the model: their last hidden states, [B, E]."""
+        states = [self._decode(layout)[: layout.num_queries] for layout in layouts]
+        return states[0] if len(states) == 1 else torch.cat(states)
+
+    def prefill(self, pool: BlockPool, stretches: Sequence[Stretch]) -> Tensor:
+        """Compute keys and values of stretches, those without a past first; return the last state of each, [R, E]."""
+        if self._is_exact:
+            return self._in_tiles(pool, stretches)
+        rows = StretchRows(pool, stretches)
+        return self._decode(rows).index_select(0, rows.ends.to(rows.tokens.device))
+
+    def _in_tiles(self, pool: BlockPool, stretches: Sequence[Stretch]) -> Tensor:
+        """Do the same in products of one shape."""
+        queries: list[tuple[int, int, Sequence[Block]]] = []
+        ends: list[int] = []
+        for stretch in stretches:
+            blocks = list(stretch.past)
+            for position, (token, (block, _)) in enumerate(
+                zip(stretch.tokens, stretch.into, strict=True), stretch.num_past
+            ):
+                if not blocks or blocks[-1] is not block:
+                    blocks = [*blocks, block]
+                queries.append((token, position, blocks))
+            ends.append(len(queries) - 1)
+        return self.decode(self.lay_out(pool, Queries.of(queries, pool.block_tokens)))[ends]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[B, E] -> [B, V]."""
+        head, softcap = lm_head(self._model), logit_softcap(self._model.config)
+        if not self._is_exact:
+            return soft_capped(head(states), softcap)
+        tiles = functional.pad(states, (0, 0, 0, -len(states) % _TILE)).split(_TILE)
+        return soft_capped(torch.cat([head(tile) for tile in tiles]), softcap)[: len(states)]
