@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -61,19 +61,7 @@ def generate(
             except RallyError:
                 _withdraw(engine, row_of_request)
                 raise
-    pieces: list[list[Piece]] = [[] for _ in row_of_request]
-    num_open = len(pieces)
-    while num_open:
-        for piece in engine.step():
-            if failures is not None and isinstance(piece.error, GenerationError):
-                failures.append(piece.error)
-            elif piece.error is not None:
-                _withdraw(engine, row_of_request)
-                raise piece.error
-            pieces[row_of_request[piece.request_id]].append(piece)
-            num_open -= piece.finish_reason is not None
-        tick()
-    return _assemble(prompts, params, version, pieces)
+    return _assemble(prompts, params, version, _collect(engine, row_of_request, tick, failures))
 
 
 def stream(engine: GenerationEngine, request: Request) -> Iterator[Piece]:
@@ -224,6 +212,32 @@ def _check_awake(engine: GenerationEngine) -> None:
     """Refuse to wait for an engine that does nothing."""
     if engine.is_asleep:
         raise GenerationError("the engine is asleep and would sample nothing; call its `wake` first")
+
+
+def _collect(
+    engine: GenerationEngine,
+    row_of_request: Mapping[int, int],
+    tick: Callable[[], None],
+    failures: list[GenerationError] | None,
+) -> list[list[Piece]]:
+    """Take steps until all requests have ended, and return the pieces of each row. None is left behind by an error."""
+    pieces: list[list[Piece]] = [[] for _ in row_of_request]
+    still_open = set(row_of_request)
+    try:
+        while still_open:
+            for piece in engine.step():
+                if failures is not None and isinstance(piece.error, GenerationError):
+                    failures.append(piece.error)
+                elif piece.error is not None:
+                    raise piece.error
+                pieces[row_of_request[piece.request_id]].append(piece)
+                if piece.finish_reason is not None:
+                    still_open.remove(piece.request_id)
+            tick()
+    finally:
+        if still_open:
+            _withdraw(engine, still_open)
+    return pieces
 
 
 def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:

@@ -123,3 +123,49 @@ def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prom
     engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("num_passes", [1, 2, 9])
+def test_an_error_in_a_step_leaves_nothing_in_the_engine(make_policy, make_prompts, params, mode, num_passes):
+    """The model fails once, in the pass of the prompts or in one of those after it."""
+    model, left = copy.deepcopy(make_policy()), [1000]
+
+    def fail(module, args):
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError("of the model")
+
+    model.base_model.register_forward_pre_hook(fail)
+    endless = dataclasses.replace(params, stop_tokens=())
+    expected = through(NativeEngine(model, mode=mode), make_prompts(LENGTHS), endless, version=0)
+    engine = NativeEngine(model, mode=mode)
+    list(stream(engine, Request(tokens=(3, 4), params=params)))
+    left[0] = num_passes
+    with pytest.raises(MemoryError, match="of the model"):
+        through(engine, make_prompts(LENGTHS), endless, version=0)
+    assert not engine.has_work
+    again = through(engine, make_prompts(LENGTHS), endless, version=0)
+    assert torch.equal(again.tokens, expected.tokens)
+    assert torch.equal(again.rollout_logprobs, expected.rollout_logprobs)
+
+
+def test_a_response_goes_on_after_a_step_that_failed(make_policy, params):
+    model, fails = copy.deepcopy(make_policy()), []
+
+    def fail(module, args):
+        if fails:
+            raise MemoryError(fails.pop())
+
+    model.base_model.register_forward_pre_hook(fail)
+    engine, request = NativeEngine(model), Request(tokens=(3,) * 40, params=dataclasses.replace(params, stop_tokens=()))
+    expected = [token for piece in stream(NativeEngine(model), request) for token in piece.tokens]
+    for num_steps in (0, 1, 5):
+        engine.submit(request)
+        pieces = [piece for _ in range(num_steps) for piece in engine.step()]
+        fails.append("of the model")
+        with pytest.raises(MemoryError):
+            engine.step()
+        while engine.has_work:
+            pieces += engine.step()
+        assert [token for piece in pieces for token in piece.tokens] == expected
