@@ -62,6 +62,7 @@ class Side:
         return "copy" if self.way == "copy" else f"{self.way}, {self.num_senders} -> {self.num_takers}"
 
 
+WAYS = ["memory", "broadcast", "folder"]
 SIDES = [Side("copy", 0, 1)]
 SIDES += [Side(way, *numbers) for way in ("memory", "broadcast") for numbers in ((1, 1), (1, 2), (2, 1))]
 SIDES += [Side("folder", 1, 1), Side("folder", 1, 2)]
@@ -98,7 +99,9 @@ def rows_of(tensors: dict[str, Tensor], rank: int, size: int) -> tuple[dict[str,
 class Process:
     """What one of the processes has."""
 
-    def __init__(self, place: int, name: str, dtype: torch.dtype, rendezvous: Rendezvous, work: Path) -> None:
+    def __init__(
+        self, place: int, name: str, dtype: torch.dtype, rendezvous: Rendezvous, work: Path, sides: list[Side]
+    ) -> None:
         self.place, self.work, self.name = place, work, name
         self.shard = make_shard(name, dtype)
         self.tensors = self.shard.trained()
@@ -106,7 +109,7 @@ class Process:
         self.sources = {size: Source(rows_of(self.tensors, place, size)[0]) for size in (1, 2) if place < size}
         self.manifests: dict[Side, Manifest] = {}
         self.lines: dict[Side, Line] = {}
-        for side in SIDES:
+        for side in sides:
             if side.way in BUCKET_BYTES and place in side.places:
                 members = [Member(at if at < 2 else None, at - 2 if at >= 2 else None) for at in side.places]
                 plan = Plan(str(side), tuple(members), self._manifest(side), 120.0)
@@ -146,9 +149,9 @@ def run_process(
 ) -> None:  # fmt: skip
     """Take part in all sides that this process belongs to, again and again."""
     torch.set_num_threads(1)
-    me = Process(place, name, dtype, rendezvous, work)
+    me = Process(place, name, dtype, rendezvous, work, list(barriers))
     for version in range(times + 1):  # the first one touches all memory
-        for side in SIDES:
+        for side in barriers:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             everyone.wait()
             if place in side.places:
@@ -162,22 +165,24 @@ def run_process(
     everyone.wait()
 
 
-def measure(name: str, dtype: torch.dtype, times: int) -> dict[Side, list[tuple[float, float, float]]]:
+def measure(
+    name: str, dtype: torch.dtype, times: int, sides: list[Side]
+) -> dict[Side, list[tuple[float, float, float]]]:
     """Return seconds, seconds of CPU, and MiB of every turn."""
     context = multiprocessing.get_context("spawn")
-    barriers = {side: (context.Barrier(len(side.places)), context.Barrier(len(side.places))) for side in SIDES}
+    barriers = {side: (context.Barrier(len(side.places)), context.Barrier(len(side.places))) for side in sides}
     everyone, results = context.Barrier(NUM_PROCESSES), context.Queue()
     with open_rendezvous("tcp", "publish") as rendezvous, tempfile.TemporaryDirectory(dir=".") as work:
         given = (name, dtype, times, rendezvous, Path(work), barriers, everyone, results)
         processes = [context.Process(target=run_process, args=(place, *given)) for place in range(NUM_PROCESSES)]
         for process in processes:
             process.start()
-        num_results = (times + 1) * sum(len(side.places) for side in SIDES)
+        num_results = (times + 1) * sum(len(side.places) for side in sides)
         found = [results.get(timeout=120) for _ in range(num_results)]
         for process in processes:
             process.join()
-    turns: dict[Side, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
-    for side in SIDES:
+    turns: dict[Side, list[tuple[float, float, float]]] = {side: [] for side in sides}
+    for side in sides:
         for version in range(1, times + 1):
             mine = [one for one in found if one[:2] == (side, version)]
             seconds = max(one[3] for one in mine) - min(one[2] for one in mine)
@@ -235,12 +240,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["speed", "changes"], default="speed")
     parser.add_argument("--models", nargs="+", choices=[*SHAPES, "468 MiB"], default=["1M", "50M", "468 MiB"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--times", type=int, default=7)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     wanted = parser.parse_args()
     if wanted.what == "changes":
         changes(wanted.models[0], wanted.rates, wanted.times)
         return
+    sides = [side for side in SIDES if side.way in ("copy", *wanted.ways)]
     print("| model | way | ms | GB/s | of copy | cpu ms | of its cpu | peak MiB |\n|---|---|---|---|---|---|---|---|")
     for name in wanted.models:
         dtype = torch.bfloat16 if name == "468 MiB" else torch.float32
@@ -248,9 +255,9 @@ def main() -> None:
             num_bytes = sum(
                 weight.numel() * dtype.itemsize for weight in LlamaForCausalLM(config_of(name)).parameters()
             )
-        turns = measure(name, dtype, wanted.times)
-        plain_s, plain_cpu_s, _ = map(statistics.median, zip(*turns[SIDES[0]], strict=True))
-        for side in SIDES:
+        turns = measure(name, dtype, wanted.times, sides)
+        plain_s, plain_cpu_s, _ = map(statistics.median, zip(*turns[sides[0]], strict=True))
+        for side in sides:
             seconds, cpu_s, _ = map(statistics.median, zip(*turns[side], strict=True))
             count, peak = side.num_takers, max(turn[2] for turn in turns[side])
             print(

@@ -99,6 +99,22 @@ class Part:
         starts = tuple(inner - start for inner, start in zip(self.starts, outer.starts, strict=True))
         return Part(outer.sizes, starts, self.sizes)
 
+    def run_within(self, outer: Part) -> slice | None:
+        """Return where this part lies in the flattened tensor of a larger one; None if it does not lie end to end.
+
+        >>> matrix = Part.whole([6, 4])
+        >>> matrix.rows(3, 5).run_within(matrix.rows(2, 6)), matrix.cut(dim=1, index=0, count=2).run_within(matrix)
+        (slice(4, 12, None), None)
+        """
+        seen = self.seen_from(outer)
+        first = next((dim for dim, size in enumerate(seen.sizes) if size > 1), len(seen.sizes))
+        if seen.sizes[first + 1 :] != seen.shape[first + 1 :]:
+            return None
+        offset = 0
+        for start, extent in zip(seen.starts, seen.shape, strict=True):
+            offset = offset * extent + start
+        return slice(offset, offset + self.num_elements)
+
     @property
     def num_elements(self) -> int:
         """Number of elements that the rank holds."""

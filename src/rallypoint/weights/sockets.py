@@ -22,6 +22,8 @@ from rallypoint.errors import PeerFailedError, PublishError
 
 _LOOK_EVERY_S = 1.0
 """How long a wait goes on without a line of Python, at which the call that it belongs to can be cancelled."""
+_LOOK_AT_FIRST_S = 1e-4 if sys.platform == "linux" else 0.0
+"""How long a wait looks again and again; to be woken takes longer, where the other end is at work on a bucket."""
 _NUMBER = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -53,6 +55,8 @@ class Peer:
             PeerFailedError: the other end is gone.
             PublishError: it was silent for too long.
         """
+        if self._num_heard < count:
+            self._look(count)
         while self._num_heard < count:
             self._num_heard += len(self._receive(4096))
 
@@ -87,6 +91,22 @@ class Peer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it, which `close` does not
         self._socket.close()
+
+    def _look(self, count: int) -> None:
+        """Hear what comes at once, and let others work in between; what is wrong with the other end is heard later."""
+        until = time.perf_counter() + _LOOK_AT_FIRST_S
+        try:
+            self._socket.setblocking(False)
+            while self._num_heard < count and time.perf_counter() < until:
+                with contextlib.suppress(BlockingIOError):
+                    received = len(self._socket.recv(4096))
+                    self._num_heard += received
+                    if not received:
+                        break
+                os.sched_yield()
+            self._socket.settimeout(_LOOK_EVERY_S)
+        except OSError as error:
+            raise self._gone(error) from error
 
     def _receive(self, most: int) -> bytes:
         deadline = time.monotonic() + self._timeout_s

@@ -21,6 +21,8 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -31,7 +33,7 @@ from rallypoint.models import Part
 HEADER_BYTES = 4096
 """Of a bucket, before its rectangles."""
 BUCKET_BYTES = 2**20 + HEADER_BYTES
-"""Small enough to stay in a processor's cache between the copy into it and the copy out of it."""
+"""By default; what a way takes stands with the ways."""
 
 _ALIGNMENT = 64
 _NUM_BEFORE_CHECKSUMS = 2
@@ -48,6 +50,26 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rectangle lies in a tensor."""
+
+    index: tuple[slice, ...]
+    run: slice | None
+    """Its bytes, counted from the first one of a contiguous tensor; None where it is not one run of them."""
+
+    @classmethod
+    def of(cls, part: Part, outer: Part, dtype: torch.dtype) -> Place:
+        """Find a part in the tensor of a larger one.
+
+        >>> Place.of(Part.whole([6, 4]).rows(3, 5), Part.whole([6, 4]), torch.float32)
+        Place(index=(slice(3, 5, None), slice(0, 4, None)), run=slice(48, 80, None))
+        """
+        run = part.run_within(outer)
+        in_bytes = None if run is None else slice(run.start * dtype.itemsize, run.stop * dtype.itemsize)
+        return cls(part.within(outer), in_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
     """A part of a tensor in a bucket."""
 
@@ -59,9 +81,9 @@ class Rectangle:
     """First byte in the bucket."""
     stop: int
     """The byte after its last one."""
-    source: tuple[slice, ...]
+    source: Place
     """Where it lies in what the sender has of the tensor."""
-    target: tuple[slice, ...]
+    target: Place
     """Where it lies in the whole tensor."""
 
     def view(self, memory: Tensor) -> Tensor:
@@ -144,21 +166,26 @@ class Manifest:
             raise WeightsMismatchError(f"the actor publishes weights of another model: {', '.join(wrong[:5])}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """The weights of one rank, to be sent."""
 
-    tensors: Mapping[str, Tensor]
-    """What it holds, as it said for the manifest; another type is converted, rectangle by rectangle."""
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send what the rank holds, as it said for the manifest; another type is converted, rectangle by rectangle."""
+        self._tensors, self._bytes = tensors, _Bytes(tensors)
 
     def pack(self, bucket: Bucket, index: int, version: int, memory: Tensor) -> None:
         """Fill a bucket's memory."""
+        data = memory.numpy() if memory.device.type == "cpu" else None
         for rectangle in bucket.rectangles:
-            rectangle.view(memory).copy_(self.tensors[rectangle.name].detach()[rectangle.source])
+            run = self._bytes.run(rectangle, rectangle.source)
+            if data is None or run is None:
+                rectangle.view(memory).copy_(self._tensors[rectangle.name].detach()[rectangle.source.index])
+            else:
+                data[rectangle.start : rectangle.stop] = run
         host = memory[: bucket.num_bytes].cpu()
-        data = host.numpy().data
-        struct.pack_into(_header_of(bucket), data, 0, version, index, *_checksums(bucket, data))
-        if memory.device.type != "cpu":
+        view = host.numpy().data
+        struct.pack_into(_header_of(bucket), view, 0, version, index, *_checksums(bucket, view))
+        if data is None:
             memory[:HEADER_BYTES].copy_(host[:HEADER_BYTES])
 
 
@@ -176,24 +203,28 @@ class Sink:
             into: the model's weights, all of those that are published.
             version: that is expected.
         """
-        self._manifest, self._into, self._version = manifest, into, version
+        self._manifest, self._into, self._bytes, self._version = manifest, into, _Bytes(into), version
         self._missing = set(range(len(manifest.buckets)))
         self._problem: str | None = None
 
     def unpack(self, index: int, memory: Tensor) -> None:
         """Take over a bucket, if it is the one it should be and nothing of it was damaged."""
         bucket = self._manifest.buckets[index]
-        data = memory[: bucket.num_bytes].cpu().numpy().data
-        version, place, *expected = struct.unpack_from(_header_of(bucket), data)
+        data = memory[: bucket.num_bytes].cpu().numpy()
+        version, place, *expected = struct.unpack_from(_header_of(bucket), data.data)
         if (version, place) != (self._version, index):
             self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
             return
-        for rectangle, one, other in zip(bucket.rectangles, expected, _checksums(bucket, data), strict=True):
+        for rectangle, one, other in zip(bucket.rectangles, expected, _checksums(bucket, data.data), strict=True):
             if one != other:
                 self._refuse(f"{rectangle.name} was damaged on its way: its checksum differs")
                 return
         for rectangle in bucket.rectangles:
-            self._into[rectangle.name].detach()[rectangle.target].copy_(rectangle.view(memory))
+            run = self._bytes.run(rectangle, rectangle.target)
+            if run is None:
+                self._into[rectangle.name].detach()[rectangle.target.index].copy_(rectangle.view(memory))
+            else:
+                run[:] = data[rectangle.start : rectangle.stop]
         self._missing.discard(index)
 
     def finish(self) -> None:
@@ -213,6 +244,26 @@ class Sink:
         self._problem = self._problem or problem
 
 
+class _Bytes:
+    """The memory of tensors, for copies that take half a microsecond each, where those of torch take six."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._flat: dict[str, npt.NDArray[np.uint8] | None] = {}
+
+    def run(self, rectangle: Rectangle, place: Place) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of a rectangle; None where they do not lie end to end on the host, in its type."""
+        if place.run is None:
+            return None
+        name = rectangle.name
+        if name not in self._flat:
+            tensor = self._tensors[name].detach()
+            is_plain = tensor.dtype == rectangle.dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+            self._flat[name] = tensor.view(-1).view(torch.uint8).numpy() if is_plain else None
+        flat = self._flat[name]
+        return None if flat is None else flat[place.run]
+
+
 def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Rectangle, ...]]:
     """Fill buckets with rectangles in the order of the tensors."""
     rectangles: list[Rectangle] = []
@@ -223,8 +274,8 @@ def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Recta
             if rectangles and (end + num_bytes > bucket_bytes or len(rectangles) == _MAX_RECTANGLES):
                 yield tuple(rectangles)
                 rectangles, end = [], HEADER_BYTES
-            indices = part.within(one.part), part.within(Part.whole(part.shape))
-            rectangles.append(Rectangle(name, one.dtype, part, end, end + num_bytes, *indices))
+            places = [Place.of(part, outer, one.dtype) for outer in (one.part, Part.whole(part.shape))]
+            rectangles.append(Rectangle(name, one.dtype, part, end, end + num_bytes, *places))
             end = _aligned(end + num_bytes)
     if rectangles:
         yield tuple(rectangles)

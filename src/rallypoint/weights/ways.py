@@ -7,7 +7,7 @@ from rallypoint.parallel import Device
 from rallypoint.weights import broadcast, ipc, memory
 from rallypoint.weights.line import Line, Plan
 
-BUCKET_BYTES = {"memory": 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
+BUCKET_BYTES = {"memory": 2 * 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
 """What a bucket can have: where it is copied twice, it stays in a processor's cache in between."""
 
 
