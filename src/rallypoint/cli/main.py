@@ -70,7 +70,7 @@ def recipes() -> None:
 
 
 def _temperature(value: float) -> float:
-    from rallypoint.config import MIN_TEMPERATURE
+    from rallypoint.config.limits import MIN_TEMPERATURE
 
     if 0 < value < MIN_TEMPERATURE:
         raise typer.BadParameter(f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}; logits are divided by it")
@@ -166,7 +166,9 @@ def serve(
         list[str] | None,
         typer.Option(envvar="RALLYPOINT_API_KEY", help="Callers must have it; may be given several times."),
     ] = None,
-    max_concurrency: Annotated[int, typer.Option(min=1, help="Responses under way at once; beyond: 429.")] = 256,
+    max_concurrency: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Responses under way at once; beyond: 429.")
+    ] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond: 413.")] = 4 * 2**20,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option(help="By default as in training, or float32.")

@@ -5,7 +5,6 @@ from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.plan import Plan, RoleMemory, make_plan
 from rallypoint.config.problem import Problem
 from rallypoint.config.sections import (
-    MIN_TEMPERATURE,
     Activations,
     ActorConfig,
     CheckConfig,
@@ -27,7 +26,6 @@ from rallypoint.config.source import describe, shipped_recipes, to_yaml
 from rallypoint.config.tree import RoleName, RunConfig, unread_sections
 
 __all__ = [
-    "MIN_TEMPERATURE",
     "Activations",
     "ActorConfig",
     "CheckConfig",

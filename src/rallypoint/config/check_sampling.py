@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rallypoint.config.limits import MIN_TEMPERATURE
 from rallypoint.config.memory import BLOCK_TOKENS
 from rallypoint.config.problem import Problem
-from rallypoint.config.sections import MIN_TEMPERATURE
 from rallypoint.config.tree import RunConfig
 
 

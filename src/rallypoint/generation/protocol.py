@@ -23,7 +23,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from rallypoint.config import MIN_TEMPERATURE
+from rallypoint.config.limits import MIN_TEMPERATURE
 from rallypoint.errors import RallyError
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from rallypoint.config import MIN_TEMPERATURE
+from rallypoint.config.limits import MIN_TEMPERATURE
 from rallypoint.errors import EndpointError
 
 IGNORED = frozenset(

@@ -23,10 +23,9 @@ from rallypoint.config.sections.material import (
     RewardConfig,
 )
 from rallypoint.config.sections.places import ClusterConfig, MeshConfig, PlacementConfig
-from rallypoint.config.sections.sampling import MIN_TEMPERATURE, RolloutConfig, ValidationConfig
+from rallypoint.config.sections.sampling import RolloutConfig, ValidationConfig
 
 __all__ = [
-    "MIN_TEMPERATURE",
     "Activations",
     "ActorConfig",
     "CheckConfig",

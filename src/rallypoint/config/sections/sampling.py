@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from rallypoint.config.fields import Section, Texts, key, section
+from rallypoint.config.limits import MIN_TEMPERATURE
 from rallypoint.config.sections.places import PlacementConfig
-
-MIN_TEMPERATURE = 1e-3
-"""That is not 0: logits are divided by it, and must stay finite."""
 
 
 class RolloutConfig(Section):

@@ -39,6 +39,7 @@ def _borrow(name: str, folder: Path) -> None:
 
 
 _borrow("rallypoint", _PACKAGE)
+_borrow("rallypoint.config", _PACKAGE / "config")
 _borrow("rallypoint.generation", _PACKAGE / "generation")
 _borrow("rallypoint.generation.vllm", _PACKAGE / "generation" / "vllm")
 
