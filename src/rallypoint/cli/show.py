@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from rallypoint.cluster.fit import num_cores
 from rallypoint.config import (
+    ClusterConfig,
     LoadedConfig,
     Plan,
     RunConfig,
@@ -113,8 +115,21 @@ def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
     for pool, nodes in config.cluster.pools.items():
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
+    lines += _idle_cores(config.cluster)
     lines += [f"published weights: {describe_way(weights_way(config))}", ""]
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
+
+
+def _idle_cores(cluster: ClusterConfig) -> list[str]:
+    """Say how a run on this machine would use the cores that it leaves idle."""
+    num_processes = sum(map(sum, cluster.pools.values()))
+    num_here, num_each = num_cores(), cluster.num_cpus_per_process
+    if cluster.address is not None or cluster.device != "cpu" or num_here // num_processes <= num_each:
+        return []
+    return [
+        f"cores: {num_processes * num_each} of {num_here} here; all would work with",
+        f"  cluster.num_cpus_per_process={num_here // num_processes}",
+    ]
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -23,6 +25,11 @@ from rallypoint.cluster.pool import ResourcePool
 _MOST_TRIES = 20_000
 _ROUNDING = 1e-6
 """Of a process; amounts are fractions, and three times 0.1 is to fit into 0.3."""
+
+
+def num_cores() -> int:
+    """Return how many cores of this machine this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.cluster import ray_probe, reaper
+from rallypoint.cluster.fit import num_cores
 from rallypoint.errors import ClusterError
 
 
@@ -135,7 +136,7 @@ class RayCluster:
                 context: Any = ray.init(
                     address="local",
                     namespace=own.name,
-                    num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+                    num_cpus=num_cores(),
                     include_dashboard=dashboard,
                     object_store_memory=int(object_store_gib * 2**30),
                     log_to_driver=False,

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rallypoint import __version__
+from rallypoint.cluster.fit import num_cores
 from rallypoint.config import RunConfig, leaves, load_config, shipped_recipes, values_of
 
 WIDTH = 80
@@ -103,6 +104,14 @@ def test_the_plan_of_a_run_fits_a_terminal_and_has_its_numbers(command):
         assert sum(line.split()[:1] == [part] for line in lines) >= 1
     assert "pool main [2, 1]:" in text
     assert "Nothing was started" in text
+
+
+@pytest.mark.parametrize("wanted", ["1", str(num_cores())])
+def test_the_plan_says_how_cores_that_would_be_idle_are_used(command, wanted):
+    one_process = ("train", "digits", "cluster.pools={main: [1]}", "--dry-run")
+    text = "\n".join(lines_of(command(*one_process, f"cluster.num_cpus_per_process={wanted}")))
+    assert (f"cores: 1 of {num_cores()} here" in text) == (int(wanted) < num_cores())
+    assert (f"num_cpus_per_process={num_cores()}" in text) == (int(wanted) < num_cores())
 
 
 def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known(command, tmp_path):
