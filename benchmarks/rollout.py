@@ -35,7 +35,7 @@ from typing import cast
 
 import torch
 from torch.nn import functional
-from training import Sample, calm, machine_seconds
+from training import Sample, as_users_have_it, calm, machine_seconds
 from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from update import SHAPES, Shape
@@ -285,7 +285,7 @@ def start(mix: str, side: str, wanted: argparse.Namespace, shape: str, dtype: st
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(wanted.threads)},
+        env=as_users_have_it() | {"OMP_NUM_THREADS": str(wanted.threads)},
     )
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from training import Sample, calm, machine_seconds
+from training import Sample, as_users_have_it, calm, machine_seconds
 from transformers import GenerationConfig
 from update import (
     GROUP_SIZE,
@@ -181,7 +181,7 @@ def compare(shape: str, dtype: str, wanted: argparse.Namespace) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+            env=as_users_have_it(),
         )
         for side, python in pythons.items()
     }
