@@ -45,8 +45,10 @@ def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same
     process = runs.start("train", "digits", *runs.overrides("killed", *LONG, INLINE[0], *pools))
     wait_for("killed", "step  5/12", process)
     published = runs.folder / "killed" / "published"
-    while process.poll() is None and not list(published.glob(".version_*.partial")):
-        pass  # it is there for a moment
+    is_publishing = False
+    while process.poll() is None and not is_publishing:
+        is_publishing = any(published.glob(".version_*.partial"))  # it is there for a moment
+    assert is_publishing
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()

@@ -71,8 +71,9 @@ def call(port: int, path: str, body: object = None, **headers: str) -> tuple[int
 ASKED = {"messages": [{"role": "user", "content": "493105"}], "seed": 3, "max_tokens": 20, "return_token_ids": True}
 
 
-def test_a_run_is_served_and_followed_until_a_signal_ends_it(run: RunFolder):
-    with serving(str(run.path), "--follow", "--on-load", "recompute") as (process, port, lines):
+@pytest.mark.parametrize("options", [(), ("--on-load", "recompute")], ids=["by default", "recompute"])
+def test_a_run_is_served_and_followed_until_a_signal_ends_it(run: RunFolder, options: tuple[str, ...]):
+    with serving(str(run.path), "--follow", *options) as (process, port, lines):
         assert lines[0].startswith("serving sorter (version 16, float32)")
         assert "512 tokens each" in lines[1]
         first = json.loads(call(port, "/v1/chat/completions", ASKED)[1])

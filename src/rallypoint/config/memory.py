@@ -147,15 +147,16 @@ class _Pass:
 
 
 def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
-    """Return the most that a full micro-batch needs in a pass without gradients: in a layer, or in the head."""
+    """Return the most that full micro-batches need in passes without gradients: in a layer, or in the head."""
     size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=1)
+    most_logits = _num_lanes(config, role, gradient_bytes=0) * _CHUNK_BYTES
     states = 2 * full.num_outputs * shape.hidden_size * size
-    logits = 0 if role == "critic" else min(full.num_outputs * shape.vocab_size * size, _CHUNK_BYTES)
+    logits = 0 if role == "critic" else min(full.num_outputs * shape.vocab_size * size, most_logits)
     return _on_heap(config, max(full.live_bytes(shape, size), states + logits))
 
 
 def _num_lanes(config: RunConfig, role: RoleName, gradient_bytes: int) -> int:
-    """Return the most lanes that an update may have, which the engine knows of rows only when they are there."""
+    """Return the most lanes that passes may have, which the engine knows of rows only when they are there."""
     sizes = config.mesh(role)
     if config.cluster.device != "cpu" or sizes["dp_shard"] * sizes["sp"] * sizes["tp"] > 1:
         return 1

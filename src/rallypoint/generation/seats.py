@@ -50,8 +50,8 @@ class Queries:
     @property
     def own_slots(self) -> Integers:
         """[B]: the number among its row's blocks of the one that it is in."""
-        is_behind = (self.first_positions <= self.positions[:, None]) & self._is_there
-        return is_behind.sum(1) - 1
+        has_begun = (self.first_positions <= self.positions[:, None]) & self._is_there
+        return has_begun.sum(1) - 1
 
     @property
     def _is_there(self) -> npt.NDArray[np.bool_]:

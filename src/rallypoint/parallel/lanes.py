@@ -16,6 +16,9 @@ import torch
 
 ResultT = TypeVar("ResultT")
 
+_MAX_THREADS = 1024
+"""Of which there are as many as jobs have run at a time; a process may have as many cores."""
+
 
 class Lanes:
     """Runs jobs side by side, on a CPU; on an accelerator one after the other, as its kernels fill it by themselves.
@@ -46,7 +49,7 @@ class Lanes:
         if len(jobs) == 1 and share == num_threads:
             return [jobs[0]()]
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(64, "lane", initializer=torch.set_num_threads, initargs=(1,))
+            self._threads = ThreadPoolExecutor(_MAX_THREADS, "lane", initializer=torch.set_num_threads, initargs=(1,))
         others = [
             self._threads.submit(contextvars.copy_context().run, _as_here, has_gradients, share, job)
             for job in jobs[1:]

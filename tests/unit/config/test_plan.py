@@ -294,6 +294,16 @@ def test_lanes_need_room_for_sums_of_gradients_of_their_own(here: Path):
         assert four.activations == one.activations
 
 
+def test_every_lane_of_a_reference_has_a_chunk_of_logits(here: Path):
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 24}
+    (here / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 150_000, **sizes}))
+    common = ("model.create=null", f"model.path={here}", "cluster.pools.main=[1]", "rollout.num_prompts=256")
+    room = "engine.max_tokens_per_micro_batch=8192"
+    one, two = (make_plan(load(*common, room, f"cluster.num_cpus_per_process={cpus}")).memory[2] for cpus in (1, 2))
+    assert one.role == "reference"
+    assert two.activations == one.activations + round(1.5 * CHUNK_BYTES)
+
+
 def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):
     sizes = "model.create={hidden_size: 1024, num_layers: 1, num_heads: 16, num_key_value_heads: 16}"
     small = (sizes, "rollout={num_prompts: 2, group_size: 1}", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
