@@ -1,0 +1,70 @@
+"""The worker for requests from outside, called as the plain object that it is."""
+
+import time
+
+import pytest
+import torch
+from tiny_models import make_tiny_model
+
+from rallypoint.cluster import Mesh, WorkerContext
+from rallypoint.config import load_config
+from rallypoint.generation import Request, SamplingParams
+from rallypoint.models import PackedRows, lm_head
+from rallypoint.roles.actor import ActorWorker
+from rallypoint.roles.guests import Errand, GuestWorker
+from rallypoint.roles.placement import SharedFolder, WorkerSpec
+from rallypoint.roles.rollout import ACTOR_ENGINE, RolloutWorker
+
+NOTHING_NEW = Errand(new=(), gone=())
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tiny_model(tmp_path / "model", num_layers=2)
+
+
+@pytest.fixture
+def spec(tmp_path, model):
+    return WorkerSpec(load_config("digits").config, model, SharedFolder.marked(tmp_path), None)
+
+
+@torch.no_grad()
+def logprobs_of(model, tokens):
+    """Return what a model says of every token but the first, each after those before it."""
+    rows = PackedRows(torch.tensor([0, len(tokens)]), torch.device("cpu"))
+    states = model.base_model(
+        input_ids=torch.tensor([tokens]), position_ids=rows.position_ids, use_cache=False, rows=rows
+    ).last_hidden_state
+    return lm_head(model)(states[0, :-1]).log_softmax(-1).gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+
+
+def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read_all_of_it(spec):
+    ticks = []
+
+    def tick():
+        ticks.append(None)
+        if len(ticks) == 5:
+            time.sleep(0.3)  # longer than a slice, so that it ends in the middle of the response
+
+    context = WorkerContext("rollout", 0, Mesh({"dp_replicate": 1}), 1, "cpu", {}, tick)
+    ActorWorker(context, spec)
+    rollout = RolloutWorker(context, spec, shares_actor=True)
+    guest = GuestWorker(context, spec, max_rows=4)
+    prompt, params = (3, 4, 5), SamplingParams(max_new_tokens=12)
+    first = guest.answer(Errand(new=((7, Request(tokens=prompt, params=params)),), gone=()))
+    assert first[-1].finish_reason is None
+
+    model = context.shared[ACTOR_ENGINE].shard.model
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
+    rollout.load(1, None)
+    rest = guest.answer(NOTHING_NEW)
+
+    assert {piece.version for piece in first} == {0}
+    assert {piece.version for piece in rest} == {1}
+    before, after = ([token for piece in pieces for token in piece.tokens] for pieces in (first, rest))
+    assert len(before) + len(after) == 12
+    assert rest[-1].finish_reason == "length"
+    expected = logprobs_of(model, [*prompt, *before, *after])[-len(after) :]
+    torch.testing.assert_close(torch.tensor([p for piece in rest for p in piece.logprobs]), expected)
