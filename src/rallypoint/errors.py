@@ -63,6 +63,14 @@ class RunFolderError(RallyError, RuntimeError):
     """A run folder is in use by another process, or cannot be written."""
 
 
+class DiskError(RallyError, OSError):
+    """A file of a run cannot be written; it is named, and what the system says."""
+
+
+class CacheError(RallyError, MemoryError):
+    """Keys and values of an engine do not fit into memory; what was asked for and what there is are named."""
+
+
 class ClusterError(RallyError, RuntimeError):
     """A Ray cluster cannot be started, or cannot be joined."""
 

@@ -174,7 +174,8 @@ def serve(
         Literal["float32", "bfloat16"] | None, typer.Option(help="By default as in training, or float32.")
     ] = None,
     cache_tokens: Annotated[
-        int, typer.Option(min=64, help="Prompts and responses at once; decides the memory for keys and values.")
+        int,
+        typer.Option(min=64, max=2**40, help="Prompts and responses at once; decides the memory for keys and values."),
     ] = 65_536,
     exact: Annotated[
         bool, typer.Option("--exact", help="The same bits in any company, as rollout.exact; several times slower.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from rallypoint.errors import ConfigError, RallyError, RunFolderError
+from rallypoint.errors import ConfigError, DiskError, RallyError, RunFolderError
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import create_run, newest_run, open_run, write_config
 
@@ -38,7 +39,8 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool) -> int:
                 progress.finish(summarise(folder, loaded.config))
     except (RallyError, OSError) as error:
         if not isinstance(error, RunFolderError):
-            folder.log(f"failed: {error}")
+            with contextlib.suppress(DiskError):  # which may be the very error
+                folder.log(f"failed: {error}")
             console.print(f"the run stopped; when it is mended: rally train {folder.path} --resume", soft_wrap=True)
         raise
     if not finished:

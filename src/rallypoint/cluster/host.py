@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.reference import attach
 from rallypoint.errors import (
+    CacheError,
     CallCancelledError,
     MembershipLostError,
     ModelError,
@@ -252,7 +253,7 @@ def _report(invocation: Invocation, error: BaseException) -> WorkerError:
         _shortened(cause.strip()),
         # What says by itself where to look and what to do, is not about our code.
         ""
-        if isinstance(error, ModelError)
+        if isinstance(error, ModelError | CacheError)
         else _shortened("".join(traceback.format_exception(type(error), error, frames))),
         step=invocation.step,
         pid=os.getpid(),

@@ -9,10 +9,14 @@ has gone, until their memory is needed: the oldest go first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from rallypoint.errors import CacheError
 
 
 class Block:
@@ -46,12 +50,17 @@ class BlockPool:
             kv_heads: key/value heads of a layer.
             head_dim: their width.
             like: a tensor of the type and on the device of keys and values.
+
+        Raises:
+            CacheError: there is not as much memory.
         """
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        self.keys = like.new_empty(num_layers, num_blocks, kv_heads, head_dim, block_tokens)
-        """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
-        self.values = like.new_empty(num_layers, num_blocks, kv_heads, block_tokens, head_dim)
-        """[layers, blocks, K, tokens, D]."""
+        num_bytes = 2 * num_layers * kv_heads * head_dim * num_blocks * block_tokens * like.element_size()
+        with _counted(num_bytes, num_blocks * block_tokens, like.device):
+            self.keys = like.new_empty(num_layers, num_blocks, kv_heads, head_dim, block_tokens)
+            """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
+            self.values = like.new_empty(num_layers, num_blocks, kv_heads, block_tokens, head_dim)
+            """[layers, blocks, K, tokens, D]."""
         self._shared: dict[tuple[Block | None, tuple[int, ...]], Block] = {}
         """Every shared block, by name; those that nobody looks at in the order in which they were left."""
         self._num_idle = 0
@@ -163,3 +172,23 @@ class BlockPool:
         place = self._free.pop()
         self._taken.append(place)
         return place
+
+
+@contextlib.contextmanager
+def _counted(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[None]:
+    """Say what was asked for, and what there is, when so many bytes cannot be reserved."""
+    try:
+        yield
+    except RuntimeError as error:
+        if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            raise  # a kernel of before failed
+        if device.type == "cpu":
+            there = f"this machine has {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**20:,.0f} MiB"
+        else:
+            free, total = torch.accelerator.get_memory_info(device)
+            there = f"{device} has {free / 2**20:,.0f} of its {total / 2**20:,.0f} MiB left"
+        raise CacheError(
+            f"the keys and values of {num_tokens:,} tokens take {num_bytes / 2**20:,.0f} MiB, but {there}; ask for "
+            "fewer tokens with rollout.cache_tokens (rally serve: --cache-tokens), which may be much fewer than all "
+            "rows have: those that find no memory wait"
+        ) from error

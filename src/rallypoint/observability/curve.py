@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rallypoint.observability.disk import naming
 from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.reports import REWARD, VALIDATION
 from rallypoint.observability.spans import TIME_PREFIX, top_level
@@ -35,6 +36,9 @@ def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
     """Draw the learning curve of a metrics file and return its path; None where matplotlib is missing.
 
     `PLOT_HINT` says how to install it. A file without steps gives an empty picture that says so.
+
+    Raises:
+        DiskError: the disk is full or not writable.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -66,8 +70,9 @@ def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
             _draw_line(axes, *_series(records, name), small[name])
     _headings(figure, records, title)
     part = png_path.with_name(png_path.name + ".part")
-    figure.savefig(part, format="png")
-    part.replace(png_path)
+    with naming(png_path):
+        figure.savefig(part, format="png")
+        part.replace(png_path)
     return png_path
 
 

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from rallypoint.errors import RunFolderError
+from rallypoint.observability.disk import naming
 
 STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 
@@ -42,27 +43,31 @@ class MetricsLog:
 
         Raises:
             ValueError: a scalar has one of the names that a line needs for itself.
+            DiskError: the disk is full or not writable.
         """
         taken = sorted({STEP, TIME, NOT_FINITE} & scalars.keys())
         if taken:
             raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
         time_s = self._before_s + self._clock() - self._began
-        self._file.write(_encode(step, time_s, scalars))
-        self._file.flush()
+        line = _encode(step, time_s, scalars)
+        with naming(self.path):
+            self._file.write(line)
+            self._file.flush()
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps (and a torn last one), for a run that goes on from this step.
 
         The new file takes the place of the old one at once: a kill in the middle leaves one or the other.
         """
-        self._file.close()
+        self.close()
         kept = [line for line, record in _records(self.path) if record[STEP] <= step]
         self._rewrite(kept)
         self._open()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self.path):  # what could not be written is tried once more
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +79,8 @@ class MetricsLog:
 
     def _open(self) -> None:
         """Open for appending, and count the time from where the last line stopped."""
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        with naming(self.path):
+            self._file = self.path.open("a", encoding="utf-8", newline="\n")
         records = _records(self.path)
         self._before_s = records[-1][1][TIME] if records else 0.0
         self._began = self._clock()
@@ -85,11 +91,12 @@ class MetricsLog:
         if text.encode() == self.path.read_bytes():
             return
         part = self.path.with_name(self.path.name + ".part")
-        with part.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.path)
+        with naming(self.path):
+            with part.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.path)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:

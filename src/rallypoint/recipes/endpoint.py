@@ -6,13 +6,13 @@ Owns: the port, the key, and that both end with the run. Must not know: how requ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint.data import load_tokenizer
+from rallypoint.observability.disk import naming
 from rallypoint.recipes.material import Material
 from rallypoint.recipes.run_folder import RunFolder
 from rallypoint.roles.actor import Actor
@@ -85,7 +85,7 @@ class Endpoint:
 
 def _write_secret(path: Path, text: str) -> None:
     """Write a file that nobody else can read, not even for a moment."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    with naming(path):
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)

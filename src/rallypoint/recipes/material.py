@@ -23,6 +23,7 @@ from rallypoint.environments.reward import RewardFunction, load_reward
 from rallypoint.errors import DataError, ModelError
 from rallypoint.models import create_model
 from rallypoint.models.load import quiet_transformers, read_config
+from rallypoint.observability.disk import naming
 from rallypoint.recipes.run_folder import RunFolder
 
 
@@ -156,13 +157,14 @@ def _data_paths(config: RunConfig, folder: RunFolder) -> tuple[tuple[str, ...], 
     if generate is None:
         return config.data.train, config.data.validation
     try:
-        train, validation = make_digits(
-            folder.data,
-            task=generate.task,
-            num_digits=generate.num_digits,
-            num_train_prompts=generate.num_train_prompts,
-            num_validation_prompts=generate.num_validation_prompts,
-        )
+        with naming(folder.data):
+            train, validation = make_digits(
+                folder.data,
+                task=generate.task,
+                num_digits=generate.num_digits,
+                num_train_prompts=generate.num_train_prompts,
+                num_validation_prompts=generate.num_validation_prompts,
+            )
     except ValueError as error:
         raise DataError(f"data.generate: {error}") from error
     return (str(train),), (str(validation),)

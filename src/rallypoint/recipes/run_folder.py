@@ -26,6 +26,7 @@ from typing import Any
 
 from rallypoint.config import LoadedConfig, RunConfig, to_yaml
 from rallypoint.errors import RunFolderError
+from rallypoint.observability.disk import naming
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,17 +82,27 @@ class RunFolder:
         return self.path / "endpoint.key"
 
     def write_rollouts(self, step: int, records: Sequence[Any]) -> None:
-        """Write a few rollouts of a step, each a dataclass, replacing what an interrupted run left of it."""
+        """Write a few rollouts of a step, each a dataclass, replacing what an interrupted run left of it.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
         if not records:
             return
-        folder = self.path / "rollouts"
-        folder.mkdir(exist_ok=True)
+        file = self.path / "rollouts" / f"step_{step:06d}.jsonl"
         lines = [json.dumps(dataclasses.asdict(record), ensure_ascii=False) for record in records]
-        (folder / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with naming(file):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def log(self, message: str) -> None:
-        """Append a line with the time to logs/train.log."""
-        with (self.logs / "train.log").open("a", encoding="utf-8") as file:
+        """Append a line with the time to logs/train.log.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        path = self.logs / "train.log"
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
     @contextlib.contextmanager
@@ -149,11 +160,12 @@ def open_run(path: Path) -> RunFolder:
 
 def write_config(folder: RunFolder, config: RunConfig) -> None:
     """Write every key with its value, whole or not at all; paths so that they hold from any working directory."""
-    folder.logs.mkdir(exist_ok=True)
     partial = folder.config.with_suffix(".partial")
     values = anchored(config).model_dump(mode="json")
-    partial.write_text(f"# The resolved config of this run.\n{to_yaml(values)}", encoding="utf-8")
-    partial.rename(folder.config)
+    with naming(folder.config):
+        folder.logs.mkdir(exist_ok=True)
+        partial.write_text(f"# The resolved config of this run.\n{to_yaml(values)}", encoding="utf-8")
+        partial.rename(folder.config)
 
 
 def anchored(config: RunConfig) -> RunConfig:

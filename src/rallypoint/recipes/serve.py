@@ -73,6 +73,7 @@ class Serving:
         Raises:
             ServingError: the port is taken, or a key is missing or unusable.
             ModelError: the folder cannot be loaded, or there is nothing to follow.
+            CacheError: there is no memory for so many keys and values.
         """
         host, port = options.host, options.port
         _check_keys(host, options.keys)
@@ -94,6 +95,7 @@ class Serving:
             decode=codec.decode,
             version=_version_of(trained),
         )
+        engine.step()  # with nothing to do, it has its memory now: too little is said before anybody asks
         self._thread = EngineThread(engine)
         self._model = Model(
             name=_name_of(trained),

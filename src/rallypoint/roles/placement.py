@@ -20,6 +20,7 @@ from rallypoint.config.plan import weights_way
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import PlacementError
 from rallypoint.models import ModelShard, load_policy
+from rallypoint.observability.disk import naming
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.turns import TurnTaker
 from rallypoint.types import Metrics, merge
@@ -36,9 +37,14 @@ class SharedFolder:
 
     @classmethod
     def marked(cls, path: Path) -> SharedFolder:
-        """Leave a mark that no other folder of the same name has."""
+        """Leave a mark that no other folder of the same name has.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
         mark = uuid.uuid4().hex
-        (path / _MARK).write_text(mark)
+        with naming(path / _MARK):
+            (path / _MARK).write_text(mark)
         return cls(path.absolute(), mark)
 
     def check(self) -> None:

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from rallypoint.errors import ModelError, ServingError
+from rallypoint.errors import CacheError, ModelError, ServingError
 
 
 def problem(result) -> str:
-    assert isinstance(result.exception, ServingError | ModelError), result.output
+    assert isinstance(result.exception, ServingError | ModelError | CacheError), result.output
     return str(result.exception)
 
 
@@ -37,6 +37,12 @@ def test_a_port_that_is_taken_is_named(command, trained):
 def test_only_runs_can_be_followed(command, trained, tmp_path):
     (tmp_path / "model").symlink_to(trained.checkpoint)
     assert "no newer checkpoints to follow" in problem(command("serve", str(tmp_path / "model"), "--follow"))
+
+
+def test_a_cache_beyond_memory_is_refused_before_anybody_asks(command, trained):
+    said = problem(command("serve", str(trained.run), "--port", "0", "--cache-tokens", "1000000000000"))
+    assert "MiB, but this machine has " in said
+    assert "--cache-tokens" in said
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(trained):

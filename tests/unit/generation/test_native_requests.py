@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
 from rallypoint.engine import Engine, policy_outputs
-from rallypoint.errors import RequestError
+from rallypoint.errors import CacheError, RequestError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
 from rallypoint.generation import generate as through
 from rallypoint.models import ModelShard, PackedRows, load_policy, named_weights
@@ -20,6 +20,15 @@ def test_a_request_that_no_memory_could_hold_is_refused_and_says_what_it_needs(m
     engine = NativeEngine(make_policy(), cache_tokens=4 * 32)
     with pytest.raises(RequestError, match="takes 5 blocks of 32 tokens, but the cache has 4"):
         through(engine, make_prompts([40]), dataclasses.replace(params, max_new_tokens=70), version=0)
+
+
+@pytest.mark.parametrize("cache_tokens", [10**12, 2**40, 2**62])
+def test_a_cache_beyond_memory_is_refused_with_what_it_takes_and_what_there_is(make_policy, params, cache_tokens):
+    engine = NativeEngine(make_policy(), cache_tokens=cache_tokens)
+    engine.submit(Request(tokens=(3, 4), params=params))
+    said = r"take [\d,]{8,} MiB, but this machine has [\d,]+ MiB; .*rollout.cache_tokens"
+    with pytest.raises(CacheError, match=said):
+        engine.step()
 
 
 def test_requests_join_while_others_run_and_common_beginnings_are_computed_once(make_policy):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.config import LoadedConfig, load_config
-from rallypoint.errors import RunFolderError
+from rallypoint.errors import DiskError, RunFolderError
 from rallypoint.recipes.run_folder import RunFolder, anchored, create_run, newest_run, open_run, write_config
 
 
@@ -150,3 +150,15 @@ def test_the_log_is_appended_to(tmp_path: Path):
     folder.log("two")
     lines = (tmp_path / "logs" / "train.log").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["one", "two"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_what_a_full_disk_does_not_take_is_named(loaded: LoadedConfig):
+    run = create_run(loaded)
+    (run.logs / "train.log").symlink_to("/dev/full")
+    with pytest.raises(DiskError, match=r"logs/train\.log cannot be written: No space left on device; make room"):
+        run.log("said")
+    run.config.with_suffix(".partial").symlink_to("/dev/full")
+    with pytest.raises(DiskError, match=r"config\.yaml cannot be written: No space left on device; make room"):
+        write_config(run, loaded.config)
+    assert run.config.read_text()

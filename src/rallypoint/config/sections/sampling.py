@@ -51,7 +51,11 @@ class RolloutConfig(Section):
         help="Rows that one process decodes together; bounds the KV cache.",
     )
     cache_tokens: int | None = key(
-        None, at_least=64, unit="tokens", help="Size of the KV cache of a process; null: all rows at their longest."
+        None,
+        at_least=64,
+        at_most=2**40,
+        unit="tokens",
+        help="Size of the KV cache of a process; null: all rows at their longest.",
     )
     weights: Literal["auto", "memory", "ipc", "broadcast", "folder"] = key(
         "auto", help="Way of published weights to ranks with a model of their own; auto: what fits their placement."

@@ -1,0 +1,38 @@
+"""Memory and disks that are too small for a run: one error that says what, where and what to do."""
+
+import sys
+
+import pytest
+
+from rallypoint.recipes.preflight import load_checked
+from rallypoint.recipes.run_folder import create_run
+
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+
+
+def test_a_cache_beyond_memory_is_one_error_with_both_sizes_and_the_key(runs):
+    process = runs.start("train", "digits", *runs.overrides("large", *INLINE, "rollout.cache_tokens=1000000000000"))
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "Traceback" not in said
+    # A layer of one key and one value, 8 numbers of 4 bytes each.
+    assert "the keys and values of 1,000,000,000,000 tokens take 61,035,156 MiB, but this machine has " in said
+    assert "rollout.cache_tokens" in said
+    assert "when it is mended: rally train" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_full_disk_below_a_run_names_the_file_and_the_run_goes_on_when_there_is_room(runs):
+    run = create_run(load_checked("digits", runs.overrides("full", *INLINE)))
+    file = run.path / "rollouts" / "step_000002.jsonl"
+    file.parent.mkdir()
+    file.symlink_to("/dev/full")
+    process = runs.start("train", str(run.path), "--resume")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "Traceback" not in said
+    assert f"error: {file} cannot be written: No space left on device; make room on its disk" in said
+    assert f"when it is mended: rally train {run.path} --resume" in said
+    file.unlink()
+    runs.resume("full")
+    assert file.is_file()
