@@ -108,7 +108,7 @@ def measure(name: str, device: torch.device, activations: str, times: int, num_r
         engine.train(batch, loss, denominator=batch.num_loss_tokens, step=1, num_steps=1)  # ends with a number
         seconds.append(time.perf_counter() - began)
     taken = statistics.median(seconds[1:])
-    flops = flops_of(model).forward_backward(batch.lengths.tolist(), batch.num_loss_tokens)
+    flops = flops_of(model).forward_backward((batch.lengths - 1).tolist(), batch.num_loss_tokens)
     share = flops / taken / device_peak(device, torch.bfloat16)
     peak = torch.accelerator.max_memory_allocated() / 2**30 if device.type != "cpu" else float("nan")
     predicted = predicted_bytes(name, num_rows, length, activations) / 2**30

@@ -9,9 +9,9 @@ loss, if an interpreter that has trl is named. Each is a process of its own, on 
 by update. Seconds are medians of the updates during which others used less than a tenth of the machine, or of the
 calmest three, and how busy others were stands beside them. Memory is what an update takes at most beyond the loaded
 model, gradients included. MFU is the rate of the operations that a side needs for its rows (torch's own count,
-without padding, attention as a full square, tokens that are computed once counted once) against the best matrix
-product of this precision, measured between the turns; both per second of CPU, which others hardly disturb where there
-is one thread. What --json names is added to, model by model.
+without padding and the last tokens, which choose nothing, attention as a full square, tokens that are computed once
+counted once) against the best matrix product of this precision, measured between the turns; both per second of CPU,
+which others hardly disturb where there is one thread. What --json names is added to, model by model.
 """
 
 from __future__ import annotations
@@ -128,8 +128,11 @@ def calm(samples: list[Sample]) -> list[Sample]:
 
 
 def count_flops(shape: Shape, num_rows: int, *, shared_prompts: bool) -> float:
-    """Return the FLOPs of one update: forward and backward of every row, and of the head for its trained tokens."""
-    lengths = make_rows(2, num_rows)[1]
+    """Return the FLOPs of one update: forward and backward of every row, and of the head for its trained tokens.
+
+    The last token of a row chooses none, and counts for the head only.
+    """
+    lengths = make_rows(2, num_rows)[1] - 1
     with torch.device("meta"):
         model = LlamaForCausalLM(shape.config("eager"))
     # A row's FLOPs are a polynomial of second degree in its length, without a constant: two lengths tell it.
@@ -138,7 +141,7 @@ def count_flops(shape: Shape, num_rows: int, *, shared_prompts: bool) -> float:
     linear = first - quadratic * 64
     num_saved = PROMPT_TOKENS * (num_rows - num_rows // GROUP_SIZE) if shared_prompts else 0
     backbone = linear * (int(lengths.sum()) - num_saved) + quadratic * int(lengths.square().sum())
-    return backbone + 6 * shape.hidden * shape.vocabulary * int((lengths - PROMPT_TOKENS).sum())
+    return backbone + 6 * shape.hidden * shape.vocabulary * int((lengths + 1 - PROMPT_TOKENS).sum())
 
 
 def backbone_flops(model: LlamaForCausalLM, length: int) -> int:

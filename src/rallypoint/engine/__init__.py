@@ -1,16 +1,18 @@
 """One rank of training."""
 
 from rallypoint.engine.engine import Engine
-from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs
+from rallypoint.engine.forward import TokenOutputs, choosing_tokens, critic_values, policy_outputs, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
 
 __all__ = [
     "Engine",
     "TokenOutputs",
+    "choosing_tokens",
     "critic_values",
     "learning_rate",
     "make_optimizer",
     "optimizer_tensors",
     "policy_outputs",
     "restore_optimizer",
+    "trained_positions",
 ]

@@ -6,7 +6,9 @@ is about token t), so what a pass computes at `source = target - 1` is stored at
     position          0     1     2     3
     tokens            5     6     7     8
     loss_mask         F     F     T     T       target = [2, 3]
-    hidden state      h0    h1    h2    h3      source = [1, 2]: h1 chose token 7, h2 chose token 8
+    hidden state      h0    h1    h2    -       source = [1, 2]: h1 chose token 7, h2 chose token 8
+
+Nobody asks for the state of a row's last token: nothing of the row comes after it.
 """
 
 from __future__ import annotations
@@ -49,21 +51,43 @@ def trained_positions(batch: Sequences) -> Tensor:
     return torch.nonzero(batch.loss_mask).flatten()
 
 
+def choosing_tokens(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows without their last tokens, as offsets and tokens, and where in these each position was chosen.
+
+    >>> batch = Sequences(
+    ...     offsets=torch.tensor([0, 3, 3, 5]), tokens=torch.tensor([5, 6, 7, 8, 9]),
+    ...     loss_mask=torch.tensor([False, False, True, False, True]),
+    ...     prompt_index=torch.zeros(3, dtype=torch.int64), sample_index=torch.arange(3),
+    ... )
+    >>> choosing_tokens(batch, torch.tensor([2, 4]))
+    (tensor([0, 2, 2, 3]), tensor([5, 6, 8]), tensor([1, 2]))
+    """
+    has_tokens = batch.lengths > 0
+    chooses = torch.ones(batch.num_tokens, dtype=torch.bool)
+    chooses[batch.offsets[1:][has_tokens] - 1] = False
+    num_last = functional.pad(has_tokens.cumsum(0), (1, 0))
+    return batch.offsets - num_last, batch.tokens[chooses], positions - 1 - num_last[batch.row_of_token[positions]]
+
+
 def hidden_states(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Run the backbone over a packed stream and return the states that chose some tokens: [N, E].
 
-    What rows of a group begin with is computed once. Of the ranks along `sp`, which share the stream, each returns the
-    states of its own slice of the positions; they do compute it for every row.
+    What rows of a group begin with is computed once, and their last tokens, which choose nothing, not at all. Of the
+    ranks along `sp`, which share the stream, each returns the states of its own slice of the positions; they do compute
+    every token of every row.
     """
     model, sp = shard.model, shard.mesh.sp
-    device, part = model.device, TokenSlice.of(batch.num_tokens, positions, sp)
-    offsets, tokens = part.filled(batch.offsets, batch.tokens)
-    sources = positions[part.positions] - 1
+    device = model.device
     if sp.size == 1:
+        offsets, tokens, sources = choosing_tokens(batch, positions)
+        offsets, tokens = TokenSlice.of(len(tokens), sources, sp).filled(offsets, tokens)
         filler = len(offsets) - len(batch.offsets)
         shared = SharedPrefixes.of(offsets, tokens, functional.pad(batch.prompt_index, (0, filler), value=-1))
         rows, tokens, sources = PackedRows(offsets, device, shared), tokens[shared.kept], shared.place[sources]
     else:
+        part = TokenSlice.of(batch.num_tokens, positions - 1, sp)
+        offsets, tokens = part.filled(batch.offsets, batch.tokens)
+        sources = positions[part.positions] - 1
         rows = SequenceParallelRows(offsets, device, part)
         tokens, sources = tokens[part.tokens], sources - part.tokens.start
     output = model.base_model(
@@ -88,7 +112,7 @@ def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, tempe
     # A subclass may do more than multiply by its weight.
     if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
         raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
-    part = TokenSlice.of(batch.num_tokens, positions, shard.mesh.sp)
+    part = TokenSlice.of(batch.num_tokens, positions - 1, shard.mesh.sp)
     states = hidden_states(shard, batch, positions)
     targets = batch.tokens[positions[part.positions]].to(states.device)
     if isinstance(head, VocabParallelLinear):
@@ -105,4 +129,4 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
     """
     values = value_head(shard.model)(hidden_states(shard, batch, positions)).squeeze(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return TokenSlice.of(batch.num_tokens, positions, shard.mesh.sp).join(values)
+    return TokenSlice.of(batch.num_tokens, positions - 1, shard.mesh.sp).join(values)

@@ -44,18 +44,18 @@ class TokenSlice:
     """Of every rank."""
 
     @classmethod
-    def of(cls, num_tokens: int, positions: Tensor, sp: Collective) -> TokenSlice:
+    def of(cls, num_tokens: int, sources: Tensor, sp: Collective) -> TokenSlice:
         """Return the slice of this rank.
 
         Args:
             num_tokens: of the whole stream.
-            positions: [N] int64, in order; none is 0.
+            sources: [N] int64, in order: of each position, the token at which it was chosen.
             sp: the ranks that share the stream.
         """
         num_tokens = max(num_tokens, sp.size)
         sizes = tuple(num_tokens // sp.size + (rank < num_tokens % sp.size) for rank in range(sp.size))
         borders = torch.tensor([0, *itertools.accumulate(sizes)])
-        found = torch.searchsorted(positions - 1, borders).tolist()
+        found = torch.searchsorted(sources, borders).tolist()
         return cls(sp, sizes, tuple(stop - start for start, stop in itertools.pairwise(found)))
 
     @property

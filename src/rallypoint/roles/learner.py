@@ -16,7 +16,7 @@ from torch import Tensor
 from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.config.plan import attention_cost
-from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
+from rallypoint.engine import Engine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
 from rallypoint.errors import CheckpointError
 from rallypoint.models import (
     DTYPES,
@@ -91,10 +91,12 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
 
     def _needed_flops(self, part: BatchT) -> int:
-        """Count forward and backward of some rows; what rows of a prompt begin with is needed once."""
-        kept = SharedPrefixes.of(part.offsets, part.tokens, part.prompt_index).kept
-        computed = torch.bincount(part.row_of_token[kept], minlength=len(part))
-        return self._flops.forward_backward(part.lengths.tolist(), part.num_loss_tokens, computed.tolist())
+        """Count forward and backward of some rows: what they begin with once a prompt, and their last tokens never."""
+        offsets, tokens, _ = choosing_tokens(part, trained_positions(part))
+        lengths = offsets.diff()
+        kept = SharedPrefixes.of(offsets, tokens, part.prompt_index).kept
+        computed = torch.bincount(torch.arange(len(part)).repeat_interleave(lengths)[kept], minlength=len(part))
+        return self._flops.forward_backward(lengths.tolist(), part.num_loss_tokens, computed.tolist())
 
     @broadcast
     @in_turn(to_train=True)

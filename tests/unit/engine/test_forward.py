@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.errors import RowTooLongError
 from rallypoint.models import ModelShard, load_critic, load_policy
 
@@ -94,6 +94,23 @@ def test_logprobs_do_not_depend_on_the_cap(make_policy, make_batch):
     ]
     for other in by_cap[1:]:
         torch.testing.assert_close(other, by_cap[0], rtol=1e-5, atol=1e-6)
+
+
+def test_last_tokens_which_choose_nothing_do_not_pass_through_the_model(make_policy, make_batch):
+    model, batch = make_policy(torch.float32), make_batch([2, 5, 9])
+    seen = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    engine_of(model, 100).evaluate(
+        batch, lambda part, at: policy_outputs(ModelShard.whole(model), part, at, 1.0).logprobs
+    )
+    rows = batch.tokens.split([2, 5, 9])
+    assert torch.equal(torch.cat(seen, 1).squeeze(0), torch.cat([row[:-1] for row in rows]))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 1, 1]], ids=["no rows", "single tokens"])
+def test_a_stream_that_chooses_nothing_gives_no_states(make_policy, make_batch, lengths):
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    assert len(hidden_states(ModelShard.whole(make_policy()), make_batch(lengths), nowhere)) == 0
 
 
 def test_evaluating_makes_no_gradients_and_asks_nothing_of_rows_that_are_not_trained(make_policy, make_batch):

@@ -124,7 +124,7 @@ def test_heads_that_do_not_divide_are_refused_by_every_rank(on_mesh, make_batch)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 6])
 def test_slices_are_the_stream_and_every_position_belongs_to_the_slice_that_chose_it(num_tokens):
     positions = torch.arange(1, max(1, num_tokens))
-    slices = [TokenSlice.of(num_tokens, positions, FakeRank(rank)) for rank in range(3)]
+    slices = [TokenSlice.of(num_tokens, positions - 1, FakeRank(rank)) for rank in range(3)]
     filled = range(max(3, num_tokens))
     assert [t for part in slices for t in filled[part.tokens]] == list(filled)
     assert torch.equal(torch.cat([positions[part.positions] for part in slices]), positions)
