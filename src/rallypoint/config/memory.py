@@ -30,7 +30,7 @@ _ADAPTER_KERNEL_BYTES = {"float32": 20 * 2**20, "bfloat16": 60 * 2**20}
 _SERVER_BYTES = 930 * 2**20
 """What vLLM's own processes take on CPUs, beside weights and cache; measured. What a run measures is without them."""
 _LONGEST_WITH_SCORES = 512
-_QUERIES_PER_BLOCK = 64
+_QUERIES_PER_BLOCK, _QUERIES_PER_BLOCK_IN_HALF = 64, 192
 BLOCK_TOKENS = 32
 """Of a block of keys and values."""
 _PREFILL_TOKENS = 8192
@@ -230,7 +230,8 @@ def _scores_per_token(config: RunConfig, row: int) -> int:
     if config.cluster.device != "cpu":
         return 0
     longest = min(row, _LONGEST_WITH_SCORES)
-    stops = [*range(_QUERIES_PER_BLOCK, longest, _QUERIES_PER_BLOCK), longest]
+    block = _QUERIES_PER_BLOCK if config.model.dtype == "float32" else _QUERIES_PER_BLOCK_IN_HALF
+    stops = [*range(block, longest, block), longest]
     return sum(stop * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)) // longest
 
 

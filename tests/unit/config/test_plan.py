@@ -119,6 +119,7 @@ def test_one_matrix_or_two_for_embedding_and_head_is_what_the_family_means_where
     [
         ("_LONGEST_WITH_SCORES", models, "_LONGEST_FOR_PRODUCTS"),
         ("_QUERIES_PER_BLOCK", models, "_QUERIES_PER_BLOCK"),
+        ("_QUERIES_PER_BLOCK_IN_HALF", models, "_QUERIES_PER_BLOCK_IN_HALF"),
         ("BLOCK_TOKENS", generation, "BLOCK_TOKENS"),
         ("_PREFILL_TOKENS", generation, "_PREFILL_TOKENS"),
         ("_KEPT_LOGITS_BYTES", models, "KEPT_BYTES"),
