@@ -60,9 +60,10 @@ class _RMSNorm(torch.autograd.Function):
         rows, wide_weight = states.reshape(-1, states.shape[-1]), weight.to(wide)
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows), 1, dtype=wide)
         for part, length, into in in_strips(rows, scale, out):
-            torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=wide, out=length)
+            x = part.to(wide)
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=length)
             length.square_().mul_(1 / rows.shape[-1]).add_(eps).rsqrt_()
-            into.copy_(torch.mul(part, length).mul_(wide_weight))
+            into.copy_(torch.mul(x, length).mul_(wide_weight))
         ctx.save_for_backward(states, weight, scale)
         return out.view(states.shape)
 
@@ -73,11 +74,11 @@ class _RMSNorm(torch.autograd.Function):
         wide_weight = weight.to(scale.dtype)
         rows, grads = (tensor.reshape(-1, states.shape[-1]) for tensor in (states, grad))
         grad_states, grad_weight = torch.empty_like(rows), torch.zeros_like(wide_weight)
-        for part, x, length, into in in_strips(grads, rows, scale, grad_states):
-            normed = x * length
-            products = part * normed
+        for part, narrow, length, into in in_strips(grads, rows, scale, grad_states):
+            x, scaled = narrow.to(scale.dtype), part * length
+            products = scaled * x
             grad_weight += products.sum(0)
-            # d n_i / d x_j = scale * (delta_ij - n_i n_j / E)
-            mean = (products @ wide_weight).mul_(-1 / rows.shape[-1]).unsqueeze(-1)
-            into.copy_(torch.mul(part, wide_weight, out=products).addcmul_(normed, mean).mul_(length))
+            # d n_i / d x_j = scale * (delta_ij - n_i n_j / E), and n = x * scale
+            mean = (products @ wide_weight).unsqueeze(-1) * length.square().mul_(-1 / rows.shape[-1])
+            into.copy_(scaled.mul_(wide_weight).addcmul_(x, mean))
         return grad_states.view(states.shape), grad_weight.to(weight.dtype), None
