@@ -1,0 +1,89 @@
+"""Two processes that shard a model publish to a third one that samples: real processes of Ray, on one node.
+
+The node says that it has three cores, however many there are.
+"""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+from tiny_models import make_tiny_model
+
+from rallypoint.cluster.on_ray import RayRuntime, ray
+from rallypoint.cluster.ray_cluster import RayCluster
+from rallypoint.config import load_config
+from rallypoint.generation import SamplingParams
+from rallypoint.roles.actor import Actor, ActorWorker
+from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.types import ActorBatch, Prompts
+
+# isort: split
+from ray.cluster_utils import Cluster
+
+PLACED = ("cluster.pools={main: [2], second: [1]}", "rollout.placement.pool=second", "kl=null", "recipe=grpo")
+SHARDED = ("actor.mesh.dp_shard=2", "actor.num_mini_batches=1", "actor.optimizer={lr: 0.05, warmup_ratio: 0}")
+PROMPTS = Prompts(
+    offsets=torch.tensor([0, 3, 5]), tokens=torch.tensor([3, 9, 10, 4, 5]), prompt_index=torch.tensor([0, 1])
+)
+PARAMS = SamplingParams(max_new_tokens=6, group_size=2)
+
+
+class OneNode(RayCluster):
+    """The simulated node, as a cluster that somebody else started."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(address=str(cluster.address), namespace="two to one", own=None)
+
+
+@pytest.fixture
+def runtime(tmp_path):
+    arguments = {"num_cpus": 3, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    try:
+        ray.init(address=cluster.address, namespace="two to one", log_to_driver=False)
+        yield RayRuntime(
+            OneNode(cluster), log_folder=tmp_path, placement_timeout_s=60, silence_s=60, preload=(), say=print
+        )
+    finally:
+        cluster.shutdown()
+
+
+async def publish_twice(actor, rollouts):
+    """Publish weights as they are and after an update; return how far what is sampled is from the actor, and moved."""
+    await actor.publish(rollouts)
+    first = await rollouts.sample(PROMPTS, PARAMS)
+    old = await actor.logprobs(first)
+    advantages = torch.where(first.loss_mask, 1.0, 0.0)
+    await actor.update(first.widen(ActorBatch, old_logprobs=old, reference_logprobs=old, advantages=advantages), 1)
+    moved = (await actor.logprobs(first) - old).abs().max()
+    await actor.publish(rollouts)
+    second = await rollouts.sample(PROMPTS, PARAMS)
+    gap = (second.rollout_logprobs - await actor.logprobs(second)).abs().max()
+    return float(gap), float(moved)
+
+
+def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime, tmp_path):
+    config = load_config("digits", [*PLACED, *SHARDED]).config
+    model, folder = make_tiny_model(tmp_path / "model"), SharedFolder.marked(tmp_path)
+
+    async def scenario():
+        pools = pools_of(config)
+        await pools.open(runtime)
+        with contextlib.closing(rendezvous_of(config, runtime)) as rendezvous:
+            placement = Placement(config, runtime, pools, model, folder, rendezvous)
+            actor = await Actor.create(placement)
+            rollouts = await Rollouts.create(placement)
+            assert rollouts.way == "memory", "they are on one node"
+            actors, samplers = placement.groups["actor"], placement.groups["rollout"]
+            assert all(await actors.call(ActorWorker.held)), "each has something to send"
+            for version, way in enumerate(("memory", "broadcast", "folder")):
+                # The same processes, with a line of their own.
+                actor, rollouts = Actor(config, actors), Rollouts(config, samplers, way)
+                actor.version = version
+                gap, moved = await publish_twice(actor, rollouts)
+                assert gap < 1e-4 < 1e-2 < moved, way
+            await runtime.shutdown()
+
+    asyncio.run(scenario())
