@@ -85,10 +85,13 @@ def native(shape: Shape, dtype: torch.dtype, lengths: list[int], mode: str) -> C
     """Our engine, through its requests, because each has a length of its own."""
     from rallypoint.generation import NativeEngine, Request, SamplingParams
     from rallypoint.models import ATTENTION
+    from rallypoint.models.joined import allocate_joined
     from rallypoint.models.norm import replace_norms
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_norms(model)
+    for weight, place in allocate_joined(model, torch.device("cpu")):  # as where a model is loaded
+        weight.data = place.copy_(weight.data)
     prompts = make_prompts(len(lengths), shape.vocabulary).tolist()
     engine = NativeEngine(
         model, max_rows=ROWS_AT_ONCE, cache_tokens=ROWS_AT_ONCE * 640, mode="exact" if mode == "exact" else "fast"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.errors import CacheError
+from rallypoint.generation.bags import write
 
 
 class Block:
@@ -61,6 +62,8 @@ class BlockPool:
             """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
             self.values = like.new_empty(num_layers, num_blocks, kv_heads, block_tokens, head_dim)
             """[layers, blocks, K, tokens, D]."""
+        self.key_numbers = self.keys.view(torch.int16) if like.dtype.itemsize == 2 else self.keys
+        """See `Bags`."""
         self._shared: dict[tuple[Block | None, tuple[int, ...]], Block] = {}
         """Every shared block, by name; those that nobody looks at in the order in which they were left."""
         self._num_idle = 0
@@ -107,11 +110,7 @@ class BlockPool:
             key: of T tokens.
             value: of the same.
         """
-        keys, key, values = self.keys[layer].view(-1), key.reshape(-1), self.values[layer]
-        if key.dtype.itemsize == 2:  # what is not four bytes wide is slow on CPUs unless it passes for an integer
-            keys, key = keys.view(torch.int16), key.view(torch.int16)
-        keys.scatter_(0, key_places, key)
-        values.view(-1, values.shape[-1]).index_copy_(0, value_places, value.reshape(-1, values.shape[-1]))
+        write(self.key_numbers[layer], self.values[layer], key_places, value_places, key, value)
 
     def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of some blocks, end to end: [tokens, K, D] both."""

@@ -1,23 +1,34 @@
-"""One token of each row through the backbone of a Llama or Qwen, in about half the operations of its own code.
+"""The ways of tokens through the backbone of a model: its own code, or the plain arithmetic of a Llama or Qwen.
 
-Decoding is so many small operations that what stands around the matrix products takes longer than they do. This is
-the same arithmetic on the same weights, without modules in between. It is compared with the model's own code whenever
+Owns: which models are plain, and where their weights are. The plain way is compared with the model's own code whenever
 it is made, and whatever is not exactly of these classes goes through its own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rallypoint.errors import ModelError
+from rallypoint.generation.bags import Bags
+from rallypoint.generation.plain import (
+    Layer,
+    Linear,
+    Network,
+    after_attention,
+    before_attention,
+    decode,
+    enter,
+    norm,
+)
+from rallypoint.generation.script import without_python
 from rallypoint.models import Rows
 from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.joined import joined
 from rallypoint.models.norm import RMSNorm
 
 _CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -28,10 +39,25 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 class RowsWithIds(Rows, Protocol):
     """Rows that say which tokens they are at; see `rallypoint.models.Rows`."""
 
-    tokens: Tensor
-    """[B] int64."""
-    position_ids: Tensor
-    """[1, B] int64."""
+    @property
+    def tokens(self) -> Tensor:
+        """[B] int64."""
+        ...
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, B] int64."""
+        ...
+
+    @property
+    def bags(self) -> Bags | None:
+        """What they look at, where that is all that attention needs: then `attend` need not be called."""
+        ...
+
+
+class _Rotary(Protocol):
+    inv_freq: Tensor
+    attention_scaling: float
 
 
 class _Attention(Protocol):
@@ -52,17 +78,17 @@ class _MLP(Protocol):
 class _DecoderLayer(Protocol):
     self_attn: _Attention
     mlp: _MLP
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
 
 
 class _Decoder(Protocol):
     """What the models of `_CLASSES` have in common."""
 
-    embed_tokens: nn.Module
-    rotary_emb: nn.Module
+    embed_tokens: nn.Embedding
+    rotary_emb: _Rotary
     layers: Sequence[_DecoderLayer]
-    norm: nn.Module
+    norm: RMSNorm
 
 
 class Backbone:
@@ -80,70 +106,102 @@ class Backbone:
 
 
 class PlainDecoder:
-    """The same for plain decoders, in fewer operations."""
+    """The same for plain decoders, in fewer operations; see `rallypoint.generation.plain`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model that `fits`."""
-        base = cast("_Decoder", model.base_model)
-        self._embed, self._rotate, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm)
-        self._layers = [_Layer(index, layer) for index, layer in enumerate(base.layers)]
+        self._base = cast("_Decoder", model.base_model)
+        self._addresses, self._network = self._find(), _network(self._base)
+        self._decode = without_python(decode)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Say whether a model is of a class whose arithmetic this is, whole and without adapters."""
         linears = [part for name, part in model.named_modules() if name.endswith("_proj")]
+        norms = [part for name, part in model.base_model.named_modules() if name.endswith("norm")]
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         return (
             type(model) in _CLASSES
             and kinds == {"full_attention"}
             and model.config.hidden_act == "silu"
             and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears)
+            and all(isinstance(part, RMSNorm) for part in norms)
             # What is cut over ranks computes with hooks.
             and not any(part._forward_hooks or part._forward_pre_hooks for part in model.base_model.modules())
         )
 
     def __call__(self, rows: RowsWithIds) -> Tensor:
         """Return the last hidden state of each token."""
-        states = self._embed(rows.tokens)
-        cos, sin = (part.transpose(0, 1) for part in self._rotate(states, rows.position_ids))
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        for layer in self._layers:
-            states = layer(states, cos, sin, rows)
-        return self._norm(states)
+        network = self.network
+        if rows.bags is not None:
+            return self._decode(network, rows.bags)
+        states, cos, sin = enter(network, rows.tokens, rows.position_ids)
+        for index, layer in enumerate(network.layers):
+            turned, value = before_attention(network, layer, states, cos, sin)
+            query, key = turned[:, : network.num_heads], turned[:, network.num_heads :]
+            attended = rows.attend(index, query, key, value, network.scaling)
+            states = after_attention(network, layer, states, attended.reshape(len(states), -1))
+        return norm(states, network.norm, network.eps)
 
+    @property
+    def network(self) -> Network:
+        """The weights where they are; those that slept, or were moved, are elsewhere."""
+        if (addresses := self._find()) != self._addresses:
+            self._addresses, self._network = addresses, _network(self._base)
+        return self._network
 
-class _Layer:
-    """One layer: attention, then the MLP."""
-
-    def __init__(self, index: int, layer: _DecoderLayer) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self._index, self._scaling, self._head_dim = index, attention.scaling, attention.head_dim
-        self._norms = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self._query, self._key, self._value, self._out = (
-            (part.weight, part.bias)
-            for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    def _find(self) -> list[int]:
+        """Return where weights are that may lie behind one another."""
+        linears = (
+            linear
+            for layer in self._base.layers
+            for linear in (
+                *(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                *(layer.mlp.gate_proj, layer.mlp.up_proj),
+            )
         )
-        self._gate, self._up, self._down = (
-            (part.weight, part.bias) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        )
-        parts = dict(cast("nn.Module", attention).named_children())
-        self._head_norms = (_norm(parts["q_norm"]), _norm(parts["k_norm"])) if "q_norm" in parts else None
+        return [linear.weight.data_ptr() for linear in linears]
 
-    def __call__(self, states: Tensor, cos: Tensor, sin: Tensor, rows: RowsWithIds) -> Tensor:
-        """[B, E], [B, 1, D] twice -> [B, E]."""
-        linear, shape = functional.linear, (len(states), -1, self._head_dim)
-        hidden = self._norms[0](states)
-        query, key = linear(hidden, *self._query).view(shape), linear(hidden, *self._key).view(shape)
-        if self._head_norms is not None:
-            query, key = self._head_norms[0](query), self._head_norms[1](key)
-        value = linear(hidden, *self._value).view(shape)
-        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-        attended = rows.attend(self._index, query, key, value, self._scaling)
-        states = linear(attended.view(len(states), -1), *self._out).add_(states)
-        hidden = self._norms[1](states)
-        inner = functional.silu(linear(hidden, *self._gate), inplace=True).mul_(linear(hidden, *self._up))
-        return linear(inner, *self._down).add_(states)
+
+def _network(base: _Decoder) -> Network:
+    attention = base.layers[0].self_attn  # as in all layers
+    num_heads, num_kv_heads = (part.out_features // attention.head_dim for part in (attention.q_proj, attention.k_proj))
+    frequencies = base.rotary_emb.inv_freq.float()
+    return Network(
+        embeddings=base.embed_tokens.weight,
+        frequencies=torch.cat((-frequencies, frequencies)),
+        wave_height=base.rotary_emb.attention_scaling,
+        layers=[_layer(layer) for layer in base.layers],
+        norm=base.norm.weight,
+        eps=base.norm.eps,
+        num_heads=num_heads,
+        num_turned=num_heads + num_kv_heads,
+        scaling=attention.scaling,
+    )
+
+
+def _layer(layer: _DecoderLayer) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norms = {
+        name: part.weight for name, part in cast("nn.Module", attention).named_children() if isinstance(part, RMSNorm)
+    }
+    return Layer(
+        attention_norm=layer.input_layernorm.weight,
+        query_key_value=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=head_norms.get("q_norm"),
+        key_norm=head_norms.get("k_norm"),
+        out=_linear(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _linear(*linears: nn.Linear) -> Linear:
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    together = joined(weights)
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    return Linear(weights if together is None else [together], torch.cat(biases) if biases else None)
 
 
 def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
@@ -162,11 +220,11 @@ def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
         )
 
 
-class _NoCache(RowsWithIds):
+class _NoCache:
     """A stand-in for attention that needs all of query, key and value."""
 
     def __init__(self, tokens: Tensor) -> None:
-        self.tokens, self.position_ids = tokens, 3 * tokens.unsqueeze(0)
+        self.tokens, self.position_ids, self.bags = tokens, 3 * tokens.unsqueeze(0), None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
@@ -191,16 +249,3 @@ class ShapeProbe(Rows):
         del layer, value, scaling, limits
         self.layers.append((query.shape[1], key.shape[1], key.shape[2], key))
         return query
-
-
-def _norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return what a norm does, without what its backward pass would need."""
-    if not isinstance(norm, RMSNorm):
-        return norm
-    weight, eps = norm.weight, norm.eps
-    return lambda states: functional.rms_norm(states, weight.shape, weight, eps)
-
-
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn halves against each other; the first half of `sin` is negative already."""
-    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)

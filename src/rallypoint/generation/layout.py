@@ -1,25 +1,20 @@
-"""Attention of single tokens over blocks of keys and values, as two large operations for all of them.
+"""What the newest tokens of rows look at, laid out for attention over blocks of keys and values.
 
-A block holds its keys number by number: a row of that table is one number of all its tokens, and the scores of a block
-are the sum of D such rows, weighted by the numbers of the query. An output is the sum of the values of all tokens,
-weighted by their shares. Both are bags of rows, which torch sums up where they lie, in one call for all queries, heads
-and blocks; nothing is copied, and a bag is the same bits whatever stands beside it. In between lies a softmax over
-rectangles: queries with about as many blocks form a class, whose shorter ones are filled up.
-
-    blocks of a     P0 P1 R4          scores     a: P0 P1 R4 --    b: P0 P1 R5 R6           bags of D, a block each
-    blocks of b     P0 P1 R5 R6       outputs    a: P0 P1 R4 --    b: P0 P1 R5 R6           a bag for a query each
-
-Accelerators are slow at short bags; for them keys and values are gathered, for batched products in one class.
+Owns: which numbers each query looks at, and how that moves from step to step. On a CPU they are bags, see
+`rallypoint.generation.bags`; accelerators are slow at short bags, and for them keys and values are gathered, for
+batched products in one class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rallypoint.generation.bags import Bags, attend
 from rallypoint.generation.blocks import BlockPool
 from rallypoint.generation.seats import Integers, Queries
 from rallypoint.models.attention import NO_LIMITS, Limits
@@ -51,49 +46,58 @@ class QueryRows:
             queries = queries.lines(np.minimum(np.arange(tile), self.num_queries - 1))
         self._pool, self._device, self._in_bags = pool, pool.keys.device, in_bags
         self._heads, self._share = heads, heads // pool.keys.shape[2]
-        self.tokens = self._tensor(queries.tokens)
-        """[B] int64."""
-        self.position_ids = self._tensor(queries.positions).unsqueeze(0)
-        """[1, B] int64."""
         self._windows: dict[int, Tensor] = {}
+        self._moving: list[tuple[Tensor, Iterator[Tensor]]] = []
         slots, places = _ways(queries, num_steps)
-        self._write(queries, slots, places)
         lines = np.arange(len(queries.tokens))
         order = np.argsort(-queries.num_blocks, kind="stable") if in_bags else lines
-        self._back = None if np.array_equal(order, lines) else self._tensor(np.argsort(order))
-        self._look(queries.lines(order), order, slots[:, order], places[:, order])
+        self._bags = Bags(
+            tokens=self._tensor(queries.tokens),
+            position_ids=self._tensor(queries.positions).unsqueeze(0),
+            keys=pool.keys,
+            key_numbers=pool.key_numbers,
+            values=pool.values,
+            back=None if np.array_equal(order, lines) else self._tensor(np.argsort(order)),
+            **self._write(queries, slots, places),
+            **self._look(queries.lines(order), order, slots[:, order], places[:, order]),
+        )
+
+    @property
+    def bags(self) -> Bags | None:
+        """What `attend` works with, where it sums in bags."""
+        return self._bags if self._in_bags else None
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B] int64."""
+        return self._bags.tokens
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, B] int64."""
+        return self._bags.position_ids
 
     def advance(self, tokens: Tensor) -> None:
         """Take the next token of every row: [B] int64."""
         missing = len(self.tokens) - len(tokens)
-        self.tokens = torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
-        self.position_ids = self.position_ids + 1  # what it was made from is not ours
+        self._bags = self._bags._replace(
+            tokens=torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens,
+            position_ids=self.position_ids + 1,  # what it was made from is not ours
+        )
         for places, moves in self._moving:
             places.view(len(self.tokens), -1).add_(next(moves))
-        self._bias.view(-1).index_fill_(0, self._newest, 0.0)
+        self._bags.bias.view(-1).index_fill_(0, self._newest, 0.0)
         self._windows.clear()
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
-        self._pool.write(layer, self._key_places, self._value_places, key, value)
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        bias = self._bias_of(limits.window)
-        if not self._in_bags:
-            return self._gathered(query, keys, values, scaling, limits, bias)
-        asked = query.reshape(-1, query.shape[-1]).index_select(0, self._asked)
-        scores = _sums(keys.view(-1, keys.shape[-1]), self._key_rows, self._key_bags, asked)
-        if limits.softcap is None:
-            scores = torch.add(bias, scores, alpha=scaling)
-        else:
-            scores = soft_capped(scores.mul_(scaling), limits.softcap).add_(bias)
-        shares = torch.empty_like(scores)
-        for rows, shape in self._classes:
-            torch.softmax(scores[rows].view(shape), -1, out=shares[rows].view(shape))
-        out = _sums(values.view(-1, values.shape[-1]), self._value_rows, self._value_bags, shares)
-        out = out.view(len(query), -1)
-        return (out if self._back is None else out.index_select(0, self._back)).view(query.shape)
+        bags, bias = self._bags, self._bias_of(limits.window)
+        if self._in_bags:
+            return attend(bags, layer, query, key, value, scaling, limits.softcap, bias).view(query.shape)
+        self._pool.write(layer, bags.key_places, bags.value_places, key, value)
+        return self._gathered(query, bags.keys[layer], bags.values[layer], scaling, limits, bias)
 
     def _gathered(
         self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, limits: Limits, bias: Tensor
@@ -110,29 +114,30 @@ class QueryRows:
     def _bias_of(self, window: int | None) -> Tensor:
         """Return what is added to the scores, [slots of all heads, tokens]: -inf where a query may not look, else 0."""
         if window is None:
-            return self._bias
+            return self._bags.bias
         if window not in self._windows:
-            first = self.position_ids.view(-1)[self._asked // self._heads].unsqueeze(1) - window + 1
-            places = torch.arange(self._bias.shape[1], device=self._device)
-            self._windows[window] = self._bias.masked_fill(self._first_positions + places < first, float("-inf"))
+            first = self.position_ids.view(-1)[self._bags.asked // self._heads].unsqueeze(1) - window + 1
+            places = self._first_positions + torch.arange(self._pool.block_tokens, device=self._device)
+            self._windows[window] = self._bags.bias.masked_fill(places < first, float("-inf"))
         return self._windows[window]
 
-    def _write(self, queries: Queries, slots: Integers, places: Integers) -> None:
-        """Say where keys and values go."""
+    def _write(self, queries: Queries, slots: Integers, places: Integers) -> dict[str, Tensor]:
+        """Say where keys and values go: fields of `Bags`."""
         kv_heads, dim, size = self._pool.keys.shape[2:]
         blocks = queries.blocks[np.arange(len(queries.tokens)), slots]
         head = self._tensor(blocks[0])[:, None] * kv_heads + torch.arange(kv_heads, device=self._device)
         number = head[:, :, None] * dim + torch.arange(dim, device=self._device)
         place = self._tensor(places[0])
-        self._key_places = (number * size + place[:, None, None]).flatten()
-        self._value_places = (head * size + place[:, None]).flatten()
-        self._moving = [
-            (self._key_places, self._moves(blocks * (kv_heads * dim * size) + places)),
-            (self._value_places, self._moves(blocks * (kv_heads * size) + places)),
+        key_places = (number * size + place[:, None, None]).flatten()
+        value_places = (head * size + place[:, None]).flatten()
+        self._moving += [
+            (key_places, self._moves(blocks * (kv_heads * dim * size) + places)),
+            (value_places, self._moves(blocks * (kv_heads * size) + places)),
         ]
+        return {"key_places": key_places, "value_places": value_places}
 
-    def _look(self, queries: Queries, lines: Integers, slots: Integers, places: Integers) -> None:
-        """Lay out what is looked at, in the order (query, head, slot); for bags the longest queries come first.
+    def _look(self, queries: Queries, lines: Integers, slots: Integers, places: Integers) -> dict[str, Any]:
+        """Lay out what is looked at, in the order (query, head, slot), as fields of `Bags`; the longest queries first.
 
         `lines` says which query each is.
         """
@@ -159,24 +164,27 @@ class QueryRows:
 
         within = torch.arange(max(dim, size), dtype=torch.int32, device=self._device)
         tables = of_slots(blocks[:, None] * kv_heads + head[:, None] // self._share)
-        self._key_rows = (tables * dim + within[:dim]).flatten()
-        self._value_rows = (tables * size + within[:size]).flatten()
         self._table = self._tensor(blocks.flatten())
         counts = np.repeat(widths, [(stop - start) * heads for start, stop in classes])
-        starts = counts.cumsum() - counts
-        self._key_bags = torch.arange(0, self._key_rows.numel(), dim, dtype=torch.int32, device=self._device)
-        self._value_bags = self._tensor(starts * size).int()
-        self._asked = self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts))
-        self._bias = self._pool.keys.new_zeros(len(tables), size)
-        self._bias.masked_fill_(within[:size] >= of_slots(visible), float("-inf"))
+        ends = counts.cumsum()
+        starts = ends - counts
+        bias = self._pool.keys.new_zeros(len(tables), size)
+        bias.masked_fill_(within[:size] >= of_slots(visible), float("-inf"))
         self._first_positions = of_slots(first_positions)
         self._newest = self._tensor((starts + np.repeat(slots[0], heads)) * size + np.repeat(places[0], heads))
         self._moving.append((self._newest, self._moves(slots * size + places)))
-        ends = starts + counts
-        self._classes = [
-            (slice(int(starts[first * heads]), int(ends[stop * heads - 1])), ((stop - first) * heads, -1))
-            for first, stop in classes
-        ]
+        return {
+            "asked": self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts)),
+            "key_rows": (tables * dim + within[:dim]).flatten(),
+            "key_bags": torch.arange(0, tables.numel() * dim, dim, dtype=torch.int32, device=self._device),
+            "value_rows": (tables * size + within[:size]).flatten(),
+            "value_bags": self._tensor(starts * size).int(),
+            "bias": bias,
+            "classes": [
+                (int(starts[first * heads]), int(ends[stop * heads - 1]), (stop - first) * heads)
+                for first, stop in classes
+            ],
+        }
 
     def _moves(self, places: Integers) -> Iterator[Tensor]:
         """Return how far each query's place moves from step to step, [B, 1] each, given the places: [steps, B]."""
@@ -212,8 +220,3 @@ def _classes(num_blocks: Integers, heads: int) -> Iterator[tuple[int, int]]:
             yield start, line
             start, num_wasted = line, 0
     yield start, len(num_blocks)
-
-
-def _sums(table: Tensor, rows: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
-    """Return weighted sums of rows of a table; `bags` says where the rows of each begin: [bags, numbers of a row]."""
-    return torch.embedding_bag(table, rows, bags, False, 0, False, weights.view(-1))[0]

@@ -36,6 +36,8 @@ class Stretch:
 class StretchRows:
     """See `rallypoint.models.Rows`; the stream is the stretches, end to end, those without a past first."""
 
+    bags = None
+
     def __init__(self, pool: BlockPool, stretches: Sequence[Stretch]) -> None:
         self._pool = pool
         device = pool.keys.device

@@ -1,20 +1,20 @@
 """From logits to a token, given one random number.
 
 Owns: what narrows a distribution, and in which order (that of transformers). Must not know: models, requests.
-Invariant: a row's token and logprobs depend on its own logits, rules and number only.
+Invariant: a row's token and logprobs depend on its own logits, rules and number only. `sample`
+computes without Python, see `rallypoint.generation.script`.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import compress
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rallypoint.generation.protocol import SamplingParams
+from rallypoint.generation.script import without_python
 
 _CHUNK_BYTES = 2**20
 """Of the float64 numbers that exist at once; more would leave the cache."""
@@ -22,8 +22,7 @@ _BLOCK = 256
 """Tokens whose probabilities are summed before the block with the drawn one is searched."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(NamedTuple):
     """One token of each row; all are [B]."""
 
     tokens: Tensor
@@ -35,8 +34,7 @@ class Draws:
     """float32: in the distribution that was drawn from; 0 for temperature 0."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(NamedTuple):
     """How each of some rows is drawn from, as tensors on the device of the logits."""
 
     temperature: Tensor | None
@@ -53,7 +51,7 @@ class Rules:
     """Likewise, float32."""
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Rules:
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
         """Collect the rules of some rows."""
         alike = all(one is params[0] for one in params)
         kinds = params[:1] if alike else params
@@ -90,26 +88,33 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = N
         numbers: [B] float64 in [0, 1).
         raw: [B, V], the logits before penalties and bans, if there are any.
     """
-    whole = shares = _shares(logits, rules.temperature)
-    total = sums = _block_sums(shares)
-    if rules.filtered is not None:
-        kept = _cut(shares.index_select(0, rules.filtered), rules)
-        shares = shares.index_copy(0, rules.filtered, kept)
-        sums = sums.index_copy(0, rules.filtered, _block_sums(kept))
+    return Draws(*without_python(_sample)(logits, rules, numbers, raw))
+
+
+def _sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields of `Draws`; TorchScript would make a class of its own for it at every call."""
+    filtered, greedy = rules.filtered, rules.greedy
+    whole = _shares(logits, rules.temperature)
+    total = _block_sums(whole)
+    shares, sums = whole, total
+    if filtered is not None:
+        kept = _cut(shares.index_select(0, filtered), rules)
+        shares = shares.index_copy(0, filtered, kept)
+        sums = sums.index_copy(0, filtered, _block_sums(kept))
     tokens = _invert(shares, sums, numbers).clamp_(max=logits.shape[1] - 1)  # a row of NaN has no token
-    if rules.greedy is not None:
-        tokens[rules.greedy] = logits.index_select(0, rules.greedy).argmax(-1)
+    if greedy is not None:
+        tokens[greedy] = logits.index_select(0, greedy).argmax(-1)
     chosen = tokens.unsqueeze(1)
     if raw is None:
         logprobs = _logprobs(whole, total, chosen)
     else:  # there a token may be less likely than the smallest share that is not 0
         logprobs = _scaled(raw, rules.temperature).log_softmax(-1).gather(1, chosen).squeeze(1)
-    if raw is None and rules.filtered is None and rules.greedy is None:
-        return Draws(tokens, logprobs, logprobs)
+    if raw is None and filtered is None and greedy is None:
+        return tokens, logprobs, logprobs
     sampled = _logprobs(shares, sums, chosen)
-    if rules.greedy is not None:
-        sampled[rules.greedy] = torch.where(logprobs[rules.greedy].isnan(), torch.nan, 0.0)
-    return Draws(tokens, logprobs, sampled)
+    if greedy is not None:
+        sampled[greedy] = torch.where(logprobs[greedy].isnan(), float("nan"), 0.0)
+    return tokens, logprobs, sampled
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -132,35 +137,36 @@ def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits.float() if temperature is None else logits.float() / temperature
 
 
-def _shares(logits: Tensor, temperature: Tensor | None) -> Tensor:
+def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> Tensor:
     """Return the probabilities of all tokens, filled up with zeros: [B, V] -> [B, blocks * 256] float32."""
     shares = _scaled(logits, temperature).softmax(-1)
-    padding = -shares.shape[1] % _BLOCK
+    padding = -shares.shape[1] % block
     return functional.pad(shares, (0, padding)) if padding else shares
 
 
-def _block_sums(shares: Tensor) -> Tensor:
+def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
-    rows_at_once = min(len(shares), max(1, _CHUNK_BYTES // (8 * shares.shape[1])))
-    room = shares.new_empty(rows_at_once, shares.shape[1], dtype=torch.float64)
-    sums = [room[: len(part)].copy_(part).view(len(part), -1, _BLOCK).sum(-1) for part in shares.split(rows_at_once)]
+    rows_at_once = min(len(shares), max(1, chunk_bytes // (8 * shares.shape[1])))
+    room = torch.empty(rows_at_once, shares.shape[1], dtype=torch.float64, device=shares.device)
+    sums = [room[: len(part)].copy_(part).view(len(part), -1, block).sum(-1) for part in shares.split(rows_at_once)]
     return torch.cat(sums) if len(sums) != 1 else sums[0]
 
 
-def _invert(shares: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
+def _invert(shares: Tensor, sums: Tensor, numbers: Tensor, block: int = _BLOCK) -> Tensor:
     """Return the first token at which the cumulative share exceeds the row's number: first its block, then itself."""
     cumulative = sums.cumsum(-1)
     target = numbers.unsqueeze(1) * cumulative[:, -1:]
-    block = _first_above(cumulative, target)
-    within = shares.view(len(shares), -1, _BLOCK).gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1)
-    before = (cumulative - sums).gather(1, block)
-    return (block * _BLOCK + _first_above(within.double().cumsum(-1), target - before)).squeeze(1)
+    found = _first_above(cumulative, target)
+    within = shares.view(len(shares), -1, block).gather(1, found.unsqueeze(2).expand(-1, 1, block)).squeeze(1)
+    before = (cumulative - sums).gather(1, found)
+    return (found * block + _first_above(within.double().cumsum(-1), target - before)).squeeze(1)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the first place at which a cumulative sum exceeds its target, [B, 1]; never one that adds nothing."""
     # Rounding may push the target below all, or onto the end.
-    below_end = torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(()))
+    end = cumulative[:, -1:]
+    below_end = torch.nextafter(end, torch.zeros_like(end))
     found = torch.searchsorted(cumulative, torch.minimum(target.clamp(min=0.0), below_end), right=True)
     # In a row of NaN it is behind the last place.
     return found.clamp_(max=cumulative.shape[1] - 1)

@@ -18,6 +18,7 @@ from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.families import family_of
+from rallypoint.models.joined import allocate_joined
 from rallypoint.models.layers import replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
 from rallypoint.models.part import Part
@@ -143,16 +144,20 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def allocate(shard: ModelShard, device: torch.device) -> None:
-    """Give every tensor memory of its own; parameters are not filled yet, buffers that no file holds are right.
+    """Give every tensor memory; parameters are not filled yet, buffers that no file holds are right.
+
+    Weights of layers that have the same input lie behind one another.
 
     Raises:
         ModelError: transformers does not say what is in a buffer.
     """
     made: dict[int, nn.Parameter] = {}
+    joined = {id(weight): part for weight, part in allocate_joined(shard.model, device)}
     for module in shard.model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if id(weight) not in made:  # tied weights stay one
-                made[id(weight)] = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
+                memory = joined[id(weight)] if id(weight) in joined else torch.empty_like(weight, device=device)
+                made[id(weight)] = nn.Parameter(memory, weight.requires_grad)
                 # What transformers' `_init_weights` leaves alone: it will come from a file.
                 made[id(weight)]._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             setattr(module, name, made[id(weight)])

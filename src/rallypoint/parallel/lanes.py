@@ -8,6 +8,7 @@ cores stay busy. What is computed depends on how it was cut into jobs, and on no
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -16,6 +17,10 @@ import torch
 
 ResultT = TypeVar("ResultT")
 
+_SWITCH_SECONDS = 3e-4
+"""After which a thread must hand Python's lock on if another waits, in a process that has lanes. As Python begins, it
+would after 5 ms, and a lane that needs the lock for a moment would wait that long; after 20 microseconds they would
+keep each other from it."""
 _MAX_THREADS = 1024
 """Of which there are as many as jobs have run at a time; a process may have as many cores."""
 
@@ -49,6 +54,7 @@ class Lanes:
         if len(jobs) == 1 and share == num_threads:
             return [jobs[0]()]
         if self._threads is None:
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
             self._threads = ThreadPoolExecutor(_MAX_THREADS, "lane", initializer=torch.set_num_threads, initargs=(1,))
         others = [
             self._threads.submit(contextvars.copy_context().run, _as_here, has_gradients, share, job)

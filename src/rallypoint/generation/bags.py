@@ -1,0 +1,100 @@
+"""Attention of single tokens over blocks of keys and values, in bags: two large operations for all of them.
+
+A block holds its keys number by number: a row of that table is one number of all its tokens, and the scores of a block
+are the sum of D such rows, weighted by the numbers of the query. An output is the sum of the values of all tokens,
+weighted by their shares. Both are bags of rows, which torch sums up where they lie, in one call for all queries, heads
+and blocks; nothing is copied, and a bag is the same bits whatever stands beside it. In between lies a softmax over
+rectangles: queries with about as many blocks form a class, whose shorter ones are filled up.
+
+    blocks of a     P0 P1 R4          scores     a: P0 P1 R4 --    b: P0 P1 R5 R6           bags of D, a block each
+    blocks of b     P0 P1 R5 R6       outputs    a: P0 P1 R4 --    b: P0 P1 R5 R6           a bag for a query each
+
+All of it can be computed without Python, see `rallypoint.generation.script`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rallypoint.models.head import soft_capped
+
+
+class Bags(NamedTuple):
+    """What B tokens look at, and where their own keys and values go."""
+
+    tokens: Tensor
+    """[B] int64."""
+    position_ids: Tensor
+    """[1, B] int64."""
+    keys: Tensor
+    """[layers, blocks, K, D, tokens]: the pool's."""
+    key_numbers: Tensor
+    """The same memory; as int16 where a number has two bytes: what is not four bytes wide is slow to write on CPUs
+    unless it passes for an integer."""
+    values: Tensor
+    """[layers, blocks, K, tokens, D]: the pool's."""
+    key_places: Tensor
+    """[B * K * D] int64: where numbers are written to, in a layer's keys."""
+    value_places: Tensor
+    """[B * K] int64: where rows of D numbers are written to, in a layer's values."""
+    asked: Tensor
+    """int64: for each slot, one block of one head of one query, that head among those of all queries."""
+    key_rows: Tensor
+    """[slots * D] int32, of a layer's keys."""
+    key_bags: Tensor
+    """[slots] int32: where in `key_rows` each begins."""
+    value_rows: Tensor
+    """[slots * tokens] int32, of a layer's values."""
+    value_bags: Tensor
+    """[B * H] int32: where in `value_rows` each begins, in the order of `asked`."""
+    bias: Tensor
+    """[slots, tokens]: -inf where a query may not look, else 0."""
+    classes: list[tuple[int, int, int]]
+    """First slot, end, and number of heads of queries that have as many slots."""
+    back: Tensor | None
+    """[B] int64: where the output of each query is; None for in their order."""
+
+
+def write(
+    numbers: Tensor, values: Tensor, key_places: Tensor, value_places: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """Store keys and values of T tokens, [T, K, D] both, in those of one layer; see `Bags`."""
+    flat = key.reshape(-1)
+    if key.dtype != numbers.dtype:
+        flat = torch.view_copy(flat, dtype=torch.int16)
+    numbers.view(-1).scatter_(0, key_places, flat)
+    dim = value.shape[-1]
+    values.view(-1, dim).index_copy_(0, value_places, value.reshape(-1, dim))
+
+
+def attend(
+    bags: Bags,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+    bias: Tensor,
+) -> Tensor:
+    """Store keys and values of a layer, and let queries look: [B, H, D], [B, K, D] twice -> [B, H * D]."""
+    keys, values, dim = bags.keys[layer], bags.values[layer], query.shape[2]
+    write(bags.key_numbers[layer], values, bags.key_places, bags.value_places, key, value)
+    asked = query.reshape(-1, dim).index_select(0, bags.asked)
+    scores = _sums(keys.view(-1, keys.shape[-1]), bags.key_rows, bags.key_bags, asked)
+    if softcap is None:
+        scores = torch.add(bias, scores, alpha=scaling)
+    else:
+        scores = soft_capped(scores.mul_(scaling), softcap).add_(bias)
+    shares = torch.empty_like(scores)
+    for start, stop, num in bags.classes:
+        torch.softmax(scores[start:stop].view(num, -1), -1, out=shares[start:stop].view(num, -1))
+    out = _sums(values.view(-1, dim), bags.value_rows, bags.value_bags, shares).view(query.shape[0], -1)
+    back = bags.back
+    return out if back is None else out.index_select(0, back)
+
+
+def _sums(table: Tensor, rows: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
+    """Return weighted sums of rows of a table; `bags` says where the rows of each begin: [bags, numbers of a row]."""
+    return torch.embedding_bag(table, rows, bags, False, 0, False, weights.view(-1))[0]
