@@ -27,8 +27,8 @@ from rallypoint.models.head import soft_capped
 _TILE = 32
 """Tokens that go through the model together in the mode `exact`."""
 _NUMBERS_OF_A_LANE = 4_000
-"""Of hidden states, at least, of rows that are computed beside others: with fewer, operations are so short that threads
-wait for each other's Python. 128 rows gain nothing at 1M, where hidden states have 128 numbers, and a third at 10M."""
+"""Of hidden states, at least, of rows that are computed beside others; with fewer, to hand work to another thread costs
+what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
 _WIDTH_OF_SEVERAL_THREADS = 1024
 """Of hidden states, at least, for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
 
