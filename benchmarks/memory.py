@@ -2,10 +2,12 @@
 
     python benchmarks/memory.py runs 1M 10M --json memory.json
     python benchmarks/memory.py runs 10M --how LoRA tp2 shard2 --activations keep
+    python benchmarks/memory.py demo
     python benchmarks/memory.py ways 10M --dtype bfloat16
 
 `runs` trains two GRPO steps as a user does, each in processes of its own, and reads the run's own metric; `--how` says
-what is trained, and by how many ranks. `ways` does the update of `training.py`, turn by turn in a process for each way:
+what is trained, and by how many ranks. `demo` does the same with some steps of the shipped recipes that make their own
+model, role by role. `ways` does the update of `training.py`, turn by turn in a process for each way:
 all activations kept, layers checkpointed and, on an accelerator, offloaded, or kept by an engine that sleeps before and
 wakes for the update. What the logits of all tokens at once would take is in `head.py`.
 """
@@ -32,7 +34,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from update import GROUP_SIZE, SHAPES, Shape, make_model, make_rows
 from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 
-from rallypoint.config import OptimizerConfig, load_config, make_plan
+from rallypoint.config import OptimizerConfig, Plan, RoleName, load_config, make_plan
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability import read_metrics
@@ -88,16 +90,7 @@ def overrides(folder: Path, name: str, dtype: str, activations: str, how: str) -
 def run(folder: Path, name: str, dtype: str, activations: str, how: str) -> dict[str, object]:
     """Train two steps; return predicted and measured MiB of a process."""
     keys = overrides(folder, name, dtype, activations, how)
-    command = [sys.executable, "-m", "rallypoint.cli.main", "train", "grpo", *keys]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    records = read_metrics(folder / "runs" / f"{name}-{dtype}-{activations}-{how}" / "metrics.jsonl")
-    plan = make_plan(load_config("grpo", keys).config)
-    measured = {
-        memory.role: max(record.get(f"{memory.role}/memory_gib", 0.0) for record in records) * 1024
-        for memory in plan.memory
-    }
+    plan, measured = train("grpo", keys, folder / "runs" / f"{name}-{dtype}-{activations}-{how}")
     predicted = plan.process_memory("main") / MIB
     return {
         "model": name,
@@ -109,6 +102,36 @@ def run(folder: Path, name: str, dtype: str, activations: str, how: str) -> dict
         "ratio": predicted / max(measured.values()),
         "roles": measured,
     }
+
+
+def train(recipe: str, keys: list[str], folder: Path) -> tuple[Plan, dict[RoleName, float]]:
+    """Train as a user does; return the plan, and the MiB of a process that were measured in each role's turns."""
+    command = [sys.executable, "-m", "rallypoint.cli.main", "train", recipe, *keys]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    records = read_metrics(folder / "metrics.jsonl")
+    plan = make_plan(load_config(recipe, keys).config)
+    measured = {
+        memory.role: max(record.get(f"{memory.role}/memory_gib", 0.0) for record in records) * 1024
+        for memory in plan.memory
+    }
+    return plan, measured
+
+
+def demo(wanted: argparse.Namespace) -> list[dict[str, object]]:
+    """Print a line for every role of the shipped recipes that make their own model."""
+    print("| recipe | role | predicted, MiB | measured, MiB | ratio |\n|---|---|---:|---:|---:|")
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for recipe in ("digits", "digits-grpo"):
+            keys = [f"trainer={{num_steps: {wanted.steps}, runs_dir: {scratch}, name: {recipe}}}"]
+            plan, measured = train(recipe, keys, Path(scratch) / recipe)
+            for role, mib in measured.items():
+                predicted = plan.turn_memory(role) / MIB
+                rows.append({"recipe": recipe, "role": role, "predicted": predicted, "measured": mib})
+                print(f"| {recipe} | {role} | {predicted:.1f} | {mib:.1f} | {predicted / mib:.2f} |", flush=True)
+    return rows
 
 
 def runs(wanted: argparse.Namespace) -> list[dict[str, object]]:
@@ -205,22 +228,30 @@ def ways(wanted: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+def shape_name(name: str) -> str:
+    """Return the name of a shape; argparse's own choices know no list of several that is the default."""
+    if name not in SHAPES:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(SHAPES)}, found {name}")
+    return name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["runs", "ways", "way"])
-    parser.add_argument("models", nargs="*", choices=SHAPES, default=["1M", "10M", "50M"])
+    parser.add_argument("what", choices=["runs", "demo", "ways", "way"])
+    parser.add_argument("models", nargs="*", type=shape_name, default=["1M", "10M", "50M"])
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--activations", nargs="+", default=["keep", "checkpoint"])
     parser.add_argument("--how", nargs="+", choices=HOWS, default=["full"])
     parser.add_argument("--way", choices=get_args(Way), default="keep")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help="of each demo")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if wanted.what == "way":
         torch.set_num_threads(1)
         print(*way(wanted.models[0], getattr(torch, wanted.dtype[0]), wanted.way))
         return
-    rows = runs(wanted) if wanted.what == "runs" else ways(wanted)
+    rows = {"runs": runs, "demo": demo, "ways": ways}[wanted.what](wanted)
     if wanted.json:
         wanted.json.write_text(json.dumps(rows, indent=1))
 

@@ -17,28 +17,38 @@ from rallypoint.config.tree import RoleName, RunConfig
 _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
 """Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
-_HEAP, _CHECKPOINTED_HEAP = 1.5, 2.5
+_HEAP, _CHECKPOINTED_HEAP = 1.4, 2.0
 """What the C library's heap takes for a pass's tensors on CPUs, over their own size; measured.
 
 It aligns tensors in a way that leaves holes which the next tensor of the same size does not fit into, and the more so
 the more often layers are computed. Giving every tensor pages of its own would save that for 1.3 to 1.7 times the time.
 """
-_KERNEL_BYTES = {"float32": 10 * 2**20, "bfloat16": 100 * 2**20}
-"""What kernels that are compiled for the shapes of a model take on CPUs; measured."""
-_ADAPTER_KERNEL_BYTES = {"float32": 20 * 2**20, "bfloat16": 60 * 2**20}
-"""What those for the narrow products of adapters take besides; measured."""
+_LIBRARY_BYTES = 8 * 2**20
+"""What a process on CPUs has once it has trained, beside all this: room that MKL works in, code, Python's objects.
+
+Between turns 6.5 to 7 MiB were left over in float32 with models of 0.08M, 1M and 10M parameters alike; 8 fits the
+demo's peaks better.
+"""
+_BFLOAT16_KERNEL_BYTES, _ADAPTER_KERNEL_BYTES = 85 * 2**20, 25 * 2**20
+"""What oneDNN keeps on CPUs when a run has had two steps, and of the narrow products of adapters besides; measured.
+
+It compiles a kernel for every number of tokens, of a quarter of a MiB, and keeps most of them for good: a long run of a
+model of 1M takes about 10 MiB more with every further step, which is not predicted.
+"""
 _SERVER_BYTES = 930 * 2**20
 """What vLLM's own processes take on CPUs, beside weights and cache; measured. What a run measures is without them."""
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK, _QUERIES_PER_BLOCK_IN_HALF = 64, 192
+_ALIGNMENT = 32
 BLOCK_TOKENS = 32
 """Of a block of keys and values."""
 _PREFILL_TOKENS = 8192
 """Of prompts that go through the model at once."""
 _CHUNK_BYTES, _KEPT_LOGITS_BYTES = 64 * 2**20, 256 * 2**20
 """Of the logits that the head makes in one product, and of those that it keeps for the backward pass."""
-_SAMPLED_LOGITS = 5
-"""Float32 tensors of [rows, vocabulary] that a token is drawn with: logits, scaled, log-softmax, exp, product."""
+_SAMPLED_LOGITS, _SAMPLED_BLOCK = 6, 256
+"""Numbers of four bytes for every token of the vocabulary, filled up to blocks, that a token is drawn with: shares, and
+sums of them in float64."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,29 +125,32 @@ class _Pass:
     num_rows: int
     num_prompts: int
     """Each is computed once for its rows."""
+    num_outputs: int
+    """Tokens that the head is asked about."""
     row_tokens: int
+    """Of a row, those that go through the layers: all but its last."""
     prompt_tokens: int
     num_scores: int
-    """Of a token, on average over its row."""
-
-    @property
-    def num_outputs(self) -> int:
-        """Tokens that the head is asked about."""
-        return self.num_rows * (self.row_tokens - self.prompt_tokens)
+    """Of a slot, on average over its row."""
+    num_block_scores: int
+    """Likewise, of the largest block of queries."""
+    block_part: float
+    """Of a row, that a block of queries has an output for before it is copied; 0 for a row that is one block."""
 
     @property
     def num_computed(self) -> int:
         """Tokens that go through the layers."""
-        return self.num_outputs + self.num_prompts * self.prompt_tokens
+        return self.num_rows * (self.row_tokens - self.prompt_tokens) + self.num_prompts * self.prompt_tokens
 
     @property
     def num_attended(self) -> int:
-        """Tokens of all rows."""
-        return self.num_rows * self.row_tokens
+        """Slots of all rows."""
+        return self.num_rows * _num_slots(self.row_tokens)
 
     def live_bytes(self, shape: ModelShape, size: int) -> int:
         """Return the most that a layer needs when it keeps nothing."""
-        attending = self.num_attended * shape.attending_bytes(size, self.num_scores)
+        folded = self.num_attended * shape.folded_bytes(size, self.num_scores, self.num_block_scores, self.block_part)
+        attending = folded + self.num_computed * shape.attending_bytes(size)
         return max(attending, self.num_computed * shape.live_bytes(size))
 
     def kept_bytes(self, shape: ModelShape, size: int) -> int:
@@ -148,8 +161,8 @@ class _Pass:
 
 def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     """Return the most that full micro-batches need in passes without gradients: in a layer, or in the head."""
-    size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=1)
-    most_logits = _num_lanes(config, role, gradient_bytes=0) * _CHUNK_BYTES
+    size, num_lanes = _BYTES[config.model.dtype], _num_lanes(config, role, gradient_bytes=0)
+    full, most_logits = _full_pass(config, role, num_parts=1, num_lanes=num_lanes), num_lanes * _CHUNK_BYTES
     states = 2 * full.num_outputs * shape.hidden_size * size
     logits = 0 if role == "critic" else min(full.num_outputs * shape.vocab_size * size, most_logits)
     return _on_heap(config, max(full.live_bytes(shape, size), states + logits))
@@ -167,10 +180,9 @@ def _num_lanes(config: RunConfig, role: RoleName, gradient_bytes: int) -> int:
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int, num_lanes: int) -> int:
     """Return the most that full micro-batches need, forward and backward; `num_parts` is of mini-batches an epoch.
 
-    Those of all lanes together are as large as the one of a single lane. The peak is where the backward pass begins, in
-    the head, or in a layer: what is kept, and what is alive besides.
+    The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
     """
-    size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=num_parts)
+    size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=num_parts, num_lanes=num_lanes)
     of_layer = full.kept_bytes(shape, size)
     of_input = full.num_computed * size * shape.hidden_size
     kept, in_layer = {
@@ -193,46 +205,73 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
 
 
 def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the most that sampling needs besides its cache: for prompts, or to draw a token for every row."""
-    size, prompt, num_groups = _BYTES[config.model.dtype], config.data.max_prompt_tokens, _groups_together(config)
-    num_prompts = max(1, min(num_groups, _PREFILL_TOKENS // prompt))
-    prompts = _Pass(num_prompts, num_prompts, prompt, prompt, _scores_per_token(config, prompt))
-    logits = _SAMPLED_LOGITS * 4 * shape.vocab_size * num_groups * config.rollout.group_size
+    """Return the most that sampling needs besides its cache: for prompts, and to draw a token for every row.
+
+    These are not there at the same time, but on a CPU the heap keeps what the first had until the turn is over, and the
+    others, which are smaller, lie scattered over it and beside.
+    """
+    size, prompt = _BYTES[config.model.dtype], config.data.max_prompt_tokens
+    num_prompts = max(1, min(_prompts_together(config), _PREFILL_TOKENS // prompt))
+    prompts = _Pass(num_prompts, num_prompts, num_prompts, prompt, prompt, *_blocks_of_row(config, prompt))
+    # Of each number of a key the place that it is written to.
+    places = 8 * prompts.num_computed * shape.num_key_value_heads * shape.head_dim
+    vocabulary = -(-shape.vocab_size // _SAMPLED_BLOCK) * _SAMPLED_BLOCK
+    num_rows = _groups_together(config) * config.rollout.group_size
+    drawing = num_rows * (_SAMPLED_LOGITS * 4 * vocabulary + _row_bytes(config, shape, size))
     server = _SERVER_BYTES if config.rollout.engine == "vllm" and config.cluster.device == "cpu" else 0
-    return server + _on_heap(config, max(logits, prompts.live_bytes(shape, size)))
+    prefilling = places + prompts.live_bytes(shape, size)
+    most = drawing + prefilling if config.cluster.device == "cpu" else max(drawing, prefilling)
+    return server + _on_heap(config, most)
 
 
-def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int) -> _Pass:
-    """Return the largest micro-batch; `num_parts` is of mini-batches an epoch."""
+def _row_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
+    """Return what a row that is decoded on a CPU has for its blocks: where their keys and values are, and scores."""
+    if config.cluster.device != "cpu":
+        return 0
+    parts = (config.data.max_prompt_tokens, config.rollout.max_response_tokens)
+    num_blocks = sum(-(-longest // BLOCK_TOKENS) for longest in parts)
+    of_block = 4 * (shape.head_dim + BLOCK_TOKENS) + size * (shape.head_dim + 3 * BLOCK_TOKENS)
+    return shape.num_heads * num_blocks * of_block
+
+
+def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int, num_lanes: int) -> _Pass:
+    """Return the largest micro-batches of all lanes; `num_parts` is of mini-batches an epoch.
+
+    Whole groups hardly ever fill the share of the cap that a lane has: 2 lanes of 8 rows may be where one had 24.
+    """
     row, num_ranks = config.max_row_tokens, config.num_parts(role)
-    num_rows = -(-config.num_rows // num_parts // num_ranks)
-    most = max(1, config.engine.max_tokens_per_micro_batch // row)
+    num_rows = -(-config.num_rows // num_parts // num_ranks // num_lanes)
+    most = max(1, config.engine.max_tokens_per_micro_batch // num_lanes // row)
     # Rows of a prompt stay together where there are prompts enough for all mini-batches and ranks.
     together = min(config.rollout.group_size, num_rows, most)
     num_units = -(-num_rows // together)
-    units = -(-num_units // -(-num_units // (most // together)))
-    sp = config.mesh(role)["sp"]
-    return _Pass(
-        num_rows=-(-units * together // sp),
-        num_prompts=units if sp == 1 else units * together // sp,
-        row_tokens=row,
-        prompt_tokens=config.data.max_prompt_tokens,
-        num_scores=_scores_per_token(config, row),
-    )
+    units = num_lanes * -(-num_units // -(-num_units // (most // together)))
+    num_rows, num_prompts, row_tokens = units * together, units, row - 1
+    if (sp := config.mesh(role)["sp"]) > 1:  # ranks that share a stream compute all of every row
+        num_rows, num_prompts, row_tokens = -(-units * together // sp), units * together // sp, row
+    num_outputs = num_rows * (row - config.data.max_prompt_tokens)
+    blocks = _blocks_of_row(config, row_tokens)
+    return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.data.max_prompt_tokens, *blocks)
 
 
-def _scores_per_token(config: RunConfig, row: int) -> int:
-    """Return how many tokens every head has scores for, on average over a row.
+def _blocks_of_row(config: RunConfig, num_tokens: int) -> tuple[int, int, float]:
+    """Return `num_scores`, `num_block_scores` and `block_part` of a pass over rows of so many tokens.
 
-    The longest rows go through the fused kernel, which keeps none, and on accelerators all do. Elsewhere a block of
-    queries has scores for itself and what is before it.
+    The longest rows go through the fused kernel, which keeps no scores, and on accelerators all do. Elsewhere a block
+    of queries has scores for itself and what is before it.
     """
     if config.cluster.device != "cpu":
-        return 0
-    longest = min(row, _LONGEST_WITH_SCORES)
+        return 0, 0, 0.0
+    longest = min(_num_slots(num_tokens), _LONGEST_WITH_SCORES)
     block = _QUERIES_PER_BLOCK if config.model.dtype == "float32" else _QUERIES_PER_BLOCK_IN_HALF
     stops = [*range(block, longest, block), longest]
-    return sum(stop * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)) // longest
+    of_blocks = [stop * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)]
+    return sum(of_blocks) // longest, max(of_blocks) // longest, block / longest if longest > block else 0.0
+
+
+def _num_slots(num_tokens: int) -> int:
+    """Return the slots that a row has in attention: what vectors of numbers fill."""
+    return num_tokens if num_tokens <= _ALIGNMENT else -(-num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
 def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
@@ -280,10 +319,18 @@ def _groups_together(config: RunConfig) -> int:
     )
 
 
+def _prompts_together(config: RunConfig) -> int:
+    """Return how many prompts a process of the rollout role begins with at a time, in training or in validation."""
+    most, num_validated = config.rollout.max_batch_rows, _num_validation_prompts(config)
+    validated = most if num_validated is None else min(most, -(-num_validated // config.num_ranks("rollout")))
+    return max(_groups_together(config), validated)
+
+
 def _on_heap(config: RunConfig, num_bytes: int, *, checkpointed: bool = False) -> int:
     """Return what tensors of a pass take of a process; on CPUs more than they have."""
     if config.cluster.device != "cpu":
         return num_bytes
-    kernels = _KERNEL_BYTES[config.model.dtype]
-    kernels += 0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES[config.model.dtype]
+    kernels = _LIBRARY_BYTES
+    if config.model.dtype == "bfloat16":
+        kernels += _BFLOAT16_KERNEL_BYTES + (0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES)
     return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + kernels

@@ -133,13 +133,32 @@ class ModelShape:
         return size * (query + 2 * key_value + self.num_heads * num_scores)
 
     def live_bytes(self, size: int) -> int:
-        """Return the most that exists of a token while a layer runs and keeps nothing, outside its attention."""
-        return size * (2 * self.hidden_size + 3 * self.mlp_size)
+        """Return the most that exists of a token in an MLP that keeps nothing, and of its residual stream and angles.
 
-    def attending_bytes(self, size: int, num_scores: int) -> int:
-        """Return the most that exists of a token of a row at one time while attention runs and keeps nothing."""
+        The MLP has what goes in, gate, up, silu of the gate, and its product with up.
+        """
+        return size * (2 * self.hidden_size + 4 * self.mlp_size + 2 * self.head_dim)
+
+    def attending_bytes(self, size: int) -> int:
+        """Return what exists of a token while attention runs and keeps nothing, outside the rows.
+
+        Residual stream and what its norm returns; query, key and value; the cosines and sines of its position.
+        """
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return size * (3 * (query + 2 * key_value) + 2 * self.num_heads * num_scores)
+        return size * (2 * self.hidden_size + query + 2 * key_value + 2 * self.head_dim)
+
+    def folded_bytes(self, size: int, num_scores: int, num_block_scores: int, block_part: float) -> int:
+        """Return the most that exists of a token of a row meanwhile: query, key, value, the output, and shares.
+
+        Args:
+            size: bytes of a number.
+            num_scores: tokens that every head has a share for.
+            num_block_scores: likewise, of the largest block, which has scores besides.
+            block_part: of a row, that such a block has an output for before it is copied.
+        """
+        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        numbers = 2 * query + 2 * key_value + self.num_heads * (num_scores + num_block_scores)
+        return size * round(numbers + query * block_part)
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:

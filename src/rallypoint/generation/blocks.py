@@ -10,6 +10,8 @@ has gone, until their memory is needed: the oldest go first.
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -58,9 +60,9 @@ class BlockPool:
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         num_bytes = 2 * num_layers * kv_heads * head_dim * num_blocks * block_tokens * like.element_size()
         with _counted(num_bytes, num_blocks * block_tokens, like.device):
-            self.keys = like.new_empty(num_layers, num_blocks, kv_heads, head_dim, block_tokens)
+            self.keys = _reserve(num_layers, num_blocks, kv_heads, head_dim, block_tokens, like=like)
             """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
-            self.values = like.new_empty(num_layers, num_blocks, kv_heads, block_tokens, head_dim)
+            self.values = _reserve(num_layers, num_blocks, kv_heads, block_tokens, head_dim, like=like)
             """[layers, blocks, K, tokens, D]."""
         self.key_numbers = self.keys.view(torch.int16) if like.dtype.itemsize == 2 else self.keys
         """See `Bags`."""
@@ -178,7 +180,7 @@ def _counted(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[
     """Say what was asked for, and what there is, when so many bytes cannot be reserved."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError, OverflowError) as error:  # of torch; of the system; a size beyond any address
         if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
             raise  # a kernel of before failed
         if device.type == "cpu":
@@ -191,3 +193,11 @@ def _counted(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[
             "fewer tokens with rollout.cache_tokens (rally serve: --cache-tokens), which may be much fewer than all "
             "rows have: those that find no memory wait"
         ) from error
+
+
+def _reserve(*shape: int, like: Tensor) -> Tensor:
+    """Return a tensor that nothing has been written to; on a CPU in pages of its own, as those of a heap are used."""
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

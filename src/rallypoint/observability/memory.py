@@ -16,6 +16,13 @@ import torch
 
 from rallypoint.types import Maximum, Metrics
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
+_MAX_MMAP_THRESHOLD = 32 * 2**20
+"""Tensors from this size on have pages of their own, and a heap keeps twice as much free memory at its end: where glibc
+arrives by itself after the first tensor of that size, but for good, because it stops to learn when it is told."""
+_TRIMMING_BYTES = 100 * 2**10
+"""A free piece from 64 KiB on makes glibc look at the end of its heap."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -54,7 +61,21 @@ def give_back(device: torch.device) -> None:
     """
     if device.type == "cpu":
         with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-            ctypes.CDLL(None).malloc_trim(0)
+            _trim_heaps(ctypes.CDLL(None))
+
+
+def _trim_heaps(library: ctypes.CDLL) -> None:
+    """Have glibc give back free pages of all heaps, and the end of the one that this thread takes memory from.
+
+    `malloc_trim` leaves the end of a thread's heap alone: up to twice the largest tensor that was ever freed. It goes
+    when a larger piece is freed while little is to be kept.
+    """
+    library.mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+    library.mallopt(_M_TRIM_THRESHOLD, 0)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    library.free(library.malloc(_TRIMMING_BYTES))
+    library.malloc_trim(0)
+    library.mallopt(_M_TRIM_THRESHOLD, 2 * _MAX_MMAP_THRESHOLD)
 
 
 def resident_bytes(device: torch.device) -> int:

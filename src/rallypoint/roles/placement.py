@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from rallypoint.cluster import Layout, Mesh, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
+from rallypoint.config.limits import NUM_KERNELS
 from rallypoint.config.plan import weights_way
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import PlacementError
@@ -65,6 +67,9 @@ class SharedFolder:
 
 
 _MARK = ".shared"
+_KERNEL_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+"""Read once, at the first product in bfloat16 on a CPU. oneDNN compiles a kernel of half a MiB for every shape, and
+would keep 1,024 of them: passes over packed rows have new shapes all the time, and hardly ever an old one again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class WorkerSpec:
             PlacementError: this node does not see what it needs.
         """
         torch.set_num_threads(context.num_cpus)
+        os.environ.setdefault(_KERNEL_CACHE, str(NUM_KERNELS))
         self.folder.check()
         _check_device(context.device)
 
