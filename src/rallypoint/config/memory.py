@@ -29,6 +29,8 @@ _LIBRARY_BYTES = 8 * 2**20
 Between turns 6.5 to 7 MiB were left over in float32 with models of 0.08M, 1M and 10M parameters alike; 8 fits the
 demo's peaks better.
 """
+_DECODER_BYTES = 8 * 2**20
+"""What TorchScript keeps in a process on CPUs once it has compiled the decoder; fitted to the demo."""
 _BFLOAT16_KERNEL_BYTES, _ADAPTER_KERNEL_BYTES = 85 * 2**20, 25 * 2**20
 """What oneDNN keeps on CPUs when a run has had two steps, and of the narrow products of adapters besides; measured.
 
@@ -330,7 +332,7 @@ def _on_heap(config: RunConfig, num_bytes: int, *, checkpointed: bool = False) -
     """Return what tensors of a pass take of a process; on CPUs more than they have."""
     if config.cluster.device != "cpu":
         return num_bytes
-    kernels = _LIBRARY_BYTES
+    kernels = _LIBRARY_BYTES + (_DECODER_BYTES if config.rollout.engine == "native" else 0)
     if config.model.dtype == "bfloat16":
         kernels += _BFLOAT16_KERNEL_BYTES + (0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES)
     return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + kernels
