@@ -88,7 +88,9 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = N
         numbers: [B] float64 in [0, 1).
         raw: [B, V], the logits before penalties and bans, if there are any.
     """
-    return Draws(*without_python(_sample)(logits, rules, numbers, raw))
+    # On accelerators, which do not wait for Python, TorchScript would compile kernels of its own.
+    compute = without_python(_sample) if logits.is_cpu else _sample
+    return Draws(*compute(logits, rules, numbers, raw))
 
 
 def _sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
