@@ -32,6 +32,8 @@ from rallypoint.models.joined import joined
 from rallypoint.models.norm import RMSNorm
 
 _CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_MOVING_ROTATIONS = ("dynamic", "longrope")
+"""Whose frequencies depend on the length of what is computed."""
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """As a part of the largest number."""
 
@@ -56,6 +58,7 @@ class RowsWithIds(Rows, Protocol):
 
 
 class _Rotary(Protocol):
+    rope_type: str
     inv_freq: Tensor
     attention_scaling: float
 
@@ -111,8 +114,7 @@ class PlainDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model that `fits`."""
         self._base = cast("_Decoder", model.base_model)
-        self._addresses, self._network = self._find(), _network(self._base)
-        self._decode = without_python(decode)
+        self._found = self._addresses(), _network(self._base)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -124,6 +126,7 @@ class PlainDecoder:
             type(model) in _CLASSES
             and kinds == {"full_attention"}
             and model.config.hidden_act == "silu"
+            and cast("_Decoder", model.base_model).rotary_emb.rope_type not in _MOVING_ROTATIONS
             and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears)
             and all(isinstance(part, RMSNorm) for part in norms)
             # What is cut over ranks computes with hooks.
@@ -134,7 +137,7 @@ class PlainDecoder:
         """Return the last hidden state of each token."""
         network = self.network
         if rows.bags is not None:
-            return self._decode(network, rows.bags)
+            return without_python(decode, rows.tokens.device)(network, rows.bags)
         states, cos, sin = enter(network, rows.tokens, rows.position_ids)
         for index, layer in enumerate(network.layers):
             turned, value = before_attention(network, layer, states, cos, sin)
@@ -145,13 +148,15 @@ class PlainDecoder:
 
     @property
     def network(self) -> Network:
-        """The weights where they are; those that slept, or were moved, are elsewhere."""
-        if (addresses := self._find()) != self._addresses:
-            self._addresses, self._network = addresses, _network(self._base)
-        return self._network
+        """The weights where they are, also of a parameter whose `data` is another tensor now."""
+        addresses, network = self._found
+        if addresses != (addresses := self._addresses()):
+            network = _network(self._base)
+            self._found = addresses, network  # at once, as lanes ask side by side
+        return network
 
-    def _find(self) -> list[int]:
-        """Return where weights are that may lie behind one another."""
+    def _addresses(self) -> list[int]:
+        """Return where weights are that may lie behind one another, and so be in `network` by a view of them all."""
         linears = (
             linear
             for layer in self._base.layers
@@ -201,7 +206,7 @@ def _linear(*linears: nn.Linear) -> Linear:
     weights: list[Tensor] = [linear.weight for linear in linears]
     together = joined(weights)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return Linear(weights if together is None else [together], torch.cat(biases) if biases else None)
+    return Linear(weights if together is None else [together], biases)
 
 
 def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:

@@ -137,7 +137,7 @@ class QueryRows:
         return {"key_places": key_places, "value_places": value_places}
 
     def _look(self, queries: Queries, lines: Integers, slots: Integers, places: Integers) -> dict[str, Any]:
-        """Lay out what is looked at, in the order (query, head, slot), as fields of `Bags`; the longest queries first.
+        """Lay out what is looked at, in the order (query, head, slot), as fields of `Bags`; for bags the longest first.
 
         `lines` says which query each is.
         """

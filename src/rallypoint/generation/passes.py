@@ -37,7 +37,7 @@ class Passes:
     """The ways through one model."""
 
     def __init__(self, model: PreTrainedModel, *, is_exact: bool) -> None:
-        """Take a model whose weights may change, but not their places."""
+        """Take a model whose weights may change, and move, but are parameters of the same modules for good."""
         self._model, self._is_exact = model, is_exact
         self._own_code = Backbone(model)
         self._decode: Callable[[RowsWithIds], Tensor] = self._own_code

@@ -18,8 +18,8 @@ class Linear(NamedTuple):
 
     weights: list[Tensor]
     """[outputs, inputs] each; one for all where they lie behind one another."""
-    bias: Tensor | None
-    """[outputs of all]."""
+    biases: list[Tensor]
+    """[outputs] each; none, or one for each layer."""
 
 
 class Layer(NamedTuple):
@@ -102,7 +102,9 @@ def after_attention(network: Network, layer: Layer, states: Tensor, attended: Te
 
 def linear(layers: Linear, states: Tensor) -> Tensor:
     """[B, E] -> [B, outputs of all]."""
-    bias = layers.bias
+    bias: Tensor | None = None
+    if len(layers.biases) > 0:
+        bias = layers.biases[0] if len(layers.biases) == 1 else torch.cat(layers.biases)
     if len(layers.weights) == 1:
         return functional.linear(states, layers.weights[0], bias)
     parts: list[Tensor] = []

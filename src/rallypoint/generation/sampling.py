@@ -1,8 +1,9 @@
 """From logits to a token, given one random number.
 
 Owns: what narrows a distribution, and in which order (that of transformers). Must not know: models, requests.
-Invariant: a row's token and logprobs depend on its own logits, rules and number only. `sample`
-computes without Python, see `rallypoint.generation.script`.
+Invariant: a row's token and logprobs depend on its own logits, rules and number only.
+
+On a CPU `sample` computes without Python, see `rallypoint.generation.script`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -88,9 +89,7 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = N
         numbers: [B] float64 in [0, 1).
         raw: [B, V], the logits before penalties and bans, if there are any.
     """
-    # On accelerators, which do not wait for Python, TorchScript would compile kernels of its own.
-    compute = without_python(_sample) if logits.is_cpu else _sample
-    return Draws(*compute(logits, rules, numbers, raw))
+    return Draws(*without_python(_sample, logits.device)(logits, rules, numbers, raw))
 
 
 def _sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

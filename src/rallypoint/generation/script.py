@@ -10,6 +10,7 @@ none, Python computes by the same functions, and only lanes lose.
 
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -18,12 +19,23 @@ import torch
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
+_READING = threading.Lock()
+
+
+def without_python(function: FunctionT, device: torch.device) -> FunctionT:
+    """Return what computes the same without Python and its lock; the function itself where there is no TorchScript.
+
+    On accelerators too: their operations do not wait for Python, and TorchScript would compile kernels of its own, with
+    other bits.
+    """
+    if device.type != "cpu" or sys.version_info >= (3, 14):
+        return function
+    with _READING:  # lanes ask side by side
+        return _read(function)
+
 
 @functools.cache
-def without_python(function: FunctionT) -> FunctionT:
-    """Return what computes the same without Python and its lock; the function itself where there is no TorchScript."""
-    if sys.version_info >= (3, 14):
-        return function
+def _read(function: FunctionT) -> FunctionT:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return cast("FunctionT", torch.jit.script(function))

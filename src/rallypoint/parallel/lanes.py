@@ -18,8 +18,8 @@ import torch
 ResultT = TypeVar("ResultT")
 
 _SWITCH_SECONDS = 3e-4
-"""After which a thread must hand Python's lock on if another waits, in a process that has lanes. As Python begins, it
-would after 5 ms, and a lane that needs the lock for a moment would wait that long; after 20 microseconds they would
+"""After which a thread must hand Python's lock on if another waits, in a process that has had lanes. As Python begins,
+it does after 5 ms, and a lane that needs the lock for a moment would wait as long; after 20 microseconds lanes would
 keep each other from it."""
 _MAX_THREADS = 1024
 """Of which there are as many as jobs have run at a time; a process may have as many cores."""
@@ -53,8 +53,9 @@ class Lanes:
         share = num_threads_each or max(1, num_threads // max(1, len(jobs)))
         if len(jobs) == 1 and share == num_threads:
             return [jobs[0]()]
+        if len(jobs) > 1 and sys.getswitchinterval() > _SWITCH_SECONDS:
+            sys.setswitchinterval(_SWITCH_SECONDS)
         if self._threads is None:
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
             self._threads = ThreadPoolExecutor(_MAX_THREADS, "lane", initializer=torch.set_num_threads, initargs=(1,))
         others = [
             self._threads.submit(contextvars.copy_context().run, _as_here, has_gradients, share, job)

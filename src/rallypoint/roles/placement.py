@@ -68,8 +68,8 @@ class SharedFolder:
 
 _MARK = ".shared"
 _KERNEL_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-"""Read once, at the first product in bfloat16 on a CPU. oneDNN compiles a kernel of half a MiB for every shape, and
-would keep 1,024 of them: passes over packed rows have new shapes all the time, and hardly ever an old one again."""
+"""Read once, at the first product in bfloat16 on a CPU. oneDNN compiles a kernel for every shape, and would keep 1,024
+of them: passes over packed rows have new shapes all the time, and hardly ever an old one again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

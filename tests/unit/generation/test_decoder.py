@@ -69,5 +69,30 @@ def test_layers_with_biases_come_out_as_from_the_models_own_code(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = load_policy(str(tmp_path), dtype="float64").model
     assert PlainDecoder.fits(loaded)
+    decoder = PlainDecoder(loaded)
     with torch.no_grad():
-        check_decoder(loaded, PlainDecoder(loaded))
+        check_decoder(loaded, decoder)
+        change_all(loaded)
+        check_decoder(loaded, decoder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_weights_that_change_where_they_are_are_those_that_decode(make_policy, architecture):
+    model = copy.deepcopy(make_policy(architecture)).double()
+    decoder = PlainDecoder(model)
+    change_all(model)
+    with torch.no_grad():
+        check_decoder(model, decoder)
+
+
+def change_all(model):
+    """Change every weight and bias in place, as an optimizer's step and a published version do."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+
+
+def test_rotations_that_change_with_the_length_of_a_row_go_through_the_models_own_code(make_policy):
+    model = copy.deepcopy(make_policy())
+    model.base_model.rotary_emb.rope_type = "longrope"
+    assert not PlainDecoder.fits(model)

@@ -20,7 +20,7 @@ def test_a_step_of_decoding_has_the_same_bits_with_and_without_python(make_polic
     model = copy.deepcopy(make_policy(architecture, 2)).to(dtype)
     passes, network = Passes(model, is_exact=False), PlainDecoder(model).network
     found = []
-    for way in (decode, without_python(decode)):
+    for way in (decode, without_python(decode, torch.device("cpu"))):
         pool = passes.make_pool(20, 4)
         rows = [[pool.private() for _ in range(length)] for length in (1, 3, 2)]
         pool.clean()
@@ -55,5 +55,7 @@ def test_rows_are_drawn_one_by_one_as_they_are_together(kinds, vocabulary):
         assert all(torch.equal(a, b[at]) for a, b in zip(alone, together, strict=True))
 
 
-def test_a_function_is_read_once():
-    assert without_python(decode) is without_python(decode)
+def test_a_function_is_read_once_and_stays_python_on_accelerators():
+    cpu = torch.device("cpu")
+    assert without_python(decode, cpu) is without_python(decode, cpu)
+    assert without_python(decode, torch.device("cuda")) is decode
