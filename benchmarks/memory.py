@@ -2,14 +2,15 @@
 
     python benchmarks/memory.py runs 1M 10M --json memory.json
     python benchmarks/memory.py runs 10M --how LoRA tp2 shard2 --activations keep
+    python benchmarks/memory.py runs 1M --dtype bfloat16 --activations keep --steps 24
     python benchmarks/memory.py demo
     python benchmarks/memory.py ways 10M --dtype bfloat16
 
-`runs` trains two GRPO steps as a user does, each in processes of its own, and reads the run's own metric; `--how` says
-what is trained, and by how many ranks. `demo` does the same with some steps of the shipped recipes that make their own
-model, role by role. `ways` does the update of `training.py`, turn by turn in a process for each way:
-all activations kept, layers checkpointed and, on an accelerator, offloaded, or kept by an engine that sleeps before and
-wakes for the update. What the logits of all tokens at once would take is in `head.py`.
+`runs` trains two GRPO steps (or `--steps`) as a user does, each in processes of its own, and reads the run's own
+metric; `--how` says what is trained, and by how many ranks. `demo` does the same with some steps of the shipped recipes
+that make their own model, role by role. `ways` does the update of `training.py`, turn by turn in a process for each
+way: all activations kept, layers checkpointed and, on an accelerator, offloaded, or kept by an engine that sleeps
+before and wakes for the update. What the logits of all tokens at once would take is in `head.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def write_material(folder: Path, name: str) -> None:
     )
 
 
-def overrides(folder: Path, name: str, dtype: str, activations: str, how: str) -> list[str]:
+def overrides(folder: Path, name: str, dtype: str, activations: str, how: str, steps: int) -> list[str]:
     """Return the config of a run."""
     cap = CAPS[name]
     num_prompts = 2 * cap // (GROUP_SIZE * (PROMPT_TOKENS + RESPONSE_TOKENS))
@@ -82,14 +83,14 @@ def overrides(folder: Path, name: str, dtype: str, activations: str, how: str) -
         f"reward.function={folder / 'reward.py'}:compute_score",
         f"rollout={{num_prompts: {num_prompts}, group_size: {GROUP_SIZE}, max_response_tokens: {RESPONSE_TOKENS}}}",
         f"engine={{max_tokens_per_micro_batch: {cap}, activations: {activations}}}",
-        f"trainer={{num_steps: 2, runs_dir: {folder / 'runs'}, name: {name}-{dtype}-{activations}-{how}}}",
+        f"trainer={{num_steps: {steps}, runs_dir: {folder / 'runs'}, name: {name}-{dtype}-{activations}-{how}}}",
         *HOWS[how],
     ]
 
 
-def run(folder: Path, name: str, dtype: str, activations: str, how: str) -> dict[str, object]:
-    """Train two steps; return predicted and measured MiB of a process."""
-    keys = overrides(folder, name, dtype, activations, how)
+def run(folder: Path, name: str, dtype: str, activations: str, how: str, steps: int) -> dict[str, object]:
+    """Train some steps; return predicted and measured MiB of a process."""
+    keys = overrides(folder, name, dtype, activations, how, steps)
     plan, measured = train("grpo", keys, folder / "runs" / f"{name}-{dtype}-{activations}-{how}")
     predicted = plan.process_memory("main") / MIB
     return {
@@ -125,7 +126,7 @@ def demo(wanted: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for recipe in ("digits", "digits-grpo"):
-            keys = [f"trainer={{num_steps: {wanted.steps}, runs_dir: {scratch}, name: {recipe}}}"]
+            keys = [f"trainer={{num_steps: {wanted.steps or 20}, runs_dir: {scratch}, name: {recipe}}}"]
             plan, measured = train(recipe, keys, Path(scratch) / recipe)
             for role, mib in measured.items():
                 predicted = plan.turn_memory(role) / MIB
@@ -143,7 +144,7 @@ def runs(wanted: argparse.Namespace) -> list[dict[str, object]]:
         for name in wanted.models:
             write_material(Path(scratch), name)
             for how, dtype, activations in itertools.product(wanted.how, wanted.dtype, wanted.activations):
-                row = run(Path(scratch), name, dtype, activations, how)
+                row = run(Path(scratch), name, dtype, activations, how, wanted.steps or 2)
                 rows.append(row)
                 print(
                     f"| {name} | {how} | {dtype} | {activations} | {row['predicted']:.0f} | {row['measured']:.0f} "
@@ -244,7 +245,7 @@ def main() -> None:
     parser.add_argument("--how", nargs="+", choices=HOWS, default=["full"])
     parser.add_argument("--way", choices=get_args(Way), default="keep")
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="of each demo")
+    parser.add_argument("--steps", type=int, help="of each run, 2 if not given; of each demo, 20")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if wanted.what == "way":

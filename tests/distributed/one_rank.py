@@ -12,7 +12,7 @@ from ranks import CONFIG, DTYPES, EPS, TOLERANCES, loss_and_norm, loss_from, mak
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.engine import Engine, policy_outputs
-from rallypoint.engine.forward import hidden_states
+from rallypoint.engine.stream import Stream
 from rallypoint.models import ModelShard, lm_head, load_policy, named_weights
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import ActorBatch, Metrics, Sequences
@@ -40,7 +40,8 @@ def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -
     def outputs(part: Sequences, at: torch.Tensor) -> torch.Tensor:
         if engine.model.dtype != torch.float64:
             return policy_outputs(engine.shard, part, at, 1.0).logprobs
-        everything = lm_head(engine.model)(hidden_states(engine.shard, part, at)).log_softmax(-1)
+        stream = Stream(engine.shard, part, at)
+        everything = lm_head(engine.model)(stream.join(stream.states())).log_softmax(-1)
         return everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
 
     for step in (1, 2):

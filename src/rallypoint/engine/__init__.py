@@ -1,8 +1,9 @@
 """One rank of training."""
 
 from rallypoint.engine.engine import Engine
-from rallypoint.engine.forward import TokenOutputs, choosing_tokens, critic_values, policy_outputs, trained_positions
+from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs
 from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+from rallypoint.engine.stream import choosing_tokens, trained_positions
 
 __all__ = [
     "Engine",

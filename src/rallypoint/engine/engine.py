@@ -24,10 +24,10 @@ from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.config.lanes import max_lanes
 from rallypoint.data.packing import pad_rows
 from rallypoint.engine.activations import Checkpoints
-from rallypoint.engine.forward import hidden_states, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.engine.passes import Lane, plan_lanes
 from rallypoint.engine.sleep import Sleeper
+from rallypoint.engine.stream import Stream, trained_positions
 from rallypoint.engine.sums import GradientSums
 from rallypoint.errors import NotFiniteError, PeerFailedError
 from rallypoint.models import ModelShard
@@ -259,8 +259,7 @@ class Engine(Generic[BatchT]):
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
         """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
-        states = hidden_states(self.shard, part, positions)
-        return states.sum() + self._sharding.touch()
+        return Stream(self.shard, part, positions).states().sum() + self._sharding.touch()
 
     @torch.no_grad()
     def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:

@@ -89,23 +89,31 @@ class PackedRows:
 
     Rows are computed in classes of similar length (the same power of two), padded to the longest of their class
     inside this file and `slots` only. Tokens that rows share are in the stream once; each row needs their keys and
-    values, and the first row's output is theirs.
+    values, and the first row's output is theirs. Tokens behind the last row see nothing.
     """
 
-    def __init__(self, offsets: Tensor, device: torch.device, shared: SharedPrefixes | None = None) -> None:
+    def __init__(
+        self,
+        offsets: Tensor,
+        device: torch.device,
+        shared: SharedPrefixes | None = None,
+        *,
+        num_filler: int = 0,
+    ) -> None:
         """Lay rows out.
 
         Args:
             offsets: [B+1] of the rows.
             device: of the stream.
             shared: what of the rows is in the stream; None for all of it.
+            num_filler: tokens of the stream behind its rows.
         """
         lengths = offsets[1:] - offsets[:-1]
         position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
         if shared is not None:
             position_ids = position_ids[shared.kept]
-        self.position_ids = position_ids.to(device).unsqueeze(0)
-        self._slots = Slots(offsets, _length_classes(lengths), shared)
+        self.position_ids = functional.pad(position_ids, (0, num_filler)).to(device).unsqueeze(0)
+        self._slots = Slots(offsets, _length_classes(lengths), shared, num_filler)
         # What layers of one kind have in common is made by the first of them.
         self._folds: dict[tuple[int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[Batch]] = {}
@@ -133,7 +141,7 @@ class PackedRows:
             _attend_fused(shape, kv_heads, part, scaling, limits.window)
             for shape, part in zip(others, rest, strict=True)
         ]
-        if by_products:
+        if by_products or not others:
             batches = self._batches_of(by_products, kv_heads, share, limits.window, query)
             outs.insert(0, CausalProducts.apply(*first, batches, scaling, limits.softcap))
         return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)

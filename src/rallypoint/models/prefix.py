@@ -60,8 +60,8 @@ class SharedPrefixes:
         return cls(torch.nonzero(computed).flatten(), place)
 
 
-def pick(states: Tensor, places: Tensor) -> Tensor:
-    """Return rows of a tensor, each as often as it is named: [S, E] and [N] -> [N, E].
+def pick(states: Tensor, places: Tensor, num_rows: int) -> Tensor:
+    """Return rows of a tensor, each as often as it is named, and zeros behind them: [S, E] and [N] -> [num_rows, E].
 
     The gradient of a row is the sum over its copies, in their order. That of `index_select` is added up by atomics on
     accelerators, in another order and with other bits every time.
@@ -69,27 +69,29 @@ def pick(states: Tensor, places: Tensor) -> Tensor:
     Args:
         states: [S, E].
         places: [N] int64, on the CPU.
+        num_rows: N or more.
     """
-    return _Pick.apply(states, places)
+    return _Pick.apply(states, places, num_rows)
 
 
 class _Context(FunctionCtx):
     places: Tensor
-    num_rows: int
+    num_states: int
 
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, places: Tensor) -> Tensor:
-        ctx.places, ctx.num_rows = places, len(states)
-        return states.index_select(0, places.to(states.device))
+    def forward(ctx: _Context, states: Tensor, places: Tensor, num_rows: int) -> Tensor:
+        ctx.places, ctx.num_states = places, len(states)
+        picked = states.index_select(0, places.to(states.device))
+        return picked if num_rows == len(places) else functional.pad(picked, (0, 0, 0, num_rows - len(places)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        if not len(grad):
-            return grad.new_zeros(ctx.num_rows, *grad.shape[1:]), None
-        counts = torch.bincount(ctx.places, minlength=ctx.num_rows)
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        if not len(ctx.places):
+            return grad.new_zeros(ctx.num_states, *grad.shape[1:]), None, None
+        counts = torch.bincount(ctx.places, minlength=ctx.num_states)
         copies, starts = ctx.places.argsort(stable=True), counts.cumsum(0) - counts
         # A bag of embeddings is a sum of rows, in float32 for half precision; an empty one is zero.
-        return functional.embedding_bag(copies.to(grad.device), grad, starts.to(grad.device), mode="sum"), None
+        return functional.embedding_bag(copies.to(grad.device), grad, starts.to(grad.device), mode="sum"), None, None

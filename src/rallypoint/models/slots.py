@@ -9,7 +9,8 @@ gather does all of it:
 
 Invariants: padding repeats the last token of its row, so that what is not finite stays in its own row, and has no
 gradient. A token that several rows share has a slot in each; the output at the first is its own, and the gradient of
-its key and value is the sum over all, in the same order every time.
+its key and value is the sum over all, in the same order every time. What stands behind the last row of a stream has no
+slot: its output and its gradient are zero.
 """
 
 from __future__ import annotations
@@ -61,20 +62,25 @@ class Fold:
     stream: Tensor
     """[slots * heads]: which of the stream's [T * H] lies at each place of folded states."""
     own: Tensor
-    """[T * H]: the place of each; of a token that rows share, the first."""
+    """[S * H]: the place of each of the S tokens of rows; of a token that rows share, the first."""
+    size: int
+    """T * H: of the stream, with what stands behind its rows."""
     shared: Shared | None
 
 
 class Slots:
     """The slots of some packed rows."""
 
-    def __init__(self, offsets: Tensor, classes: Sequence[Tensor], shared: SharedPrefixes | None) -> None:
+    def __init__(
+        self, offsets: Tensor, classes: Sequence[Tensor], shared: SharedPrefixes | None, num_filler: int
+    ) -> None:
         """Lay rows out, on the CPU.
 
         Args:
             offsets: [B+1] of the rows.
             classes: the rows of each rectangle; every row with tokens is in one.
             shared: what of the rows is in the stream; None for all of it.
+            num_filler: tokens of the stream behind its rows.
         """
         lengths = offsets[1:] - offsets[:-1]
         self.rectangles = [Rectangle(len(rows), _aligned(int(lengths[rows].max()))) for rows in classes]
@@ -93,6 +99,7 @@ class Slots:
             self._copies = shared.place[order], slot_of_token[order]
             slot_of_token, token_of_slot = slot_of_token[shared.kept], shared.place[token_of_slot]
         self._token_of_slot, self._slot_of_token = token_of_slot, slot_of_token
+        self._num_tokens = len(slot_of_token) + num_filler
 
     def folds(self, kv_heads: int, share: int, device: torch.device) -> tuple[Fold, Fold]:
         """Return the ways of queries, and of keys and values, where a key/value head has `share` queries."""
@@ -104,7 +111,8 @@ class Slots:
         places, heads = self._places(kv_heads, share), torch.arange(kv_heads * share)
         stream = torch.empty(places.numel(), dtype=torch.int64)
         stream[places] = self._token_of_slot.unsqueeze(1) * len(heads) + heads
-        return Fold(stream.to(device), places[self._slot_of_token].flatten().to(device), None)
+        own = places[self._slot_of_token].flatten()
+        return Fold(stream.to(device), own.to(device), self._num_tokens * len(heads), None)
 
     def _shared(self, kv_heads: int, device: torch.device) -> Shared | None:
         if self._copies is None:
@@ -160,7 +168,7 @@ class Folded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        total, shared = grad.index_select(0, ctx.fold.own), ctx.fold.shared
+        total, shared = _at_own(grad, ctx.fold), ctx.fold.shared
         if shared is not None:
             # A bag of embeddings is a sum of rows: the fastest that torch has, in float32 for half precision.
             total.index_copy_(0, shared.places, functional.embedding_bag(shared.slots, grad, shared.starts, mode="sum"))
@@ -173,9 +181,20 @@ class Unfolded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, slots: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
         ctx.fold, ctx.shape = fold, slots.shape
-        return slots.index_select(0, fold.own)
+        return _at_own(slots, fold)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.fold.own, grad), None
+        own = ctx.fold.own
+        return grad.new_zeros(ctx.shape).index_copy_(0, own, grad[: len(own)]), None
+
+
+def _at_own(slots: Tensor, fold: Fold) -> Tensor:
+    """Return what is at the place of each head of the stream, and zero where it has none: [T * H, D]."""
+    if fold.size == len(fold.own):
+        return slots.index_select(0, fold.own)
+    found = slots.new_empty(fold.size, slots.shape[1])
+    torch.index_select(slots, 0, fold.own, out=found[: len(fold.own)])
+    found[len(fold.own) :].zero_()
+    return found

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rallypoint.models.attention import NO_LIMITS, Limits, PackedRows
 from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_rows, gather_rows
@@ -30,11 +29,11 @@ from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_r
 class TokenSlice:
     """What one rank computes of a packed stream: its tokens, and those positions whose choice was made at one of them.
 
-    The hidden state at a token chooses the next one (see `engine.forward`), so that positions 4 and 5 of a stream of
+    The hidden state at a token chooses the next one (see `engine.stream`), so that positions 4 and 5 of a stream of
     six belong to the ranks that have tokens 3 and 4: both to the second of two.
 
-    No rank is without tokens, which transformers cannot compute: a stream that is too short for all of them ends in a
-    filler row, of which nothing is asked.
+    No rank is without tokens, which transformers cannot compute: a stream that is too short for all of them is filled
+    up to their number.
     """
 
     sp: Collective
@@ -48,7 +47,7 @@ class TokenSlice:
         """Return the slice of this rank.
 
         Args:
-            num_tokens: of the whole stream.
+            num_tokens: of the whole stream, but for what is missing to one for each rank.
             sources: [N] int64, in order: of each position, the token at which it was chosen.
             sp: the ranks that share the stream.
         """
@@ -68,13 +67,6 @@ class TokenSlice:
         """This rank's positions among all of them."""
         return _part(self.num_positions, self.sp.rank)
 
-    def filled(self, offsets: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the offsets and tokens of the whole stream, with the filler row if it needs one."""
-        num_filler = sum(self.num_tokens) - len(tokens)
-        if num_filler == 0:
-            return offsets, tokens
-        return torch.cat([offsets, offsets[-1:] + num_filler]), functional.pad(tokens, (0, num_filler))
-
     def join(self, outputs: Tensor) -> Tensor:
         """Return the outputs of all positions, [N, ...], from those of this rank; backward returns to each its own."""
         return gather_rows(outputs, self.sp, self.num_positions)
@@ -83,9 +75,10 @@ class TokenSlice:
 class SequenceParallelRows:
     """Packed rows whose tokens lie on several ranks; see `Rows`, whose T is this rank's number of tokens here."""
 
-    def __init__(self, offsets: Tensor, device: torch.device, part: TokenSlice) -> None:
-        self._rows, self._part = PackedRows(offsets, device), part
-        self.position_ids = self._rows.position_ids[:, part.tokens]
+    def __init__(self, rows: PackedRows, part: TokenSlice) -> None:
+        """Take the rows of the whole stream, and this rank's slice of it."""
+        self._rows, self._part = rows, part
+        self.position_ids = rows.position_ids[:, part.tokens]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS

@@ -67,9 +67,10 @@ class SharedFolder:
 
 
 _MARK = ".shared"
-_KERNEL_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-"""Read once, at the first product in bfloat16 on a CPU. oneDNN compiles a kernel for every shape, and would keep 1,024
-of them: passes over packed rows have new shapes all the time, and hardly ever an old one again."""
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Read once, at the first product in bfloat16 on a CPU, for which oneDNN compiles a kernel for every shape. The first
+is its own cache of these, the second that of what torch calls it through; each would keep 1,024, and what either keeps
+stays in memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class WorkerSpec:
             PlacementError: this node does not see what it needs.
         """
         torch.set_num_threads(context.num_cpus)
-        os.environ.setdefault(_KERNEL_CACHE, str(NUM_KERNELS))
+        for cache in _KERNEL_CACHES:
+            os.environ.setdefault(cache, str(NUM_KERNELS))
         self.folder.check()
         _check_device(context.device)
 

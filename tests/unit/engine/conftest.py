@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_tiny_model
 from transformers import PreTrainedModel
 
-from rallypoint.engine.forward import hidden_states
+from rallypoint.engine.stream import Stream
 from rallypoint.models import ModelShard, lm_head, load_policy
 from rallypoint.types import ActorBatch, Mean, Metrics, offsets_from_lengths
 
@@ -72,7 +72,8 @@ def policy_gradient() -> Callable:
         shard = ModelShard.whole(model)
 
         def loss(part, at):
-            everything = lm_head(model)(hidden_states(shard, part, at)).log_softmax(-1)
+            stream = Stream(shard, part, at)
+            everything = lm_head(model)(stream.join(stream.states())).log_softmax(-1)
             logprobs = everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
             ratio = (logprobs - part.old_logprobs[at]).exp()
             total = -(ratio.clamp(0.8, 1.2) * part.advantages[at] + 0.3 * logprobs).sum()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.engine.forward import hidden_states, trained_positions
+from rallypoint.engine.stream import Stream, trained_positions
 from rallypoint.errors import RowTooLongError
 from rallypoint.models import ModelShard, load_critic, load_policy
 
@@ -107,10 +107,42 @@ def test_last_tokens_which_choose_nothing_do_not_pass_through_the_model(make_pol
     assert torch.equal(torch.cat(seen, 1).squeeze(0), torch.cat([row[:-1] for row in rows]))
 
 
+def test_passes_in_bfloat16_on_a_cpu_have_few_numbers_of_tokens_and_never_more_than_their_rows(make_folder, make_batch):
+    model = load_policy(make_folder(), dtype="bfloat16").model
+    shard, seen, chosen = ModelShard.whole(model), [], set()
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    for seed in range(20):
+        lengths = torch.randint(3, 30, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
+        batch, most = make_batch(lengths, seed=seed), sum(lengths)
+        at = trained_positions(batch)
+        stream = Stream(shard, batch, at)
+        chosen.add(len(stream.states()))
+        assert len(stream.join(stream.states())) == len(at) <= len(stream.targets()) <= most
+        assert seen[-1] <= most
+    assert len(set(seen)) < 10
+    assert len(chosen) < 10
+    assert not any(num % 16 for num in chosen.union(seen))
+
+
+def test_filler_changes_neither_what_a_policy_says_nor_its_gradients(make_folder, make_batch):
+    def outcome(dtype):
+        model = load_policy(make_folder(), dtype="float32").model.to(torch.bfloat16).to(dtype)
+        outputs = policy_outputs(ModelShard.whole(model), batch, at, 1.0)
+        (outputs.logprobs * batch.advantages[at]).sum().backward()
+        return outputs.logprobs, {name: weight.grad.float() for name, weight in model.named_parameters()}
+
+    batch = make_batch([5, 8, 3, 12, 15] * 4)
+    at = trained_positions(batch)
+    (half, half_gradients), (full, gradients) = outcome(torch.bfloat16), outcome(torch.float32)
+    torch.testing.assert_close(half, full, rtol=0.02, atol=0.05)
+    for name, wanted in gradients.items():
+        assert (half_gradients[name] - wanted).norm() <= 0.05 * wanted.norm(), name
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 1, 1]], ids=["no rows", "single tokens"])
 def test_a_stream_that_chooses_nothing_gives_no_states(make_policy, make_batch, lengths):
     nowhere = torch.zeros(0, dtype=torch.int64)
-    assert len(hidden_states(ModelShard.whole(make_policy()), make_batch(lengths), nowhere)) == 0
+    assert len(Stream(ModelShard.whole(make_policy()), make_batch(lengths), nowhere).states()) == 0
 
 
 def test_evaluating_makes_no_gradients_and_asks_nothing_of_rows_that_are_not_trained(make_policy, make_batch):

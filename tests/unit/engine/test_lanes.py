@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.stream import trained_positions
 from rallypoint.engine.sums import GradientSums
 from rallypoint.errors import NotFiniteError
 from rallypoint.models import ModelShard, load_critic, load_policy, named_weights

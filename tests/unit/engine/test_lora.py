@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import Engine
-from rallypoint.engine.forward import hidden_states
+from rallypoint.engine.stream import Stream
 from rallypoint.models import adapted_layers, lm_head, load_policy
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Metrics
@@ -58,7 +58,8 @@ def engine_steps(shard, batch):
     model = shard.model
 
     def loss(part, at):
-        logprobs = lm_head(model)(hidden_states(shard, part, at)).log_softmax(-1)
+        stream = Stream(shard, part, at)
+        logprobs = lm_head(model)(stream.join(stream.states())).log_softmax(-1)
         taken = logprobs.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
         return -(taken * part.advantages[at]).sum(), Metrics({})
 

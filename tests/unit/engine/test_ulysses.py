@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from rallypoint.engine import critic_values, policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.stream import trained_positions
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.ulysses import TokenSlice
@@ -83,6 +83,25 @@ def test_tokens_may_be_fewer_than_ranks_and_a_row_may_lie_on_all_ranks(on_mesh, 
     assert batch.num_loss_tokens
     found = on_mesh(lambda mesh: step(model, batch, mesh), sp=4)
     assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
+
+
+def test_what_rows_of_a_group_begin_with_is_computed_once_by_one_of_the_ranks(on_mesh, make_batch):
+    model, batch = make_model(), make_batch([9, 12, 7, 7])
+    for first, second, num_shared in ((0, 1, 6), (2, 3, 4)):
+        start, copy_start = int(batch.offsets[first]), int(batch.offsets[second])
+        batch.tokens[copy_start : copy_start + num_shared] = batch.tokens[start : start + num_shared]
+        batch.tokens[copy_start + num_shared] = (batch.tokens[start + num_shared] + 1) % 20
+
+    def call(mesh):
+        rank_model, seen = copy.deepcopy(model), []
+        rank_model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+        return seen, step(rank_model, batch, mesh)
+
+    alone, expected = call(DeviceMesh.solo())
+    counts, found = zip(*on_mesh(call, sp=3), strict=True)
+    assert_equal(found, expected, torch.float64)
+    assert alone == [9 + 12 + 7 + 7 - 4 - 6 - 4]  # last tokens, and what was computed before
+    assert sum(sum(count) for count in counts) == alone[0]
 
 
 def test_ranks_may_have_only_tokens_that_are_not_trained(on_mesh, make_batch):

@@ -9,7 +9,7 @@ import torch
 from sampling_cases import CHANGES, decode
 
 from rallypoint.engine import policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.stream import trained_positions
 from rallypoint.errors import RequestError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.models import ModelShard, load_policy, named_weights

@@ -116,6 +116,21 @@ def test_nan_in_one_row_stays_in_that_row(make_folder):
     assert [part.isnan().any().item() for part in states.split(lengths)] == [False, True, False]
 
 
+def test_what_stands_behind_the_last_row_sees_nothing_and_is_not_seen():
+    offsets, generator = offsets_from_lengths(torch.tensor([3, 40, 9])), torch.Generator().manual_seed(0)
+    states = [torch.randn(57, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    packed = PackedRows(offsets, CPU, num_filler=5)
+    out = packed.attend(0, *states, 0.3)
+    alone = PackedRows(offsets, CPU).attend(0, *(part[:52] for part in states), 0.3)
+    assert torch.equal(out[:52], alone)
+    assert not out[52:].any()
+    assert packed.position_ids.shape == (1, 57)
+    gradients, wanted = (torch.autograd.grad(part.square().sum(), states) for part in (out, alone))
+    for gradient, expected in zip(gradients, wanted, strict=True):
+        assert torch.equal(gradient, expected)
+        assert not gradient[52:].any()
+
+
 def test_positions_start_again_with_each_row():
     assert PackedRows(torch.tensor([0, 3, 3, 5]), CPU).position_ids.tolist() == [[0, 1, 2, 0, 1]]
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES
 from rallypoint.engine import policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.stream import trained_positions
 from rallypoint.models import ModelShard, load_policy
 from rallypoint.models.families import FAMILIES
 from rallypoint.models.norm import replace_norms

@@ -94,8 +94,9 @@ def test_the_same_rows_give_the_same_bits_of_gradients(dtype):
 def test_rows_that_are_picked_more_than_once_get_the_sum_of_the_gradients(places):
     states = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     at, grad = torch.tensor(places, dtype=torch.int64), torch.randn(len(places), 3, dtype=torch.float64)
-    picked = pick(states, at)
-    assert torch.equal(picked, states[at])
-    picked.backward(grad)
+    picked = pick(states, at, len(at) + 2)
+    assert torch.equal(picked[:-2], states[at])
+    assert not picked[-2:].any()
+    picked[:-2].backward(grad)
     expected = [grad[at == row].sum(0) for row in range(5)]
     torch.testing.assert_close(states.grad, torch.stack(expected), rtol=1e-12, atol=1e-12)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rallypoint.engine import critic_values, policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.stream import trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, load_policy, save_model
 from rallypoint.models.agreement import check_agreement

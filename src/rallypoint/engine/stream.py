@@ -1,0 +1,113 @@
+"""What of some packed rows passes through a model, and the one place where positions are shifted by one.
+
+The hidden state at position t predicts token t + 1. Carriers speak of the token itself (`logprobs[t]`
+is about token t), so what a pass computes at `source = target - 1` is stored at `target`.
+
+    position          0     1     2     3
+    tokens            5     6     7     8
+    loss_mask         F     F     T     T       target = [2, 3]
+    hidden state      h0    h1    h2    -       source = [1, 2]: h1 chose token 7, h2 chose token 8
+
+Nobody asks for the state of a row's last token: nothing of the row comes after it. What rows of a group begin with is
+computed once. Filler takes the place of such tokens where that helps (`models.sizes`), so that no pass has more tokens
+than its rows. Ranks along `sp` share a stream: each has a slice of its tokens, and answers for what these choose.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rallypoint.models import ModelShard, PackedRows, SharedPrefixes
+from rallypoint.models.prefix import pick
+from rallypoint.models.sizes import filled_up
+from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
+from rallypoint.types import Sequences
+
+
+def trained_positions(batch: Sequences) -> Tensor:
+    """Return the positions of the trained tokens in the stream: [N] int64.
+
+    Raises:
+        ValueError: the first token of a row is marked as trained; nothing precedes it.
+    """
+    firsts = batch.offsets[:-1][batch.lengths > 0]
+    if bool(batch.loss_mask[firsts].any()):
+        raise ValueError("loss_mask is True for the first token of a row, which no state has chosen")
+    return torch.nonzero(batch.loss_mask).flatten()
+
+
+def choosing_tokens(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows without their last tokens, as offsets and tokens, and where in these each position was chosen.
+
+    >>> batch = Sequences(
+    ...     offsets=torch.tensor([0, 3, 3, 5]), tokens=torch.tensor([5, 6, 7, 8, 9]),
+    ...     loss_mask=torch.tensor([False, False, True, False, True]),
+    ...     prompt_index=torch.zeros(3, dtype=torch.int64), sample_index=torch.arange(3),
+    ... )
+    >>> choosing_tokens(batch, torch.tensor([2, 4]))
+    (tensor([0, 2, 2, 3]), tensor([5, 6, 8]), tensor([1, 2]))
+    """
+    has_tokens = batch.lengths > 0
+    chooses = torch.ones(batch.num_tokens, dtype=torch.bool)
+    chooses[batch.offsets[1:][has_tokens] - 1] = False
+    num_last = functional.pad(has_tokens.cumsum(0), (1, 0))
+    return batch.offsets - num_last, batch.tokens[chooses], positions - 1 - num_last[batch.row_of_token[positions]]
+
+
+class Stream:
+    """The tokens of some rows that this rank sends through a model, to learn what chose others."""
+
+    def __init__(self, shard: ModelShard, batch: Sequences, positions: Tensor) -> None:
+        """Lay the stream out.
+
+        Args:
+            shard: whose model it passes through, on its device; ranks along `sp` have the same rows and positions.
+            batch: the rows.
+            positions: [N] int64, rising: of the tokens in question.
+        """
+        self._model, sp = shard.model, shard.mesh.sp
+        self._most = batch.num_tokens
+        offsets, tokens, sources = choosing_tokens(batch, positions)
+        shared = SharedPrefixes.of(offsets, tokens, batch.prompt_index)
+        tokens, sources = tokens[shared.kept], shared.place[sources]
+        # What rows share stands in the first of them, so that a slice's share of the positions is not in one piece.
+        self._order = sources.argsort(stable=True)
+        sources = sources[self._order]
+        self._part = TokenSlice.of(self._size(len(tokens)), sources, sp)
+        num_filler = sum(self._part.num_tokens) - len(tokens)
+        rows = PackedRows(offsets, self._model.device, shared, num_filler=num_filler)
+        self._rows = rows if sp.size == 1 else SequenceParallelRows(rows, self._part)
+        self._tokens = functional.pad(tokens, (0, num_filler))[self._part.tokens]
+        self._sources = sources[self._part.positions] - self._part.tokens.start
+        self._targets = batch.tokens[positions[self._order[self._part.positions]]]
+
+    def states(self) -> Tensor:
+        """Run the backbone, and return the states that chose this rank's share of the tokens in question: [n, E].
+
+        n may be more than its share; what is behind is zero.
+        """
+        output = self._model.base_model(
+            input_ids=self._tokens.to(self._model.device).unsqueeze(0),
+            position_ids=self._rows.position_ids,
+            use_cache=False,
+            rows=self._rows,
+        )
+        return pick(output.last_hidden_state.squeeze(0), self._sources, self._size(len(self._sources)))
+
+    def targets(self) -> Tensor:
+        """Return the tokens in question that `states` chose: [n] int64, with the same filler."""
+        num_filler = self._size(len(self._targets)) - len(self._targets)
+        return functional.pad(self._targets, (0, num_filler)).to(self._model.device)
+
+    def join(self, outputs: Tensor) -> Tensor:
+        """Return what all ranks computed, [N] in the order of the positions, from [n] of each.
+
+        Every rank has all of it. Backward returns to each the gradient of its own.
+        """
+        outputs = self._part.join(outputs[: len(self._sources)])
+        return outputs[self._order.argsort().to(outputs.device)]
+
+    def _size(self, num_tokens: int) -> int:
+        return filled_up(num_tokens, self._model.dtype, self._model.device, at_most=self._most)
