@@ -30,20 +30,19 @@ EPS = 1e-3
 
 
 def make_rows(lengths: Sequence[int] = LENGTHS) -> Rows:
-    """Rows of different lengths, with holes in their masks; nothing is trained in row 1."""
+    """Rows of different lengths, two of a group, which begin alike; with holes in their masks, nothing of row 1."""
     generator = torch.Generator().manual_seed(0)
     offsets = offsets_from_lengths(torch.tensor(lengths))
     num_tokens = int(offsets[-1])
     loss_mask = torch.rand(num_tokens, generator=generator) < 0.7
     loss_mask[offsets[:-1]] = False
     loss_mask[offsets[1] : offsets[2]] = False
-    return Rows(
-        offsets=offsets,
-        tokens=torch.randint(20, (num_tokens,), generator=generator),
-        loss_mask=loss_mask,
-        prompt_index=torch.arange(len(lengths)),
-        sample_index=torch.zeros(len(lengths), dtype=torch.int64),
-    )
+    tokens, rows = torch.randint(20, (num_tokens,), generator=generator), torch.arange(len(lengths))
+    for row in rows[1::2].tolist():
+        shared = min(7, lengths[row - 1], lengths[row])
+        first, second = offsets[row - 1 : row + 1].tolist()
+        tokens[second : second + shared] = tokens[first : first + shared]
+    return Rows(offsets=offsets, tokens=tokens, loss_mask=loss_mask, prompt_index=rows // 2, sample_index=rows % 2)
 
 
 def make_actor_batch(lengths: Sequence[int] = LENGTHS) -> ActorBatch:

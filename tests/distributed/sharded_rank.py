@@ -16,6 +16,7 @@ from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_o
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, save_tensors, shard_model, shard_parts
 from rallypoint.models.families import FAMILIES
+from rallypoint.models.norm import replace_norms
 from rallypoint.models.tensor_parallel import cut_model
 from rallypoint.parallel import DeviceMesh
 
@@ -58,7 +59,9 @@ def make_model(kind, dtype):
         attn_implementation=ATTENTION,
     )
     torch.manual_seed(0)
-    return model_type(config).eval().to(dtype)
+    model = model_type(config).eval().to(dtype)
+    replace_norms(model)  # transformers' own round to float32, also what several rows share
+    return model
 
 
 def outputs_of(shard):

@@ -1,6 +1,8 @@
 """The parity table: three steps are the same on every mesh, packed and padded, in one micro-batch and in many.
 
-Four processes are started once; `parity_rank.py` is what they run. Run as a program, this file writes docs/parity.md.
+Four processes are started once; `parity_rank.py` is what they run. Run as a program, this file writes docs/parity.md:
+
+    PYTHONPATH=tests/distributed:tests/shared python tests/distributed/test_parity.py
 """
 
 import collections
@@ -79,10 +81,12 @@ def write_page(folder: Path) -> str:
             "in one micro-batch. A cell is the largest relative difference of the loss, of the gradient norm and of "
             f"any weight after the third step. Bounds: {TOLERANCES['float64']:.0e} in float64, "
             f"{TOLERANCES['float32']:.0e} in float32. Tested by `tests/distributed/test_parity.py`, which also writes "
-            "this page: `python tests/distributed/test_parity.py`. Ranks are processes on CPUs, connected by gloo; "
-            "rows are dealt to data-parallel ranks by cost, so that ranks have different numbers of rows and "
-            "micro-batches.",
+            "this page: `PYTHONPATH=tests/distributed:tests/shared python tests/distributed/test_parity.py`. Ranks are "
+            "processes on CPUs, connected by gloo; rows are dealt to data-parallel ranks by cost, so that ranks have "
+            "different numbers of rows and micro-batches. Rows of a group begin alike, which is computed once where "
+            "they are in one micro-batch.",
             118,
+            break_on_hyphens=False,
         ),
         "",
     ]
