@@ -39,7 +39,7 @@ from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard, Part
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
-from rallypoint.weights import HEADER_BYTES, Held, Line, Manifest, Member, Plan, Sink, Source, folder, join
+from rallypoint.weights import HEADER_BYTES, Held, Line, Manifest, Member, Plan, Sink, Source, folder, join, share
 from rallypoint.weights.ways import BUCKET_BYTES
 
 NUM_PROCESSES = 4
@@ -106,7 +106,10 @@ class Process:
         self.shard = make_shard(name, dtype)
         self.tensors = self.shard.trained()
         self.other = {n: torch.zeros_like(t) for n, t in self.tensors.items()} if place == 2 else {}
-        self.sources = {size: Source(rows_of(self.tensors, place, size)[0]) for size in (1, 2) if place < size}
+        # Of what it sends, by the number of senders; in memory that takers read, as an actor has it.
+        own = {size: rows_of(self.tensors, place, size)[0] for size in (1, 2) if place < size}
+        memory = share([tensor for tensors in own.values() for tensor in tensors.values()])
+        self.sources = {size: Source(tensors) for size, tensors in own.items()}
         self.manifests: dict[Side, Manifest] = {}
         self.lines: dict[Side, Line] = {}
         for side in sides:
@@ -114,14 +117,21 @@ class Process:
                 members = [Member(at if at < 2 else None, at - 2 if at >= 2 else None) for at in side.places]
                 plan = Plan(str(side), tuple(members), self._manifest(side), 120.0)
                 self.manifests[side] = plan.manifest
-                self.lines[side] = join(side.way, rendezvous, plan, side.places.index(place), device="cpu")
+                exposed = None
+                if memory is not None and place < 2:
+                    exposed = memory.exposed(self._held(side)[place], own[side.num_senders])
+                at = side.places.index(place)
+                self.lines[side] = join(side.way, rendezvous, plan, at, device="cpu", exposed=exposed)
 
-    def _manifest(self, side: Side) -> Manifest:
+    def _held(self, side: Side) -> list[dict[str, Held]]:
         held = []
         for rank in range(side.num_senders):
             parts = rows_of({n: t.to("meta") for n, t in self.tensors.items()}, rank, side.num_senders)[1]
             held.append({name: Held(self.tensors[name].dtype, part) for name, part in parts.items()})
-        return Manifest.of(held, bucket_bytes=BUCKET_BYTES[side.way] + HEADER_BYTES)
+        return held
+
+    def _manifest(self, side: Side) -> Manifest:
+        return Manifest.of(self._held(side), bucket_bytes=BUCKET_BYTES[side.way] + HEADER_BYTES)
 
     @torch.no_grad()
     def take_part(self, side: Side, version: int, barrier: Barrier) -> None:

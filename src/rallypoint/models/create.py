@@ -8,7 +8,10 @@ from typing import Literal
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
+from rallypoint.data import save_tokenizer
+from rallypoint.models.folder import SINGLE
 from rallypoint.models.load import quiet_transformers
+from rallypoint.observability.disk import naming, naming_tensors
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -43,6 +46,9 @@ def create_model(
         initializer_range: standard deviation of the initial weights.
         max_positions: longest row that the model declares to support, in tokens.
         seed: of the weights.
+
+    Raises:
+        DiskError: the disk is full or not writable.
     """
     quiet_transformers()
     make_config, make_model = FAMILIES[architecture]
@@ -64,6 +70,7 @@ def create_model(
     )
     torch.manual_seed(seed)
     model = make_model(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with naming(folder), naming_tensors(folder / SINGLE):
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)

@@ -2,13 +2,14 @@
 
 Roles that share a process take turns, and keep their weights meanwhile: the peak during a call counts what the others
 hold, too. On CPUs it counts the private pages of the process, those that the C library's heap keeps for later among
-them, beyond what was there before the first role came to life.
+them, and what it shares with others of its own, beyond what was there before the first role came to life.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _MAX_MMAP_THRESHOLD = 32 * 2**20
 arrives by itself after the first tensor of that size, but for good, because it stops to learn when it is told."""
 _TRIMMING_BYTES = 100 * 2**10
 """A free piece from 64 KiB on makes glibc look at the end of its heap."""
+_SHARED: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+"""Owners of memory that this process shares with others -> bytes."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -82,7 +85,12 @@ def resident_bytes(device: torch.device) -> int:
     """Return what is taken now: on CPUs private pages of this process, 0 where the system does not tell."""
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
-    return _status().get("RssAnon", 0)
+    return _status().get("RssAnon", 0) + sum(_SHARED.values())
+
+
+def count_shared(owner: object, num_bytes: int) -> None:
+    """Count memory that this process made for others to open as its own, as long as its owner lives."""
+    _SHARED[owner] = num_bytes
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -90,7 +98,8 @@ def _peak_bytes(device: torch.device) -> int:
         return torch.accelerator.max_memory_allocated(device)
     status = _status()
     # The kernel keeps the peak of all pages; those of files and of shared memory are taken off as they are now.
-    return status.get("VmHWM", 0) - status.get("RssFile", 0) - status.get("RssShmem", 0)
+    private = status.get("VmHWM", 0) - status.get("RssFile", 0) - status.get("RssShmem", 0)
+    return private + sum(_SHARED.values())
 
 
 def _reset_peak(device: torch.device) -> None:

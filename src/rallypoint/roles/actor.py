@@ -19,11 +19,11 @@ from rallypoint.errors import OffPolicyError, WeightsMismatchError
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, SOURCE, LineEnd, both, make_plan
+from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
 from rallypoint.roles.turns import Turns, in_turn
 from rallypoint.types import ActorBatch, Maximum, Mean, Metrics, PerToken, Sequences, Sum, merge
-from rallypoint.weights import Held, Plan, Source, fingerprint, folder
+from rallypoint.weights import Exposed, Held, Plan, Source, fingerprint, folder
 
 
 class ActorWorker(LearnerWorker[ActorBatch]):
@@ -34,9 +34,10 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         self.turns = Turns(context)
         with spec.meeting(context) as mesh:
             model = spec.load_policy(context, mesh)
+        self._shared = share_published(spec.config, model)
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer)
         context.shared[ACTOR_ENGINE] = self.engine
-        context.shared[SOURCE] = self._open_source
+        context.shared[SOURCE], context.shared[EXPOSED] = self._open_source, self._exposed
         self._end, self._published = LineEnd(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
             self.turns.sleep_between(self.engine)
@@ -61,6 +62,9 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     @in_turn()
     def held(self) -> dict[str, Held]:
         """Return which parts of what is trained this rank has, and in which type they are published."""
+        return self._held()
+
+    def _held(self) -> dict[str, Held]:
         shard = self.engine.shard
         half = shard.sharding.half
         return {name: Held(half or tensor.dtype, shard.parts[name]) for name, tensor in shard.trained().items()}
@@ -71,7 +75,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         self._end.close()
         place = plan.sender(self.context.rank)
         if place is not None and plan.members[place].taker is None:
-            self._end.open(way, plan, place)
+            self._end.open(way, plan, place, self._exposed())
 
     @broadcast
     def publish(self, version: int) -> None:
@@ -86,6 +90,10 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         """Write what is trained into a folder that all nodes see, and return it: the first rank writes."""
         with self.engine.shard.mesh.abandoned_on_error():
             return folder.write(self.engine.shard, self._published, version, base=self._path)
+
+    def _exposed(self) -> Exposed | None:
+        """Return what takers on this node read from where it is."""
+        return None if self._shared is None else self._shared.exposed(self._held(), self.engine.shard.trained())
 
     @contextlib.contextmanager
     def _open_source(self) -> Iterator[Source]:

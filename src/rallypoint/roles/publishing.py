@@ -22,17 +22,31 @@ from rallypoint.cluster.call import Host
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import Way, weights_way
 from rallypoint.errors import PlacementError, WorkerError
+from rallypoint.models import ModelShard
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.weights import HEADER_BYTES, Held, Line, Manifest, Member, Plan, Source, join
+from rallypoint.weights import (
+    HEADER_BYTES,
+    Exposed,
+    Held,
+    Line,
+    Manifest,
+    Member,
+    Plan,
+    SharedWeights,
+    Source,
+    join,
+    share_trained,
+)
 from rallypoint.weights.ways import BUCKET_BYTES
 
-SOURCE = "actor/source"
-"""Name under which an actor worker leaves a function that opens its `Source`."""
+SOURCE, EXPOSED = "actor/source", "actor/exposed"
+"""Names under which an actor worker leaves functions: one opens its `Source`, one returns what takers read of it."""
 
 PUBLISHED = "published"
 """Folder within that of the run, for the way `folder`."""
 
 OpenSource: TypeAlias = Callable[[], AbstractContextManager[Source]]
+GetExposed: TypeAlias = Callable[[], Exposed | None]
 
 _PATIENCE_S = 10.0
 """How long the one that failed first may take to say so after another one stopped because of it."""
@@ -46,11 +60,12 @@ class LineEnd:
         self._context, self._spec = context, spec
         self._line: Line | None = None
 
-    def open(self, way: Way, plan: Plan, place: int) -> None:
-        """Meet the others."""
+    def open(self, way: Way, plan: Plan, place: int, exposed: Exposed | None) -> None:
+        """Meet the others, who read what is exposed from where it is."""
         self.close()
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
-        self._line = join(way, self._spec.rendezvous, plan, place, device=self._spec.config.cluster.device)
+        device = self._spec.config.cluster.device
+        self._line = join(way, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
 
     @property
     def is_open(self) -> bool:
@@ -68,6 +83,21 @@ class LineEnd:
         if self._line is not None:
             self._line.close()
             self._line = None
+
+
+def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | None:
+    """Move what an actor's rank publishes to memory that takers on its node can read; None where none may have to.
+
+    What sleeps is kept elsewhere meanwhile, and masters are rounded on their way.
+
+    Args:
+        config: of the run.
+        shard: of the actor, before an engine has it.
+    """
+    may_stay = config.cluster.device == "cpu" and weights_way(config) in ("memory", None)
+    if not may_stay or "actor" in config.sleeping or shard.sharding.half is not None:
+        return None
+    return share_trained(shard.model)
 
 
 def way_between(config: RunConfig, actor: Sequence[Host], rollout: Sequence[Host]) -> Way:

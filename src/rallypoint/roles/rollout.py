@@ -19,7 +19,7 @@ from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
 from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import SOURCE, LineEnd, OpenSource, way_between
+from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSource, way_between
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import ActorBatch, Prompts, RolloutBatch
 from rallypoint.weights import Plan, Sink, folder
@@ -40,6 +40,7 @@ class RolloutWorker(TurnTaker):
         self._rank, self._tick, self._shares_actor = context.rank, context.tick, shares_actor
         self._end = LineEnd(context, spec)
         self._open_source: OpenSource | None = context.shared.get(SOURCE)
+        self._exposed: GetExposed | None = context.shared.get(EXPOSED)
         self._problem: str | None = None
         self._failures: list[GenerationError] = []
         self._until = contextlib.ExitStack()
@@ -114,7 +115,8 @@ class RolloutWorker(TurnTaker):
         """
         plan.manifest.check(trained_weights(self._model))
         self._plan, self._place = plan, plan.taker(self._rank)
-        self._end.open(way, plan, self._place)
+        sends = plan.members[self._place].root is not None
+        self._end.open(way, plan, self._place, self._exposed() if sends and self._exposed is not None else None)
 
     @broadcast
     def load(self, version: int, published: Path | None) -> None:

@@ -2,7 +2,23 @@
 
 from rallypoint.weights.fingerprint import fingerprint
 from rallypoint.weights.line import Line, Member, Plan
+from rallypoint.weights.shared import Exposed, SharedWeights, share, share_trained
 from rallypoint.weights.stream import HEADER_BYTES, Held, Manifest, Sink, Source
 from rallypoint.weights.ways import join
 
-__all__ = ["HEADER_BYTES", "Held", "Line", "Manifest", "Member", "Plan", "Sink", "Source", "fingerprint", "join"]
+__all__ = [
+    "HEADER_BYTES",
+    "Exposed",
+    "Held",
+    "Line",
+    "Manifest",
+    "Member",
+    "Plan",
+    "SharedWeights",
+    "Sink",
+    "Source",
+    "fingerprint",
+    "join",
+    "share",
+    "share_trained",
+]

@@ -2,10 +2,11 @@
 
 Owns: the memory, and who may touch which bucket of it when. Must not know: what is in a bucket.
 
-Every member with a root has memory for a few buckets and fills them one after another; those who take copy each out
-into their model and say so, and when all have, it is filled again. While one bucket is copied out the next ones are
-copied in, so that a publish takes hardly longer than the slower of the two, and the buckets stay in the processor's
-cache.
+Weights that lie in shared memory themselves (`shared`) are copied once: their sender fills the headers of buckets, and
+those who take check and copy every rectangle from where it is. For others every member with a root has memory for a few
+buckets and fills them one after another; those who take copy each out into their model and say so, and when all have,
+it is filled again. While one bucket is copied out the next ones are copied in, so that a publish takes hardly longer
+than the slower of the two, and the buckets stay in the processor's cache.
 
 Nothing of it has a name in the file system: the memory is a file that was never in a folder, and its descriptor goes
 over a socket. So there is nothing to sweep, also after `kill -9` of anybody.
@@ -18,7 +19,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Protocol
 
@@ -27,11 +28,14 @@ from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.weights.line import Plan, at_meeting
+from rallypoint.weights.shared import Exposed
 from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, connect
-from rallypoint.weights.stream import Sink, Source
+from rallypoint.weights.stream import HEADER_BYTES, Manifest, Runs, Sink, Source, seal
 
 NUM_SLOTS = 4
 """Buckets that a member with a root has memory for."""
+NUM_HEADERS = 3
+"""The same, where that is of headers alone: so far the sender is ahead, whose checks leave rectangles in the cache."""
 
 
 class Buffers(Protocol):
@@ -75,9 +79,18 @@ class HostMemory:
 class Outlet:
     """What a member sends from: its memory, and those who take from it."""
 
-    def __init__(self, slots: Sequence[Tensor], takers: Sequence[Peer]) -> None:
-        """Take over `slots`, memory of a bucket each, and the connections to all `takers`."""
-        self._slots, self._takers = slots, takers
+    def __init__(
+        self, slots: Sequence[Tensor], takers: Sequence[Peer], stay: Mapping[int, Runs], addresses: Mapping[str, int]
+    ) -> None:
+        """Take over memory and connections.
+
+        Args:
+            slots: memory of a bucket each.
+            takers: the connections to all of them.
+            stay: number of a bucket -> its rectangles, which are read from where they are.
+            addresses: name of a tensor -> where it was when takers were told of it.
+        """
+        self._slots, self._takers, self.stay, self.addresses = slots, takers, stay, addresses
         self._num_shown = 0
 
     def free_slot(self) -> Tensor:
@@ -108,9 +121,9 @@ class Outlet:
 class Inlet:
     """What a member takes from: the memory of another one, or its own."""
 
-    def __init__(self, slots: Sequence[Tensor], root: Peer) -> None:
-        """Take over `slots`, memory of a bucket each, and the connection to the member that fills them."""
-        self._slots, self._root = slots, root
+    def __init__(self, slots: Sequence[Tensor], root: Peer, stay: Mapping[int, Runs]) -> None:
+        """Take over memory and the connection to the member that fills it; see `Outlet`."""
+        self._slots, self._root, self.stay = slots, root, stay
         self._num_taken = 0
 
     def next_slot(self) -> Tensor:
@@ -167,9 +180,15 @@ class MemoryLine:
 
     def _send(self, version: int, source: Source, tick: Callable[[], None]) -> None:
         assert self._outlet is not None, "a member with a source has a root"
+        addresses = self._outlet.addresses
+        assert not addresses or source.lie_at(addresses), "who moves weights opens the line anew"
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if bucket.root == self._root:
-                source.pack(bucket, index, version, self._outlet.free_slot())
+                slot = self._outlet.free_slot()
+                if index in self._outlet.stay:
+                    seal(slot, index, version, self._outlet.stay[index])
+                else:
+                    source.pack(bucket, index, version, slot)
                 self._buffers.settle()
                 self._outlet.show()
                 tick()
@@ -179,16 +198,18 @@ class MemoryLine:
         assert sink is not None, "a member sends, or takes, or both"
         for index, bucket in enumerate(self._plan.manifest.buckets):
             inlet = self._inlets[bucket.root]
-            sink.unpack(index, inlet.next_slot())
+            sink.unpack(index, inlet.next_slot(), inlet.stay.get(index))
             self._buffers.settle()
             inlet.taken()
             tick()
 
 
-def join(rendezvous: Rendezvous, plan: Plan, place: int, buffers: Buffers | None = None) -> MemoryLine:
-    """See `Join`; `buffers` are the machine's memory by default."""
+def join(
+    rendezvous: Rendezvous, plan: Plan, place: int, buffers: Buffers | None = None, exposed: Exposed | None = None
+) -> MemoryLine:
+    """See `Join`; `buffers` are the machine's memory by default, `exposed` what this member sends from where it is."""
     buffers = buffers or HostMemory()
-    me, names, size = plan.members[place], [member.name for member in plan.members], plan.manifest.bucket_bytes
+    me, names = plan.members[place], [member.name for member in plan.members]
     with contextlib.ExitStack() as unless_joined, Listener() as listener:
         # From then on the sockets say who is there.
         with (
@@ -205,23 +226,46 @@ def join(rendezvous: Rendezvous, plan: Plan, place: int, buffers: Buffers | None
                 unless_joined.callback(roots[member.root].close)
         outlet = None
         if me.root is not None:
-            outlet = Outlet(*_shared(buffers, size, listener.accept(names, plan.takers, plan.timeout_s)))
+            takers = listener.accept(names, plan.takers, plan.timeout_s)
+            outlet = _shared(buffers, plan.manifest, me.root, takers, exposed)
             unless_joined.callback(outlet.close)
-        inlets = {root: Inlet(_opened(buffers, size, peer), peer) for root, peer in roots.items()}
+        inlets = {root: _opened(buffers, plan.manifest, root, peer) for root, peer in roots.items()}
         unless_joined.pop_all()
     return MemoryLine(plan, place, buffers, outlet, inlets)
 
 
-def _shared(buffers: Buffers, size: int, takers: list[Peer]) -> tuple[list[Tensor], list[Peer]]:
-    """Make memory for some buckets and give it to everybody who takes."""
-    memory, told, descriptors = buffers.make(NUM_SLOTS * size)
+def _shared(buffers: Buffers, manifest: Manifest, root: int, takers: Sequence[Peer], exposed: Exposed | None) -> Outlet:
+    """Make memory for some buckets, and give it to everybody who takes, after what is exposed."""
+    stay = {} if exposed is None else _staying(manifest, root, exposed)
+    num, size = _slots(manifest, root, stay)
+    memory, told, descriptors = buffers.make(num * size)
     with closing_descriptors(descriptors):
         for taker in takers:
+            taker.give(*((b"", ()) if exposed is None else (exposed.told(), [exposed.descriptor])))
             taker.give(told, descriptors)
-    return list(memory.split(size)), takers
+    return Outlet(memory.split(size), takers, stay, {} if exposed is None else exposed.addresses())
 
 
-def _opened(buffers: Buffers, size: int, root: Peer) -> list[Tensor]:
-    told, descriptors = root.given()
+def _opened(buffers: Buffers, manifest: Manifest, root: int, peer: Peer) -> Inlet:
+    """Open what `_shared` gave."""
+    told, descriptors = peer.given()
     with closing_descriptors(descriptors):
-        return list(buffers.open(NUM_SLOTS * size, told, descriptors).split(size))
+        stay = _staying(manifest, root, Exposed.opened(told, descriptors[0])) if descriptors else {}
+    num, size = _slots(manifest, root, stay)
+    told, descriptors = peer.given()
+    with closing_descriptors(descriptors):
+        return Inlet(buffers.open(num * size, told, descriptors).split(size), peer, stay)
+
+
+def _staying(manifest: Manifest, root: int, exposed: Exposed) -> dict[int, Runs]:
+    """Return the rectangles of the buckets of a root that are read from where they are."""
+    buckets = ((index, bucket) for index, bucket in enumerate(manifest.buckets) if bucket.root == root)
+    return {index: runs for index, bucket in buckets if (runs := exposed.runs(bucket)) is not None}
+
+
+def _slots(manifest: Manifest, root: int, stay: Mapping[int, Runs]) -> tuple[int, int]:
+    """Return for how many buckets of a root there is memory, and how much for each."""
+    num_buckets = sum(bucket.root == root for bucket in manifest.buckets)
+    if len(stay) == num_buckets:
+        return min(num_buckets, NUM_HEADERS), HEADER_BYTES
+    return NUM_SLOTS, manifest.bucket_bytes

@@ -19,7 +19,8 @@ import dataclasses
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,9 @@ HEADER_BYTES = 4096
 """Of a bucket, before its rectangles."""
 BUCKET_BYTES = 2**20 + HEADER_BYTES
 """By default; what a way takes stands with the ways."""
+
+Runs: TypeAlias = Sequence[npt.NDArray[np.uint8]]
+"""The bytes of each rectangle of a bucket, in their order."""
 
 _ALIGNMENT = 64
 _NUM_BEFORE_CHECKSUMS = 2
@@ -88,7 +92,11 @@ class Rectangle:
 
     def view(self, memory: Tensor) -> Tensor:
         """Return its elements in the memory of a bucket."""
-        return memory[self.start : self.stop].view(self.dtype).view(self.part.sizes)
+        return self.shaped(memory[self.start : self.stop])
+
+    def shaped(self, run: Tensor) -> Tensor:
+        """Return its elements, given its bytes."""
+        return run.view(self.dtype).view(self.part.sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,10 +191,13 @@ class Source:
             else:
                 data[rectangle.start : rectangle.stop] = run
         host = memory[: bucket.num_bytes].cpu()
-        view = host.numpy().data
-        struct.pack_into(_header_of(bucket), view, 0, version, index, *_checksums(bucket, view))
+        seal(host, index, version, _runs(bucket, host))
         if data is None:
             memory[:HEADER_BYTES].copy_(host[:HEADER_BYTES])
+
+    def lie_at(self, addresses: Mapping[str, int]) -> bool:
+        """Say whether the first bytes of tensors are still where they were."""
+        return all(self._tensors[name].data_ptr() == address for name, address in addresses.items())
 
 
 class Sink:
@@ -207,24 +218,31 @@ class Sink:
         self._missing = set(range(len(manifest.buckets)))
         self._problem: str | None = None
 
-    def unpack(self, index: int, memory: Tensor) -> None:
-        """Take over a bucket, if it is the one it should be and nothing of it was damaged."""
+    def unpack(self, index: int, memory: Tensor, elsewhere: Runs | None = None) -> None:
+        """Take over a bucket, if it is the one it should be and nothing of it was damaged.
+
+        Args:
+            index: of the bucket.
+            memory: of the bucket.
+            elsewhere: its rectangles, where only the header is in `memory`.
+        """
         bucket = self._manifest.buckets[index]
-        data = memory[: bucket.num_bytes].cpu().numpy()
-        version, place, *expected = struct.unpack_from(_header_of(bucket), data.data)
+        host = memory[: HEADER_BYTES if elsewhere is not None else bucket.num_bytes].cpu()
+        runs = _runs(bucket, host) if elsewhere is None else elsewhere
+        version, place, *expected = struct.unpack_from(_header_of(runs), host.numpy().data)
         if (version, place) != (self._version, index):
             self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
             return
-        for rectangle, one, other in zip(bucket.rectangles, expected, _checksums(bucket, data.data), strict=True):
-            if one != other:
+        for rectangle, run, checksum in zip(bucket.rectangles, runs, expected, strict=True):
+            if xxhash.xxh3_64_intdigest(run.data) != checksum:
                 self._refuse(f"{rectangle.name} was damaged on its way: its checksum differs")
                 return
-        for rectangle in bucket.rectangles:
-            run = self._bytes.run(rectangle, rectangle.target)
-            if run is None:
-                self._into[rectangle.name].detach()[rectangle.target.index].copy_(rectangle.view(memory))
+            target = self._bytes.run(rectangle, rectangle.target)
+            if target is None:
+                own = rectangle.view(memory) if elsewhere is None else rectangle.shaped(torch.from_numpy(run.copy()))
+                self._into[rectangle.name].detach()[rectangle.target.index].copy_(own)
             else:
-                run[:] = data[rectangle.start : rectangle.stop]
+                target[:] = run
         self._missing.discard(index)
 
     def finish(self) -> None:
@@ -298,14 +316,21 @@ def rectangles_of(part: Part, max_elements: int) -> Iterator[Part]:
         yield from rectangles_of(part.narrow(dim, start, min(step, part.sizes[dim] - start)), max_elements)
 
 
-def _header_of(bucket: Bucket) -> str:
+def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:
+    """Write a bucket's header: what it is, and the xxh3_64 of each rectangle's bytes."""
+    checksums = (xxhash.xxh3_64_intdigest(run.data) for run in runs)
+    struct.pack_into(_header_of(runs), memory.numpy().data, 0, version, index, *checksums)
+
+
+def _header_of(runs: Runs) -> str:
     """Return the layout of a header: version, place in the stream, and a checksum for each rectangle."""
-    return f"<{_NUM_BEFORE_CHECKSUMS + len(bucket.rectangles)}Q"
+    return f"<{_NUM_BEFORE_CHECKSUMS + len(runs)}Q"
 
 
-def _checksums(bucket: Bucket, data: memoryview) -> Iterable[int]:
-    """Return the xxh3_64 of each rectangle's bytes."""
-    return (xxhash.xxh3_64_intdigest(data[one.start : one.stop]) for one in bucket.rectangles)
+def _runs(bucket: Bucket, host: Tensor) -> Runs:
+    """Return the bytes of each rectangle in the memory of a bucket."""
+    data = host.numpy()
+    return [data[one.start : one.stop] for one in bucket.rectangles]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -6,12 +6,15 @@ from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device
 from rallypoint.weights import broadcast, ipc, memory
 from rallypoint.weights.line import Line, Plan
+from rallypoint.weights.shared import Exposed
 
 BUCKET_BYTES = {"memory": 2 * 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
 """What a bucket can have: where it is copied twice, it stays in a processor's cache in between."""
 
 
-def join(way: str, rendezvous: Rendezvous, plan: Plan, place: int, *, device: Device) -> Line:
+def join(
+    way: str, rendezvous: Rendezvous, plan: Plan, place: int, *, device: Device, exposed: Exposed | None = None
+) -> Line:
     """Meet the other members of a line; this is the one at `place`.
 
     Args:
@@ -20,13 +23,14 @@ def join(way: str, rendezvous: Rendezvous, plan: Plan, place: int, *, device: De
         plan: who takes part.
         place: of this member.
         device: where the weights are.
+        exposed: those that this member sends from where they are; other ways than "memory" copy them.
 
     Raises:
         PublishError: some did not come; they are named.
         PeerFailedError: another member went away.
     """
     if way == "memory":
-        return memory.join(rendezvous, plan, place)
+        return memory.join(rendezvous, plan, place, exposed=exposed)
     if way == "ipc":
         return ipc.join(rendezvous, plan, place, device)
     return broadcast.join(rendezvous, plan, place, device)

@@ -18,6 +18,7 @@ from rallypoint.config import memory as memory_module
 from rallypoint.config.plan import attention_cost
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
+from rallypoint.generation import sampling
 from rallypoint.models import PackedRows, create_model, load_critic, load_policy, trained_weights
 from rallypoint.models.head import CHUNK_BYTES
 from rallypoint.observability.flops import flops_of
@@ -126,6 +127,10 @@ def test_sizes_that_the_plan_cannot_import_are_those_of_the_modules_that_have_th
 
 def test_the_logits_of_one_product_are_counted_as_large_as_they_are():
     assert vars(memory_module)["_CHUNK_BYTES"] == CHUNK_BYTES
+
+
+def test_the_vocabulary_that_a_token_is_drawn_from_is_filled_up_to_the_blocks_of_the_sampler():
+    assert vars(memory_module)["_SAMPLED_BLOCK"] == vars(sampling)["_BLOCK"]
 
 
 def test_batches_by_hand(here: Path):

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from safetensors import SafetensorError
 
 from rallypoint.errors import DiskError
 from rallypoint.observability import read_metrics
-from rallypoint.observability.disk import naming
+from rallypoint.observability.disk import naming, naming_tensors
 
 
 def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_there_is_none(tmp_path):
@@ -20,6 +21,15 @@ def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_t
         lost.write_text("")
     with naming(file):
         file.write_text("")
+
+
+def test_safetensors_errors_are_told_in_the_same_words(tmp_path):
+    file = tmp_path / "model.safetensors"
+    full = r"/model\.safetensors cannot be written: No space left on device; make room on its disk$"
+    with pytest.raises(DiskError, match=full), naming(tmp_path), naming_tensors(file):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(DiskError, match=r"/model\.safetensors cannot be written: InvalidHeader$"), naming_tensors(file):
+        raise SafetensorError("InvalidHeader")
 
 
 TOO_LARGE = """

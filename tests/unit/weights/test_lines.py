@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import MembershipLostError, PeerFailedError, PublishError, RallyError, WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import broadcast, memory
+from rallypoint.weights import broadcast, memory, share
 from rallypoint.weights.line import Member, Plan
 from rallypoint.weights.stream import HEADER_BYTES, Held, Manifest, Sink, Source
 
@@ -126,6 +127,35 @@ def test_weights_arrive_whole_from_whatever_ranks_hold_them(make, num_roots, num
         assert len(company.models) == num_takers
         for model in company.models.values():
             assert all(torch.equal(model[name], tensor * factor) for name, tensor in WHOLE.items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+@pytest.mark.parametrize("packed", [(), ("number",)], ids=["all stay", "one is packed"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(("num_roots", "num_takers"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_weights_that_takers_read_from_where_they_are_arrive_whole(rendezvous, num_roots, num_takers, shared, packed):
+    whole = Part.whole
+    own = [{n: WHOLE[n][p.within(whole(p.shape))].clone() for n, p in parts.items()} for parts in cuts(num_roots)]
+    memories = [share(tensor for name, tensor in tensors.items() if name not in packed) for tensors in own]
+    held = {name: Held(tensor.dtype, whole(tensor.shape)) for name, tensor in WHOLE.items()}
+
+    def join(rendezvous, plan, place):
+        root = plan.members[place].root
+        exposed = None if root is None else memories[root].exposed(held, own[root])
+        return memory.join(rendezvous, plan, place, exposed=exposed)
+
+    company = Company(rendezvous, join, num_roots, num_takers, shared=shared)
+    company.sources = [Source(tensors) for tensors in own]
+    assert not any(company.meet())
+    for version, factor in ((1, 1.0), (2, -3.0)):
+        assert not any(company.publish(version))
+        assert len(company.models) == num_takers
+        for model in company.models.values():
+            assert all(torch.equal(model[name], tensor * factor) for name, tensor in WHOLE.items())
+        for tensor in itertools.chain(*(tensors.values() for tensors in own)):
+            tensor.mul_(-3.0)
+    for line in company.lines.values():
+        line.close()
 
 
 def test_a_stale_version_is_refused_by_all_who_take_and_the_next_one_arrives(make):

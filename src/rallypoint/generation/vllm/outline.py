@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -78,6 +79,6 @@ class Outline:
             save_file(stored, target / _FILE)
             manifest = {"format": 1, "version": version, "kind": "model", "tensors": tensors}
             (target / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise WeightsMismatchError(f"version {version} cannot be written to {target}: {error}") from error
         return target
