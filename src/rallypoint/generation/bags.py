@@ -56,6 +56,26 @@ class Bags(NamedTuple):
     """[B] int64: where the output of each query is; None for in their order."""
 
 
+class Moves(NamedTuple):
+    """How what is laid out once for some steps moves from each of them to the next."""
+
+    places: list[Tensor]
+    """Places in `Bags` and below, [B * n] each, those of a token side by side."""
+    distances: list[Tensor]
+    """How far each of them moves, [moves, B, 1]."""
+    newest: Tensor
+    """Where in the bias of `Bags` the newest token is, for each head: it is looked at too."""
+
+
+def advance(bags: Bags, moves: Moves, number: int, tokens: Tensor) -> None:
+    """Have the next token of every row be the one that is computed, [B] int64, by the move of that number, from 0."""
+    bags.tokens.copy_(tokens)
+    bags.position_ids.add_(1)
+    for places, distances in zip(moves.places, moves.distances):  # noqa: B905 - TorchScript knows no `strict`
+        places.view(tokens.shape[0], -1).add_(distances[number])
+    bags.bias.view(-1).index_fill_(0, moves.newest, 0.0)
+
+
 def write(
     numbers: Tensor, values: Tensor, key_places: Tensor, value_places: Tensor, key: Tensor, value: Tensor
 ) -> None:

@@ -31,17 +31,23 @@ class Cohort:
         """Those that have left among them."""
         self._layouts, self._passes = layouts, passes
         self._drawing = Drawing([(row.request, row.tokens) for row in rows], layouts[0].tokens.device)
-        self._newest: Tensor | None = None
 
-    def step(self) -> Draws:
-        """Send the newest token of every row through the model, and draw the next."""
-        if self._newest is not None:
-            newest = self._newest.split([layout.num_queries for layout in self._layouts])
-            for layout, tokens in zip(self._layouts, newest, strict=True):
-                layout.advance(tokens)
+    @property
+    def max_steps_at_once(self) -> int:
+        """How many tokens of each row can be drawn without a look at them, where that pays and nobody waits for one."""
+        is_looked_at = any(row.request.streamed for row in self.rows)
+        return self._passes.max_steps_at_once if self._drawing.is_the_same_for_all_tokens and not is_looked_at else 1
+
+    def draw(self, num_steps: int) -> list[Draws]:
+        """Send the newest token of every row through the model, and draw the next, that often."""
+        if num_steps > 1:
+            return self._passes.draw_ahead(self._layouts, self._drawing.rules, self._drawing.numbers(num_steps))
         draws = self._drawing.draw(self._passes.logits(self._passes.decode(self._layouts)))
-        self._newest = draws.tokens
-        return draws
+        newest = draws.tokens.split([layout.num_queries for layout in self._layouts])
+        for layout, tokens in zip(self._layouts, newest, strict=True):
+            if layout.has_moves:
+                layout.advance(tokens)
+        return [draws]
 
 
 def first_draws(rows: Sequence[Row], passes: Passes) -> Draws:
@@ -53,6 +59,19 @@ def first_draws(rows: Sequence[Row], passes: Passes) -> Draws:
         states.append(state)
     drawing = Drawing([(row.request, row.tokens) for row in rows], states[0].device)
     return drawing.draw(passes.logits(torch.stack(states)))
+
+
+def steps_that_are_of_use(left: Sequence[int], most: int) -> int:
+    """Return how many tokens to draw at once, given how many each row still may have: [B].
+
+    A sixteenth of what is computed may be for rows that have ended.
+
+    >>> steps_that_are_of_use([8, 8, 8], 8), steps_that_are_of_use([2, 9], 8), steps_that_are_of_use([1] + [9] * 99, 8)
+    (8, 2, 8)
+    """
+    steps = np.arange(1, most + 1)
+    wasted = (steps[:, None] - np.array(left)).clip(0).sum(1)
+    return int(steps[wasted <= steps * len(left) / 16][-1])
 
 
 def steps_that_pay(room: Integers) -> int:

@@ -127,10 +127,9 @@ class PlainDecoder:
             and kinds == {"full_attention"}
             and model.config.hidden_act == "silu"
             and cast("_Decoder", model.base_model).rotary_emb.rope_type not in _MOVING_ROTATIONS
-            and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears)
+            and all(map(is_plain, linears))
             and all(isinstance(part, RMSNorm) for part in norms)
-            # What is cut over ranks computes with hooks.
-            and not any(part._forward_hooks or part._forward_pre_hooks for part in model.base_model.modules())
+            and not any(map(_has_hooks, model.base_model.modules()))
         )
 
     def __call__(self, rows: RowsWithIds) -> Tensor:
@@ -207,6 +206,16 @@ def _linear(*linears: nn.Linear) -> Linear:
     together = joined(weights)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return Linear(weights if together is None else [together], biases)
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Say whether a part of a model is a linear layer, whole and without adapters."""
+    return type(part) is nn.Linear and type(part.weight) is nn.Parameter and not _has_hooks(part)
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    """Say whether a part does more than its class says, as what is cut over ranks."""
+    return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:

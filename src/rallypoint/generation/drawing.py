@@ -12,7 +12,7 @@ from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampling import Draws, Rules, penalise, sample
 
 _NUMBERS_AHEAD = 16
-"""Tokens of a row whose random numbers are made at once."""
+"""Tokens of a row whose random numbers are made at once, at least as many as are drawn at once."""
 
 
 class Drawing:
@@ -22,15 +22,15 @@ class Drawing:
         """Begin with requests, each with its response so far."""
         requests = [request for request, _ in rows]
         self._params = [request.params for request in requests]
-        self._rules = Rules.of(self._params, device)
+        self.rules = Rules.of(self._params, device)
         self._keys = rollout_keys(
             torch.tensor([request.params.seed for request in requests]),
             torch.tensor([request.prompt_index for request in requests]),
             torch.tensor([request.sample_index for request in requests]),
         ).to(device)
         self._positions = torch.tensor([len(response) for _, response in rows], device=device)
-        self._numbers: list[Tensor] = []
-        """[B] each, of the coming tokens, the next one last."""
+        self._numbers = torch.empty(0, len(rows), dtype=torch.float64, device=device)
+        """[n, B], of the coming tokens."""
         penalised = [row for row, params in enumerate(self._params) if params.repetition_penalty != 1]
         self._penalised = torch.tensor(penalised, device=device) if penalised else None
         if penalised:
@@ -49,6 +49,20 @@ class Drawing:
             if params.stop_tokens and params.min_new_tokens > len(rows[row][1])
         }
 
+    @property
+    def is_the_same_for_all_tokens(self) -> bool:
+        """Whether what a token is drawn from depends on those before it through its logits only."""
+        return self._penalised is None and not self._bans
+
+    def numbers(self, num_tokens: int) -> Tensor:
+        """Return the random numbers of the next tokens of every row, once: [tokens, B]."""
+        if len(self._numbers) < num_tokens:
+            coming = self._positions + torch.arange(_NUMBERS_AHEAD, device=self._positions.device).unsqueeze(1)
+            self._numbers = torch.cat([self._numbers, uniform(self._keys, coming)])
+            self._positions += _NUMBERS_AHEAD
+        numbers, self._numbers = self._numbers.split([num_tokens, len(self._numbers) - num_tokens])
+        return numbers
+
     def draw(self, logits: Tensor) -> Draws:
         """Draw the next token of every row: [B, V] -> [B]."""
         adjusted = logits
@@ -60,11 +74,7 @@ class Drawing:
             for row in self._bans:
                 adjusted[row, list(self._params[row].stop_tokens)] = float("-inf")
         raw = None if adjusted is logits else logits
-        if not self._numbers:
-            coming = self._positions + torch.arange(_NUMBERS_AHEAD, device=logits.device).unsqueeze(1)
-            self._numbers = list(uniform(self._keys, coming).unbind())[::-1]
-            self._positions += _NUMBERS_AHEAD
-        draws = sample(adjusted, self._rules, self._numbers.pop(), raw)
+        draws = sample(adjusted, self.rules, self.numbers(1)[0], raw)
         if self._penalised is not None:
             self._seen = torch.cat([self._seen, draws.tokens[self._penalised].unsqueeze(1)], 1)
         self._bans = {row: left - 1 for row, left in self._bans.items() if left > 1}

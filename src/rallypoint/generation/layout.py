@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.generation.bags import Bags, attend
+from rallypoint.generation.bags import Bags, Moves, advance, attend
 from rallypoint.generation.blocks import BlockPool
 from rallypoint.generation.seats import Integers, Queries
 from rallypoint.models.attention import NO_LIMITS, Limits
@@ -47,13 +47,16 @@ class QueryRows:
         self._pool, self._device, self._in_bags = pool, pool.keys.device, in_bags
         self._heads, self._share = heads, heads // pool.keys.shape[2]
         self._windows: dict[int, Tensor] = {}
-        self._moving: list[tuple[Tensor, Iterator[Tensor]]] = []
+        self._moving: list[tuple[Tensor, Tensor]] = []
+        self.num_moves = 0
+        """From step to step, that have been made."""
         slots, places = _ways(queries, num_steps)
         lines = np.arange(len(queries.tokens))
         order = np.argsort(-queries.num_blocks, kind="stable") if in_bags else lines
         self._bags = Bags(
-            tokens=self._tensor(queries.tokens),
-            position_ids=self._tensor(queries.positions).unsqueeze(0),
+            # Copies, as they change.
+            tokens=self._tensor(queries.tokens.copy()),
+            position_ids=self._tensor(queries.positions.copy()).unsqueeze(0),
             keys=pool.keys,
             key_numbers=pool.key_numbers,
             values=pool.values,
@@ -61,6 +64,9 @@ class QueryRows:
             **self._write(queries, slots, places),
             **self._look(queries.lines(order), order, slots[:, order], places[:, order]),
         )
+        places_that_move, distances = map(list, zip(*self._moving, strict=True))
+        self.moves = Moves(places_that_move, distances, self._newest)
+        """From step to step, all of them."""
 
     @property
     def bags(self) -> Bags | None:
@@ -77,16 +83,17 @@ class QueryRows:
         """[1, B] int64."""
         return self._bags.position_ids
 
+    @property
+    def has_moves(self) -> bool:
+        """Whether there is a step after this one."""
+        return self.num_moves < len(self.moves.distances[0])
+
     def advance(self, tokens: Tensor) -> None:
         """Take the next token of every row: [B] int64."""
         missing = len(self.tokens) - len(tokens)
-        self._bags = self._bags._replace(
-            tokens=torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens,
-            position_ids=self.position_ids + 1,  # what it was made from is not ours
-        )
-        for places, moves in self._moving:
-            places.view(len(self.tokens), -1).add_(next(moves))
-        self._bags.bias.view(-1).index_fill_(0, self._newest, 0.0)
+        filled_up = torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
+        advance(self._bags, self.moves, self.num_moves, filled_up)
+        self.num_moves += 1
         self._windows.clear()
 
     def attend(
@@ -131,8 +138,8 @@ class QueryRows:
         key_places = (number * size + place[:, None, None]).flatten()
         value_places = (head * size + place[:, None]).flatten()
         self._moving += [
-            (key_places, self._moves(blocks * (kv_heads * dim * size) + places)),
-            (value_places, self._moves(blocks * (kv_heads * size) + places)),
+            (key_places, self._distances(blocks * (kv_heads * dim * size) + places)),
+            (value_places, self._distances(blocks * (kv_heads * size) + places)),
         ]
         return {"key_places": key_places, "value_places": value_places}
 
@@ -172,7 +179,7 @@ class QueryRows:
         bias.masked_fill_(within[:size] >= of_slots(visible), float("-inf"))
         self._first_positions = of_slots(first_positions)
         self._newest = self._tensor((starts + np.repeat(slots[0], heads)) * size + np.repeat(places[0], heads))
-        self._moving.append((self._newest, self._moves(slots * size + places)))
+        self._moving.append((self._newest, self._distances(slots * size + places)))
         return {
             "asked": self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts)),
             "key_rows": (tables * dim + within[:dim]).flatten(),
@@ -186,9 +193,9 @@ class QueryRows:
             ],
         }
 
-    def _moves(self, places: Integers) -> Iterator[Tensor]:
-        """Return how far each query's place moves from step to step, [B, 1] each, given the places: [steps, B]."""
-        return iter(self._tensor(np.diff(places, axis=0)).unsqueeze(2))
+    def _distances(self, places: Integers) -> Tensor:
+        """Return how far each query's place moves from step to step, [moves, B, 1], given the places: [steps, B]."""
+        return self._tensor(np.diff(places, axis=0)).unsqueeze(2)
 
     def _tensor(self, values: Integers) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

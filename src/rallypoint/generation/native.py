@@ -3,8 +3,8 @@
 Owns: who runs, in which memory, and when a response ends. Must not know: what the responses are for.
 
 A step computes the prompts of those that join, sends the newest token of everybody else through the model, and draws
-one token for each. Rows go through the model in cohorts, each on a core of its own where that pays. Cohorts are made
-anew when rows need memory, and when too much is computed for rows that have left, or too many wait to join.
+one token for each; small models draw some steps ahead, which new weights undo. Rows are in cohorts, each on a core of
+its own where that pays, until rows need memory, or too much is computed for those that left, or too many wait to join.
 
 Requests are admitted in the order in which they were submitted, as long as there is memory. When a running one needs a
 block and there is none, the one admitted last is set back: its memory is taken, and it is computed again when its turn
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.errors import RequestError
 from rallypoint.generation.blocks import Block, BlockPool
-from rallypoint.generation.cohort import Cohort, first_draws, steps_that_pay
+from rallypoint.generation.cohort import Cohort, first_draws, steps_that_are_of_use, steps_that_pay
 from rallypoint.generation.passes import Passes
 from rallypoint.generation.prefill import Stretch
 from rallypoint.generation.protocol import Piece, Request
@@ -45,9 +45,6 @@ from rallypoint.parallel import Lanes
 
 _PREFILL_TOKENS = 8192
 """Of prompts that are computed in one step; one prompt may have more."""
-_WASTE = 1 / 16
-"""Of a step's rows, how many may have been computed or have waited in vain, in all steps of a cohort together, until
-new cohorts are made, which takes about as long as that."""
 
 
 class NativeEngine:
@@ -96,6 +93,8 @@ class NativeEngine:
         self._cohorts: list[Cohort] = []
         self._num_threads_each: int | None = None
         self._num_steps_left = 0
+        # Of the cohorts, each with what was drawn for the coming steps.
+        self._ahead: deque[tuple[Draws, ...]] = deque()
         self._num_wasted = 0
         # Of rows that have left while their cohort goes on.
         self._num_gone, self._held = 0, list[Block]()
@@ -151,12 +150,26 @@ class NativeEngine:
         if not self._num_steps_left:
             self._regroup(1 if new else BLOCK_TOKENS)
             new = [row for row in new if row.seat >= 0]  # one may have been set back
-        draws = self._lanes.run([cohort.step for cohort in self._cohorts], self._num_threads_each)
-        drawn = [(cohort.rows, draws) for cohort, draws in zip(self._cohorts, draws, strict=True)]
-        self._num_steps_left -= bool(self._cohorts)
+        drawn = self._draw() if self._cohorts else []
         if new:
-            drawn += [(new, *self._lanes.run([partial(first_draws, new, self._passes)], self._passes.max_threads))]
+            num, num_threads_each = self._passes.parts(len(new), self._lanes.num)
+            parts = [new[first::num] for first in range(num)]
+            draws = self._lanes.run([partial(first_draws, part, self._passes) for part in parts], num_threads_each)
+            drawn += zip(parts, draws, strict=True)
         return [piece for rows, draws in drawn for piece in self._hand_out(rows, draws)]
+
+    def _draw(self) -> list[tuple[Sequence[Row], Draws]]:
+        """Return the next token of every row; those of some more steps are drawn with it where that pays."""
+        if not self._ahead:
+            jobs = [partial(cohort.draw, self._steps_at_once()) for cohort in self._cohorts]
+            self._ahead += zip(*self._lanes.run(jobs, self._num_threads_each), strict=True)
+        self._num_steps_left -= 1
+        return [(cohort.rows, draws) for cohort, draws in zip(self._cohorts, self._ahead.popleft(), strict=True)]
+
+    def _steps_at_once(self) -> int:
+        """Return how many tokens of each row to draw before anybody looks at them."""
+        most = min(self._num_steps_left, *(cohort.max_steps_at_once for cohort in self._cohorts))
+        return steps_that_are_of_use([row.max_new_tokens - len(row.tokens) for row in self._running], most)
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """See `GenerationEngine.load`."""
@@ -166,6 +179,7 @@ class NativeEngine:
         self.version = version
         if self._recomputes:
             self._set_back(self._running)
+        self._let_go()  # with what the weights of before have drawn ahead
         if self._pool is not None:
             self._pool.forget()
 
@@ -253,21 +267,26 @@ class NativeEngine:
                 stretches.append(Stretch(row.prompt_blocks, row.tokens[:-1], into))
         if not stretches:
             return
-        stretches.sort(key=lambda stretch: bool(stretch.past))
+        stretches.sort(key=lambda stretch: (bool(stretch.past), -len(stretch.tokens)))
         self._pool.clean()
-        (states,) = self._lanes.run([partial(self._passes.prefill, self._pool, stretches)], self._passes.max_threads)
-        for stretch, state in zip(stretches, states, strict=True):
-            block = stretch.into[-1][0]
-            if block.tokens:
-                block.last_state = state
+        num, num_threads_each = self._passes.parts(sum(len(stretch.tokens) for stretch in stretches), self._lanes.num)
+        # What it looks back at may be among the others.
+        num = 1 if stretches[-1].past else min(num, len(stretches))
+        parts = [stretches[first::num] for first in range(num)]
+        jobs = [partial(self._passes.prefill, self._pool, part) for part in parts]
+        for part, states in zip(parts, self._lanes.run(jobs, num_threads_each), strict=True):
+            for stretch, state in zip(part, states, strict=True):
+                block = stretch.into[-1][0]
+                if block.tokens:
+                    block.last_state = state
 
     def _count_waste(self) -> None:
         """Have new cohorts made where too much has been computed for those that left, or others could join."""
         could_join = 0 if self._is_full else min(len(self._waiting), self._max_rows - len(self._running))
         self._num_wasted += self._num_gone + could_join
-        if self._num_wasted > _WASTE * len(self._running):
+        if self._num_wasted > self._passes.waste_that_pays * len(self._running):
             # Who joins now is in a cohort from the next step on.
-            self._num_steps_left = min(self._num_steps_left, 1 if could_join else 0)
+            self._num_steps_left = min(self._num_steps_left, max(len(self._ahead), 1 if could_join else 0))
 
     def _regroup(self, max_steps: int) -> None:
         """Make cohorts of all rows that have tokens, for at most so many steps."""
@@ -374,6 +393,7 @@ class NativeEngine:
     def _let_go(self) -> None:
         """Forget the cohorts, and have the memory of those that have left."""
         self._cohorts, self._num_steps_left, self._num_wasted, self._num_gone = [], 0, 0, 0
+        self._ahead.clear()
         if self._held:
             assert self._pool is not None, "rows ran"
             self._pool.leave(self._held)

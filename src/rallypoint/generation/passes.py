@@ -9,16 +9,21 @@ tokens go through the model together, in one thread, so that the bits of each do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rallypoint.generation.ahead import draw_ahead
 from rallypoint.generation.blocks import Block, BlockPool
-from rallypoint.generation.decoder import Backbone, PlainDecoder, RowsWithIds, ShapeProbe, check_decoder
+from rallypoint.generation.decoder import Backbone, PlainDecoder, RowsWithIds, ShapeProbe, check_decoder, is_plain
 from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.plain import Linear
 from rallypoint.generation.prefill import Stretch, StretchRows
+from rallypoint.generation.sampling import Draws, Rules
+from rallypoint.generation.script import without_python
 from rallypoint.generation.seats import Queries
 from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
@@ -31,6 +36,13 @@ _NUMBERS_OF_A_LANE = 4_000
 what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
 _WIDTH_OF_SEVERAL_THREADS = 1024
 """Of hidden states, at least, for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
+_STEPS_AT_ONCE = 8
+"""Tokens of each row that are drawn without a look at them, of models below that width: their steps are short, so that
+nobody waits long, and what Python does between two of them counts."""
+
+_WASTE, _WIDTH_OF_WASTE = 1 / 16, 128
+"""Of a step's rows, see `waste_that_pays`. To make cohorts takes about as long for any model. At 1M it is worth as many
+rows as a step has; the model's own code takes longer for each row."""
 
 
 class Passes:
@@ -40,29 +52,48 @@ class Passes:
         """Take a model whose weights may change, and move, but are parameters of the same modules for good."""
         self._model, self._is_exact = model, is_exact
         self._own_code = Backbone(model)
-        self._decode: Callable[[RowsWithIds], Tensor] = self._own_code
+        self._plain: PlainDecoder | None = None
         self._heads = 0
 
-    @property
-    def max_threads(self) -> int | None:
-        """How many threads a pass may use; None: all. With several, a product might round in another way."""
-        return 1 if self._is_exact else None
-
     def parts(self, num_rows: int, num_lanes: int) -> tuple[int, int | None]:
-        """Say into how many parts to cut rows that run, and how many threads each may use; None: its share.
+        """Say into how many parts to cut rows, or prompts of so many tokens, and how many threads each may use.
 
-        The model's own code is one part, as it may keep a state, and ranks that compute together need one order.
+        None is its share. The model's own code is one part, as it may keep a state, and ranks that compute together
+        need one order.
         """
-        if self._is_exact:
-            return (min(num_lanes, -(-num_rows // _TILE)) if self._is_plain else 1), self.max_threads
-        size = int(self._model.config.get_text_config().hidden_size)
+        if self._is_exact:  # in several threads, a product might round in another way
+            return (min(num_lanes, -(-num_rows // _TILE)) if self._is_plain else 1), 1
+        size = self._size
         if self._is_plain and num_rows * size >= num_lanes * _NUMBERS_OF_A_LANE:
             return num_lanes, None
         return 1, None if size >= _WIDTH_OF_SEVERAL_THREADS or not self._is_plain else 1
 
     @property
     def _is_plain(self) -> bool:
-        return self._decode is not self._own_code
+        return self._plain is not None
+
+    @property
+    def _decode(self) -> Callable[[RowsWithIds], Tensor]:
+        return self._plain or self._own_code
+
+    @property
+    def _size(self) -> int:
+        return int(self._model.config.get_text_config().hidden_size)
+
+    @property
+    def max_steps_at_once(self) -> int:
+        """How many tokens of each row `draw_ahead` should draw at most."""
+        is_short = self._is_plain and not self._is_exact and self._size < _WIDTH_OF_SEVERAL_THREADS
+        return _STEPS_AT_ONCE if is_short and self._model.device.type == "cpu" and is_plain(self._head) else 1
+
+    @property
+    def waste_that_pays(self) -> float:
+        """How many rows, as a part of those of a step, may be computed or wait in vain until new cohorts are made."""
+        return min(1.0, _WIDTH_OF_WASTE / self._size) if self._is_plain else _WASTE
+
+    @property
+    def _head(self) -> nn.Module:
+        return lm_head(self._model)
 
     def make_pool(self, num_blocks: int, block_tokens: int) -> BlockPool:
         """Ask the model for the shapes of its layers, and reserve memory for their keys and values.
@@ -73,7 +104,7 @@ class Passes:
         if PlainDecoder.fits(self._model) and not self._is_plain:
             decoder = PlainDecoder(self._model)
             check_decoder(self._model, decoder)
-            self._decode = decoder
+            self._plain = decoder
         probe = ShapeProbe()
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         self._model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
@@ -94,6 +125,17 @@ class Passes:
         """Send the tokens of layouts through the model: their last hidden states, [B, E]."""
         states = [self._decode(layout)[: layout.num_queries] for layout in layouts]
         return states[0] if len(states) == 1 else torch.cat(states)
+
+    def draw_ahead(self, layouts: Sequence[QueryRows], rules: Rules, numbers: Tensor) -> list[Draws]:
+        """Draw the next tokens of all rows of a layout, given the random numbers of each: [steps, B]."""
+        (layout,), head = layouts, cast("nn.Linear", self._head)
+        assert self._plain is not None, "`max_steps_at_once` said so"
+        assert layout.bags is not None, "this is a CPU"
+        last = Linear([head.weight], [] if head.bias is None else [head.bias])
+        draw = without_python(draw_ahead, head.weight.device)
+        found = draw(self._plain.network, last, layout.bags, layout.moves, layout.num_moves, rules, numbers)
+        layout.num_moves = min(layout.num_moves + len(numbers), len(layout.moves.distances[0]))
+        return [Draws(*draws) for draws in zip(*found, strict=True)]
 
     def prefill(self, pool: BlockPool, stretches: Sequence[Stretch]) -> Tensor:
         """Compute keys and values of stretches, those without a past first; return the last state of each, [R, E]."""
@@ -119,7 +161,7 @@ class Passes:
 
     def logits(self, states: Tensor) -> Tensor:
         """[B, E] -> [B, V]."""
-        head, softcap = lm_head(self._model), logit_softcap(self._model.config)
+        head, softcap = self._head, logit_softcap(self._model.config)
         if not self._is_exact:
             return soft_capped(head(states), softcap)
         tiles = functional.pad(states, (0, 0, 0, -len(states) % _TILE)).split(_TILE)

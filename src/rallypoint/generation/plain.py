@@ -12,6 +12,11 @@ from torch.nn import functional
 
 from rallypoint.generation.bags import Bags, attend
 
+_ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
+"""Of states, at least, for products on a CPU in bfloat16 to be computed as weights times states. What stands on the
+right is packed by oneDNN at every call: that should be the smaller one. For small ones it does not matter, and results
+that lie column by column cost more than that saves."""
+
 
 class Linear(NamedTuple):
     """Linear layers of one input."""
@@ -81,7 +86,7 @@ def before_attention(network: Network, layer: Layer, states: Tensor, cos: Tensor
     """Return queries and keys, [B, H + K, D], turned, and values, [B, K, D]."""
     dim = network.frequencies.shape[0]
     heads = linear(layer.query_key_value, norm(states, layer.attention_norm, network.eps))
-    heads = heads.view(states.shape[0], -1, dim)
+    heads = heads.contiguous().view(states.shape[0], -1, dim)
     turned, value = heads[:, : network.num_turned], heads[:, network.num_turned :]
     query_norm, key_norm = layer.query_norm, layer.key_norm
     if query_norm is not None and key_norm is not None:
@@ -100,14 +105,26 @@ def after_attention(network: Network, layer: Layer, states: Tensor, attended: Te
     return linear(layer.down, functional.silu(gate).mul_(up)).add_(states)
 
 
-def linear(layers: Linear, states: Tensor) -> Tensor:
-    """[B, E] -> [B, outputs of all]."""
+def linear(
+    layers: Linear, states: Tensor, min_rows: int = _ROWS_BY_COLUMNS, min_width: int = _WIDTH_BY_COLUMNS
+) -> Tensor:
+    """[B, E] -> [B, outputs of all], which may lie in memory column by column."""
     bias: Tensor | None = None
     if len(layers.biases) > 0:
         bias = layers.biases[0] if len(layers.biases) == 1 else torch.cat(layers.biases)
+    parts: list[Tensor] = []
+    if (
+        states.dtype == torch.bfloat16
+        and states.is_cpu
+        and states.shape[0] >= min_rows
+        and states.shape[1] >= min_width
+    ):
+        for weight in layers.weights:
+            parts.append(torch.mm(weight, states.t()))
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
+        return out if bias is None else out.add_(bias)
     if len(layers.weights) == 1:
         return functional.linear(states, layers.weights[0], bias)
-    parts: list[Tensor] = []
     for weight in layers.weights:
         parts.append(functional.linear(states, weight))
     out = torch.cat(parts, -1)
@@ -118,7 +135,7 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `rallypoint.models.norm.RMSNorm`, whose bits these are: [..., E] -> [..., E]."""
     if not states.is_cpu:  # other backends have a kernel of their own
         return functional.rms_norm(states, weight.shape, weight, eps)
-    wide = states if states.dtype == torch.float64 else states.float()
+    wide = states if states.dtype == torch.float64 else states.float().contiguous()
     length = torch.linalg.vector_norm(wide, 2.0, [-1], True)
     length = length.square_().mul_(1 / states.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(wide, length).mul_(weight).to(states.dtype)

@@ -89,11 +89,11 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = N
         numbers: [B] float64 in [0, 1).
         raw: [B, V], the logits before penalties and bans, if there are any.
     """
-    return Draws(*without_python(_sample, logits.device)(logits, rules, numbers, raw))
+    return Draws(*without_python(draw, logits.device)(logits, rules, numbers, raw))
 
 
-def _sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of `Draws`; TorchScript would make a class of its own for it at every call."""
+def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `sample` does, in Python; return the fields of `Draws`, of which TorchScript would make a new class."""
     filtered, greedy = rules.filtered, rules.greedy
     whole = _shares(logits, rules.temperature)
     total = _block_sums(whole)

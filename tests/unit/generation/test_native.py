@@ -362,6 +362,21 @@ def test_the_mode_exact_has_the_same_bits_with_any_number_of_threads(
         assert torch.equal(other.rollout_logprobs, found[0].rollout_logprobs)
 
 
+@pytest.mark.parametrize("max_rows", [2000, 1100])
+def test_rows_that_come_and_go_in_two_lanes_are_drawn_as_in_one(
+    make_policy, make_prompts, params, set_threads, max_rows
+):
+    """Rows end after one token or thirty, others take their places, and lanes of any number of rows draw ahead."""
+    prompts, many = make_prompts([3, 40, 1, 17, 64, 4]), dataclasses.replace(params, group_size=250, max_new_tokens=30)
+    found = []
+    for num_threads in (1, 2, 2):
+        set_threads(num_threads)
+        engine = NativeEngine(make_policy(), max_rows=max_rows, cache_tokens=32 * 3500)
+        found.append(through(engine, prompts, many, version=0))
+    assert_same(rollouts(found[1]), rollouts(found[0]))
+    assert torch.equal(found[1].rollout_logprobs, found[2].rollout_logprobs)
+
+
 def test_rows_that_several_threads_share_are_drawn_as_by_one(make_policy, make_prompts, params, set_threads):
     many = dataclasses.replace(params, group_size=190)
     found = []

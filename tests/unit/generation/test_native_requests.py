@@ -85,6 +85,32 @@ def test_weights_that_come_while_requests_run_are_stamped_on_what_they_sample(ma
     assert same is (on_load == "recompute")
 
 
+@pytest.mark.parametrize("on_load", ["keep", "recompute"])
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_nothing_that_old_weights_have_drawn_ahead_is_handed_out_under_new_ones(
+    make_policy, params, on_load, num_steps
+):
+    """For requests that are streamed nothing is drawn ahead; what they get is what the others must get."""
+    endless, other = dataclasses.replace(params, stop_tokens=(), max_new_tokens=30), make_policy(initializer_range=0.2)
+
+    def found(streamed):
+        engine = NativeEngine(copy.deepcopy(make_policy()), on_load=on_load)
+        for place in range(3):
+            engine.submit(Request(tokens=(3 + place,) * 40, params=endless, sample_index=place, streamed=streamed))
+        pieces = [piece for _ in range(num_steps) for piece in engine.step()]
+        engine.load(1, named_weights(other))
+        while engine.has_work:
+            pieces += engine.step()
+        pieces.sort(key=lambda piece: piece.request_id)
+        return [
+            (piece.request_id, piece.version, token, logprob)
+            for piece in pieces
+            for token, logprob in zip(piece.tokens, piece.logprobs, strict=True)
+        ]
+
+    assert found(streamed=False) == found(streamed=True)
+
+
 def test_a_prompt_is_not_found_again_under_other_weights(make_policy, params):
     model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
     engine, request = NativeEngine(model), Request(tokens=(3,) * 70, params=params)

@@ -34,6 +34,27 @@ def test_a_step_of_decoding_has_the_same_bits_with_and_without_python(make_polic
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
+@torch.no_grad()
+def test_tokens_that_are_drawn_ahead_are_those_that_are_drawn_one_by_one(make_policy, num_steps):
+    """The layout lasts for four steps, in which the first row goes on in its second block."""
+    model = copy.deepcopy(make_policy())
+    passes, rules = Passes(model, is_exact=False), Rules.of([SamplingParams(max_new_tokens=9)] * 3, torch.device("cpu"))
+    numbers = torch.rand(num_steps, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(num_steps))
+    found = []
+    for at_once in (1, num_steps):
+        pool = passes.make_pool(20, 4)
+        rows = [[pool.private() for _ in range(length)] for length in (2, 4, 3)]
+        pool.clean()
+        queries = [(token, 4 * len(blocks) - 7, blocks) for token, blocks in enumerate(rows, 3)]
+        (layout,) = passes.lay_out(pool, Queries.of(queries, 4), num_steps=4)
+        draws = [draw for part in numbers.split(at_once) for draw in passes.draw_ahead([layout], rules, part)]
+        assert layout.has_moves is (num_steps < 3)
+        found.append([*map(torch.stack, zip(*draws, strict=True))])
+    assert all(map(torch.equal, *found))
+    assert found[0][0].shape == (num_steps, 3)
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
