@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rallypoint.generation.vllm.http import Address
+from rallypoint.generation.vllm.leftovers import remove_shared, shared_files
 
 INSIDE = Path(__file__).parent / "inside"
 """What the server's own processes load of ours; the only folder of ours that they can import from."""
@@ -136,6 +137,7 @@ class ServerProcess:
         """
         self.address = Address(folder / "socket", secrets.token_urlsafe(32))
         self._beat, self._log = folder / "beat", launch.log
+        self._shared: dict[Path, int] = {}
         self._beat.write_bytes(bytes(8))
         self.address.socket.unlink(missing_ok=True)
         launch.log.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +158,10 @@ class ServerProcess:
 
     def beat(self) -> int:
         """See `Server.beat`."""
-        return int.from_bytes(self._beat.read_bytes(), "little")
+        number = int.from_bytes(self._beat.read_bytes(), "little")
+        if number and not self._shared:  # all that it shares is there when it samples for the first time
+            self._shared = shared_files(self._process.pid)
+        return number
 
     def ended(self) -> str | None:
         """See `Server.ended`."""
@@ -165,13 +170,15 @@ class ServerProcess:
         return f"the vllm server ended; the end of {self._log}:\n{_end_of(self._log)}"
 
     def stop(self) -> None:
-        """See `Server.stop`; one that does not end when it is told to is killed."""
+        """See `Server.stop`; one that does not end when it is told to is killed, and cleaned up after."""
+        self._shared |= shared_files(self._process.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        remove_shared(self._shared, self._process.pid)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
