@@ -30,7 +30,7 @@ Between turns 6.5 to 7 MiB were left over in float32 with models of 0.08M, 1M an
 demo's peaks better.
 """
 _DECODER_BYTES = 8 * 2**20
-"""What TorchScript keeps in a process on CPUs once it has compiled the decoder; fitted to the demo."""
+"""What TorchScript keeps in a process on CPUs that samples, once it has compiled the decoder; fitted to the demo."""
 _BFLOAT16_KERNEL_BYTES, _ADAPTER_KERNEL_BYTES = 85 * 2**20, 25 * 2**20
 """What oneDNN keeps on CPUs when a run has had two steps, and of the narrow products of adapters besides; measured.
 
@@ -167,7 +167,7 @@ def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     full, most_logits = _full_pass(config, role, num_parts=1, num_lanes=num_lanes), num_lanes * _CHUNK_BYTES
     states = 2 * full.num_outputs * shape.hidden_size * size
     logits = 0 if role == "critic" else min(full.num_outputs * shape.vocab_size * size, most_logits)
-    return _on_heap(config, max(full.live_bytes(shape, size), states + logits))
+    return _on_heap(config, role, max(full.live_bytes(shape, size), states + logits))
 
 
 def _num_lanes(config: RunConfig, role: RoleName, gradient_bytes: int) -> int:
@@ -203,7 +203,7 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
             at_head += num_lanes * shape.vocab_size * shape.hidden_size * (4 + size)
     # Gradients of the MLP's two halves and of the residual stream.
     at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
-    return _on_heap(config, kept + max(at_head, at_layer), checkpointed=config.engine.activations != "keep")
+    return _on_heap(config, role, kept + max(at_head, at_layer), checkpointed=config.engine.activations != "keep")
 
 
 def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -223,7 +223,7 @@ def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     server = _SERVER_BYTES if config.rollout.engine == "vllm" and config.cluster.device == "cpu" else 0
     prefilling = places + prompts.live_bytes(shape, size)
     most = drawing + prefilling if config.cluster.device == "cpu" else max(drawing, prefilling)
-    return server + _on_heap(config, most)
+    return server + _on_heap(config, "rollout", most)
 
 
 def _row_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
@@ -327,11 +327,12 @@ def _prompts_together(config: RunConfig) -> int:
     return max(_groups_together(config), validated)
 
 
-def _on_heap(config: RunConfig, num_bytes: int, *, checkpointed: bool = False) -> int:
-    """Return what tensors of a pass take of a process; on CPUs more than they have."""
+def _on_heap(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed: bool = False) -> int:
+    """Return what tensors of a pass take of a process that has the role; on CPUs more than they have."""
     if config.cluster.device != "cpu":
         return num_bytes
-    kernels = _LIBRARY_BYTES + (_DECODER_BYTES if config.rollout.engine == "native" else 0)
+    samples = config.rollout.engine == "native" and config.roles[role].pool == config.roles["rollout"].pool
+    kernels = _LIBRARY_BYTES + (_DECODER_BYTES if samples else 0)
     if config.model.dtype == "bfloat16":
         kernels += _BFLOAT16_KERNEL_BYTES + (0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES)
     return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + kernels

@@ -390,6 +390,17 @@ def test_a_rollout_role_on_a_pool_of_its_own_has_weights(here: Path):
     assert (rollout.pool, rollout.num_ranks, rollout.weights) == ("second", 1, 4 * plan.num_parameters)
 
 
+def test_the_compiled_decoder_is_counted_where_a_process_samples_and_nowhere_else(here: Path):
+    beside, apart = (
+        {memory.role: memory.activations for memory in make_plan(load(*pools)).memory}
+        for pools in ((), ("cluster.pools.second=[2]", "rollout.placement={pool: second, num_ranks: 2}"))
+    )
+    decoder = vars(memory_module)["_DECODER_BYTES"]
+    assert {role: beside[role] - apart[role] for role in beside} == {
+        role: 0 if role == "rollout" else decoder for role in beside
+    }
+
+
 def test_nothing_is_known_of_a_model_on_the_hub(here: Path):
     plan = make_plan(load("model.create=null", "model.path=Some/Model"))
     assert plan.num_parameters is None

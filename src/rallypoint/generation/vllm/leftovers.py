@@ -1,7 +1,7 @@
 """Memory with a name that a killed server cannot give back.
 
-Owns: which files of Linux's /dev/shm were a group's alone. Must not know: what they were. Python's `multiprocessing`, by
-which the processes of a server talk, gives memory and semaphores names there and removes them at its end; a process
+Owns: which files of Linux's /dev/shm were a group's alone. Must not know: what they were. Python's `multiprocessing`,
+by which the processes of a server talk, gives memory and semaphores names there and removes them at its end; a process
 that is killed has none. Only what processes of the group had in their memory is removed, and only if nobody else has.
 """
 
