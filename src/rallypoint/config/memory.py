@@ -136,8 +136,6 @@ class _Pass:
     """Of a slot, on average over its row."""
     num_block_scores: int
     """Likewise, of the largest block of queries."""
-    block_part: float
-    """Of a row, that a block of queries has an output for before it is copied; 0 for a row that is one block."""
 
     @property
     def num_computed(self) -> int:
@@ -151,7 +149,7 @@ class _Pass:
 
     def live_bytes(self, shape: ModelShape, size: int) -> int:
         """Return the most that a layer needs when it keeps nothing."""
-        folded = self.num_attended * shape.folded_bytes(size, self.num_scores, self.num_block_scores, self.block_part)
+        folded = self.num_attended * shape.folded_bytes(size, self.num_scores, self.num_block_scores)
         attending = folded + self.num_computed * shape.attending_bytes(size)
         return max(attending, self.num_computed * shape.live_bytes(size))
 
@@ -255,19 +253,22 @@ def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int, num_lanes: 
     return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.data.max_prompt_tokens, *blocks)
 
 
-def _blocks_of_row(config: RunConfig, num_tokens: int) -> tuple[int, int, float]:
-    """Return `num_scores`, `num_block_scores` and `block_part` of a pass over rows of so many tokens.
+def _blocks_of_row(config: RunConfig, num_tokens: int) -> tuple[int, int]:
+    """Return `num_scores` and `num_block_scores` of a pass over rows of so many tokens.
 
     The longest rows go through the fused kernel, which keeps no scores, and on accelerators all do. Elsewhere a block
     of queries has scores for itself and what is before it.
     """
     if config.cluster.device != "cpu":
-        return 0, 0, 0.0
+        return 0, 0
     longest = min(_num_slots(num_tokens), _LONGEST_WITH_SCORES)
-    block = _QUERIES_PER_BLOCK if config.model.dtype == "float32" else _QUERIES_PER_BLOCK_IN_HALF
+    block = _QUERIES_PER_BLOCK
+    if config.model.dtype != "float32":
+        half = -(-longest // (2 * _ALIGNMENT)) * _ALIGNMENT
+        block = min(max(half, block), _QUERIES_PER_BLOCK_IN_HALF)
     stops = [*range(block, longest, block), longest]
     of_blocks = [stop * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)]
-    return sum(of_blocks) // longest, max(of_blocks) // longest, block / longest if longest > block else 0.0
+    return sum(of_blocks) // longest, max(of_blocks) // longest
 
 
 def _num_slots(num_tokens: int) -> int:

@@ -147,18 +147,16 @@ class ModelShape:
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         return size * (2 * self.hidden_size + query + 2 * key_value + 2 * self.head_dim)
 
-    def folded_bytes(self, size: int, num_scores: int, num_block_scores: int, block_part: float) -> int:
+    def folded_bytes(self, size: int, num_scores: int, num_block_scores: int) -> int:
         """Return the most that exists of a token of a row meanwhile: query, key, value, the output, and shares.
 
         Args:
             size: bytes of a number.
             num_scores: tokens that every head has a share for.
             num_block_scores: likewise, of the largest block, which has scores besides.
-            block_part: of a row, that such a block has an output for before it is copied.
         """
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        numbers = 2 * query + 2 * key_value + self.num_heads * (num_scores + num_block_scores)
-        return size * round(numbers + query * block_part)
+        return size * (2 * query + 2 * key_value + self.num_heads * (num_scores + num_block_scores))
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:

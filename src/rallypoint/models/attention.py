@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from rallypoint.models.prefix import SharedPrefixes
-from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks
+from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks, tokens_per_block
 from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
 
 ATTENTION = "rallypoint_rows"
@@ -115,7 +115,7 @@ class PackedRows:
         self.position_ids = functional.pad(position_ids, (0, num_filler)).to(device).unsqueeze(0)
         self._slots = Slots(offsets, _length_classes(lengths), shared, num_filler)
         # What layers of one kind have in common is made by the first of them.
-        self._folds: dict[tuple[int, int], tuple[Fold, Fold]] = {}
+        self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[Batch]] = {}
 
     def attend(
@@ -124,13 +124,11 @@ class PackedRows:
         """See `Rows.attend`."""
         del layer
         kv_heads, share = key.shape[1], query.shape[1] // key.shape[1]
-        if (kv_heads, share) not in self._folds:
-            self._folds[kv_heads, share] = self._slots.folds(kv_heads, share, query.device)
-        of_query, of_key = self._folds[kv_heads, share]
-        folded = [Folded.apply(query, of_query), Folded.apply(key, of_key), Folded.apply(value, of_key)]
         # They are in the order of their length.
         by_products = [shape for shape in self._slots.rectangles if _suits_products(shape.longest, query, limits)]
         others = self._slots.rectangles[len(by_products) :]
+        of_query, of_key = self._folds_of(by_products, others, kv_heads, share, query)
+        folded = [Folded.apply(query, of_query), Folded.apply(key, of_key), Folded.apply(value, of_key)]
         sizes = [sum(shape.num_slots for shape in by_products), *(shape.num_slots for shape in others)]
         parts = [
             states.split([size * (len(states) // sum(sizes)) for size in sizes]) if others else (states,)
@@ -145,6 +143,16 @@ class PackedRows:
             batches = self._batches_of(by_products, kv_heads, share, limits.window, query)
             outs.insert(0, CausalProducts.apply(*first, batches, scaling, limits.softcap))
         return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)
+
+    def _folds_of(
+        self, by_products: Sequence[Rectangle], others: Sequence[Rectangle], kv_heads: int, share: int, like: Tensor
+    ) -> tuple[Fold, Fold]:
+        kind = (kv_heads, share, len(by_products))
+        if kind not in self._folds:
+            blocks = [tokens_per_block(shape.longest, like.itemsize) for shape in by_products]
+            blocks += [shape.longest for shape in others]
+            self._folds[kind] = self._slots.folds(kv_heads, share, blocks, like.device)
+        return self._folds[kind]
 
     def _batches_of(
         self, rectangles: Sequence[Rectangle], kv_heads: int, share: int, window: int | None, like: Tensor

@@ -1,7 +1,11 @@
 """Causal attention as batched matrix products of blocks of queries with the keys that they may see.
 
 Owns: the blocks, and the products with their gradients. Must not know: rows, or where a head came from. Keys that no
-query of a block sees are never multiplied.
+query of a block sees are never multiplied. The queries of a block lie together for all sequences of a batch, so that
+products and softmaxes take them, and write what comes of them, in one piece:
+
+    keys and values     [N sequences, L tokens]
+    queries             [N, first block]  [N, second block]  ...
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-# Larger blocks multiply more that the mask throws away, smaller ones keep the cores less busy and copy more: products
-# take a part of a sequence out of it first. In half precision a copy weighs more beside its product.
+# Larger blocks multiply more that the mask throws away; smaller ones keep the cores less busy, and take a copy of every
+# part of the keys. In half precision, where a copy weighs more beside its product, two blocks are best up to here.
 _QUERIES_PER_BLOCK = 64
 _QUERIES_PER_BLOCK_IN_HALF = 192
+_ALIGNMENT = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +42,8 @@ NO_LIMITS = Limits()
 class Block:
     """Tokens whose queries are multiplied together."""
 
-    rows: slice
-    """Where their queries are."""
+    num_rows: int
+    """Their queries, of one sequence."""
     keys: slice
     """Those that at least one of the queries sees."""
     mask: Tensor
@@ -56,11 +61,27 @@ class Batch:
     blocks: Sequence[Block]
 
 
+def tokens_per_block(length: int, itemsize: int) -> int:
+    """Return how many tokens have their queries in a block; the last one of a sequence may have fewer.
+
+    >>> [tokens_per_block(length, itemsize=2) for length in (50, 128, 160, 500)]
+    [64, 64, 96, 192]
+
+    Args:
+        length: tokens of the sequence.
+        itemsize: bytes of a number.
+    """
+    if itemsize > 2:
+        return _QUERIES_PER_BLOCK
+    half = -(-length // (2 * _ALIGNMENT)) * _ALIGNMENT
+    return min(max(half, _QUERIES_PER_BLOCK), _QUERIES_PER_BLOCK_IN_HALF)
+
+
 def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> list[Block]:
     """Cut the queries of a sequence into blocks.
 
-    >>> [(block.rows, block.keys) for block in cut_blocks(100, 2, None, torch.zeros(1))]
-    [(slice(0, 128, None), slice(0, 64, None)), (slice(128, 200, None), slice(0, 100, None))]
+    >>> [(block.num_rows, block.keys) for block in cut_blocks(100, 2, None, torch.zeros(1))]
+    [(128, slice(0, 64, None)), (72, slice(0, 100, None))]
     >>> [block.keys for block in cut_blocks(100, 1, 10, torch.zeros(1))]
     [slice(0, 64, None), slice(55, 100, None)]
 
@@ -70,7 +91,7 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> lis
         window: see `Limits`.
         like: of the type and on the device of the queries.
     """
-    size = _QUERIES_PER_BLOCK_IN_HALF if like.itemsize == 2 else _QUERIES_PER_BLOCK
+    size = tokens_per_block(length, like.itemsize)
     blocks: list[Block] = []
     for start in range(0, length, size):
         stop = min(start + size, length)
@@ -79,7 +100,7 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> lis
         mask = hidden.triu(start - keys.start + 1)
         if window is not None:
             mask += hidden.tril(start - keys.start - window)
-        blocks.append(Block(slice(start * share, stop * share), keys, mask.repeat_interleave(share, 0)))
+        blocks.append(Block((stop - start) * share, keys, mask.repeat_interleave(share, 0)))
     return blocks
 
 
@@ -98,7 +119,7 @@ _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, None, None, None]
 class CausalProducts(torch.autograd.Function):
     """Attention of batches of sequences that lie behind one another, N of L tokens each.
 
-    Queries are [sum of N * L * share, D], keys and values [sum of N * L, D].
+    Keys and values are [sum of N * L, D]; queries, in the order of their blocks, [sum of N * L * share, D].
     """
 
     @staticmethod
@@ -113,16 +134,17 @@ class CausalProducts(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty_like(query)
         shares: list[Tensor] = []
-        for batch, (q, k, v, o) in zip(batches, _parts(batches, query, key, value, out), strict=True):
-            for block in batch.blocks:
+        sequences, cut = _sequences(batches, key, value), _blocks(batches, query, out)
+        for batch, (k, v), blocks in zip(batches, sequences, cut, strict=True):
+            for block, (q, o) in zip(batch.blocks, blocks, strict=True):
                 keys = k[:, block.keys].transpose(1, 2)
                 if softcap is None:
-                    scores = torch.baddbmm(block.mask, q[:, block.rows], keys, alpha=scaling)
+                    scores = torch.baddbmm(block.mask, q, keys, alpha=scaling)
                 else:
-                    capped = (q[:, block.rows] @ keys).mul_(scaling / softcap).tanh_()
+                    capped = (q @ keys).mul_(scaling / softcap).tanh_()
                     scores = torch.add(block.mask, capped, alpha=softcap)
                 shares.append(scores.softmax(-1))
-                _multiply(shares[-1], v[:, block.keys], out=o[:, block.rows])
+                torch.bmm(shares[-1], v[:, block.keys], out=o)
         ctx.save_for_backward(query, key, value, *shares)
         ctx.batches, ctx.scaling, ctx.softcap = batches, scaling, softcap
         return out
@@ -131,60 +153,70 @@ class CausalProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> _Gradients:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         query, key, value, *shares = ctx.saved_tensors
-        grads = [torch.empty_like(states) for states in (query, key, value)]
-        parts = _parts(ctx.batches, query, key, value, grad.contiguous(), *grads)
-        shares.reverse()  # from here on the last is the next
-        for batch, (q, k, v, g, grad_q, grad_k, grad_v) in zip(ctx.batches, parts, strict=True):
-            # Of keys and values every block has a part, which is not rounded to half precision before it is added.
-            dtype = torch.promote_types(k.dtype, torch.float32) if len(batch.blocks) > 1 else k.dtype
-            total_k, total_v = (
-                (total if dtype == total.dtype else torch.empty_like(total, dtype=dtype)) for total in (grad_k, grad_v)
-            )
-            seen = 0
-            for block in batch.blocks:
-                rows, keys, share = block.rows, block.keys, shares.pop()
+        grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
+        sequences = _sequences(ctx.batches, key, value, grad_key, grad_value)
+        cut = _blocks(ctx.batches, query, grad.contiguous(), grad_query)
+        # From the last to the first: the last block of a sequence sees all of its keys.
+        for batch, (k, v, grad_k, grad_v), blocks in reversed(list(zip(ctx.batches, sequences, cut, strict=True))):
+            sum_k, sum_v = (_Sum(total, len(blocks)) for total in (grad_k, grad_v))
+            for block, (q, g, grad_q) in reversed(list(zip(batch.blocks, blocks, strict=True))):
+                keys, share = block.keys, shares.pop()
                 # The scaling is that of the scores: all that comes of them is linear in it.
-                grad_share = torch.baddbmm(
-                    block.mask, g[:, rows], v[:, keys].transpose(1, 2), beta=0.0, alpha=ctx.scaling
-                )
+                grad_share = torch.baddbmm(block.mask, g, v[:, keys].transpose(1, 2), beta=0.0, alpha=ctx.scaling)
                 grad_scores = torch.ops.aten._softmax_backward_data.out(
                     grad_share, share, -1, share.dtype, grad_input=grad_share
                 )
                 if ctx.softcap is not None:  # d tanh(x) / d x = 1 - tanh(x)^2; computed again rather than kept
-                    capped = (q[:, rows] @ k[:, keys].transpose(1, 2)).mul_(ctx.scaling / ctx.softcap).tanh_()
+                    capped = (q @ k[:, keys].transpose(1, 2)).mul_(ctx.scaling / ctx.softcap).tanh_()
                     grad_scores = torch.addcmul(grad_scores, grad_scores, capped.square_(), value=-1)
-                _multiply(grad_scores, k[:, keys], out=grad_q[:, rows])
-                if len(batch.blocks) == 1:
-                    _multiply(grad_scores.transpose(1, 2), q, out=grad_k)
-                    _multiply(share.transpose(1, 2), g, out=grad_v)
-                    continue
-                for total, part in (
-                    (total_k, grad_scores.transpose(1, 2) @ q[:, rows]),
-                    (total_v, share.transpose(1, 2) @ g[:, rows]),
-                ):
-                    # What the blocks before this one have seen is added to, and the rest is new.
-                    num_old = max(0, seen - keys.start)
-                    total[:, keys.start : keys.start + num_old] += part[:, :num_old]
-                    total[:, keys.start + num_old : keys.stop] = part[:, num_old:]
-                seen = keys.stop
-            if dtype != k.dtype:
-                grad_k.copy_(total_k)
-                grad_v.copy_(total_v)
-        return grads[0], grads[1], grads[2], None, None, None
+                torch.bmm(grad_scores, k[:, keys], out=grad_q)
+                sum_k.add_product(keys, grad_scores.transpose(1, 2), q)
+                sum_v.add_product(keys, share.transpose(1, 2), g)
+            sum_k.finish()
+            sum_v.finish()
+        return grad_query, grad_key, grad_value, None, None, None
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write a batch of products to where it belongs; a part of a sequence is not in one piece."""
-    if out.is_contiguous():
-        torch.bmm(left, right, out=out)
-    else:
-        out.copy_(left @ right)
+class _Sum:
+    """The gradient of the keys or values of a batch, to which every block adds that of the keys which it sees."""
+
+    def __init__(self, total: Tensor, num_blocks: int) -> None:
+        # A sum of two products is rounded to half precision as often as they are; one of more is not.
+        dtype = torch.promote_types(total.dtype, torch.float32) if num_blocks > 2 else total.dtype
+        self._total = total
+        self._sum = total if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
+        self._is_begun = False
+
+    def add_product(self, keys: slice, left: Tensor, right: Tensor) -> None:
+        """Add a batch of products to those keys: [N, keys, rows] @ [N, rows, D]."""
+        if not self._is_begun and keys == slice(0, self._sum.shape[1]):
+            if self._sum.dtype == left.dtype:
+                torch.bmm(left, right, out=self._sum)
+            else:
+                self._sum.copy_(left @ right)
+        else:
+            self._sum = self._sum if self._is_begun else self._sum.zero_()
+            self._sum[:, keys] += left @ right
+        self._is_begun = True
+
+    def finish(self) -> None:
+        """Have all of it where it belongs."""
+        if self._sum is not self._total:
+            self._total.copy_(self._sum)
 
 
-def _parts(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the states of each batch: [N, L * share, D]."""
-    num_slots = sum(batch.size * batch.length for batch in batches)
+def _sequences(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[Tensor]]:
+    """Yield keys or values of each batch: [N, L, D]."""
     sizes = [batch.size * batch.length for batch in batches]
-    of_each = [part.split([size * (len(part) // max(1, num_slots)) for size in sizes]) for part in states]
-    for batch, *parts in zip(batches, *of_each, strict=True):
-        yield [part.view(batch.size, -1, part.shape[-1]) for part in parts]
+    for batch, *parts in zip(batches, *(part.split(sizes) for part in states), strict=True):
+        yield [part.view(batch.size, batch.length, part.shape[-1]) for part in parts]
+
+
+def _blocks(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[list[Tensor]]]:
+    """Yield queries, or what belongs to them, of each batch, block by block: [N, rows, D]."""
+    sizes = [batch.size * block.num_rows for batch in batches for block in batch.blocks]
+    parts = zip(*(part.split(sizes) for part in states), strict=True)
+    for batch in batches:
+        yield [
+            [part.view(batch.size, block.num_rows, part.shape[-1]) for part in next(parts)] for block in batch.blocks
+        ]

@@ -2,10 +2,11 @@
 
 Owns: the order of folded states, and the way there and back, with gradients. Must not know: what is computed there.
 Rows of similar length make a rectangle, padded to its longest and up to what vectors of numbers fill; behind one
-another lie its rows, in a row its key/value heads, in a head its slots, and in a slot the queries of that head. One
-gather does all of it:
+another lie its rows, in a row its key/value heads, in a head its slots, and in a slot the queries of that head.
+Queries are cut into blocks of slots before, so that those of a block lie together for all rows. One gather does all of
+it:
 
-    stream [T, H, D]  ->  folded [for each rectangle R * K * L * share, D]      with H = K * share
+    stream [T, H, D]  ->  folded [for each rectangle, and block of slots, R * K * slots * share, D]   with H = K * share
 
 Invariants: padding repeats the last token of its row, so that what is not finite stays in its own row, and has no
 gradient. A token that several rows share has a slot in each; the output at the first is its own, and the gradient of
@@ -101,14 +102,21 @@ class Slots:
         self._token_of_slot, self._slot_of_token = token_of_slot, slot_of_token
         self._num_tokens = len(slot_of_token) + num_filler
 
-    def folds(self, kv_heads: int, share: int, device: torch.device) -> tuple[Fold, Fold]:
-        """Return the ways of queries, and of keys and values, where a key/value head has `share` queries."""
-        fold = self._fold(kv_heads, 1, device)
-        query = fold if share == 1 else self._fold(kv_heads, share, device)
-        return query, dataclasses.replace(fold, shared=self._shared(kv_heads, device))
+    def folds(self, kv_heads: int, share: int, blocks: Sequence[int], device: torch.device) -> tuple[Fold, Fold]:
+        """Return the ways of queries, and of keys and values.
 
-    def _fold(self, kv_heads: int, share: int, device: torch.device) -> Fold:
-        places, heads = self._places(kv_heads, share), torch.arange(kv_heads * share)
+        Args:
+            kv_heads: K.
+            share: queries of a key/value head.
+            blocks: the slots of a block of queries, of each rectangle.
+            device: of the states.
+        """
+        whole = [shape.longest for shape in self.rectangles]
+        fold = dataclasses.replace(self._fold(kv_heads, 1, whole, device), shared=self._shared(kv_heads, device))
+        return self._fold(kv_heads, share, blocks, device), fold
+
+    def _fold(self, kv_heads: int, share: int, blocks: Sequence[int], device: torch.device) -> Fold:
+        places, heads = self._places(kv_heads, share, blocks), torch.arange(kv_heads * share)
         stream = torch.empty(places.numel(), dtype=torch.int64)
         stream[places] = self._token_of_slot.unsqueeze(1) * len(heads) + heads
         own = places[self._slot_of_token].flatten()
@@ -125,17 +133,20 @@ class Slots:
         order = (token.unsqueeze(1) * kv_heads + heads).flatten().argsort(stable=True)
         num_slots = num_slots[several].repeat_interleave(kv_heads)
         places = torch.nonzero(several) * kv_heads + heads
-        slots = self._places(kv_heads, 1)[slot].flatten()[order]
+        slots = self._places(kv_heads, 1, [shape.longest for shape in self.rectangles])[slot].flatten()[order]
         return Shared(places.flatten().to(device), slots.to(device), (num_slots.cumsum(0) - num_slots).to(device))
 
-    def _places(self, kv_heads: int, share: int) -> Tensor:
+    def _places(self, kv_heads: int, share: int, blocks: Sequence[int]) -> Tensor:
         """Return where each head of each slot lies in folded states: [slots, heads]."""
         places: list[Tensor] = []
         start = 0
-        for shape in self.rectangles:
+        for shape, block in zip(self.rectangles, blocks, strict=True):
             rows, heads = torch.arange(shape.num_rows).view(-1, 1, 1, 1), torch.arange(kv_heads).view(-1, 1)
             slots = torch.arange(shape.longest).view(-1, 1, 1)
-            found = ((rows * kv_heads + heads) * shape.longest + slots) * share + torch.arange(share)
+            begins = slots // block * block  # of the block that a slot is in
+            size = (shape.longest - begins).clamp(max=block)
+            found = ((rows * kv_heads + heads) * size + slots - begins) * share + torch.arange(share)
+            found += begins * (shape.num_rows * kv_heads * share)
             places.append((start + found).view(shape.num_slots, -1))
             start += places[-1].numel()
         return torch.cat(places or [torch.zeros(0, kv_heads * share, dtype=torch.int64)])
