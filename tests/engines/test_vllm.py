@@ -21,6 +21,7 @@ from rallypoint.config import LoRAConfig
 from rallypoint.errors import NotFiniteError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.generation.vllm.leftovers import shared_files
 from rallypoint.models import load_policy, named_weights, outline_policy, trained_weights
 from rallypoint.observability import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
@@ -148,17 +149,20 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, mode
 def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):
     params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200, group_size=8)
     expected = generate(engine, prompts, params, version=4)
-    before, num_ticks = len(servers), 0
+    before, num_ticks, shared = len(servers), 0, dict[Path, int]()
 
     def kill() -> None:
         nonlocal num_ticks
         num_ticks += 1
         if num_ticks == 2:  # requests are under way
+            shared.update(shared_files(servers[-1].pid))
             os.killpg(servers[-1].pid, signal.SIGKILL)
 
     batch = generate(engine, prompts, params, version=4, tick=kill)
     assert len(servers) == before + 1
     assert batch.tokens.tolist() == expected.tokens.tolist()
+    assert shared
+    assert not any(path.exists() for path in shared), "what the killed one had in memory with a name is gone"
 
 
 def test_adapters_enter_a_running_server_by_themselves(start, servers, folder, prompts, tmp_path):
