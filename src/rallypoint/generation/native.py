@@ -35,7 +35,7 @@ from rallypoint.errors import RequestError
 from rallypoint.generation.blocks import Block, BlockPool
 from rallypoint.generation.cohort import Cohort, first_draws, steps_that_are_of_use, steps_that_pay
 from rallypoint.generation.passes import Passes
-from rallypoint.generation.prefill import Stretch
+from rallypoint.generation.prefill import Stretch, deal_out
 from rallypoint.generation.protocol import Piece, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.row import BLOCK_TOKENS, Row
@@ -161,7 +161,8 @@ class NativeEngine:
     def _draw(self) -> list[tuple[Sequence[Row], Draws]]:
         """Return the next token of every row; those of some more steps are drawn with it where that pays."""
         if not self._ahead:
-            jobs = [partial(cohort.draw, self._steps_at_once()) for cohort in self._cohorts]
+            num_steps = self._steps_at_once()
+            jobs = [partial(cohort.draw, num_steps) for cohort in self._cohorts]
             self._ahead += zip(*self._lanes.run(jobs, self._num_threads_each), strict=True)
         self._num_steps_left -= 1
         return [(cohort.rows, draws) for cohort, draws in zip(self._cohorts, self._ahead.popleft(), strict=True)]
@@ -267,12 +268,9 @@ class NativeEngine:
                 stretches.append(Stretch(row.prompt_blocks, row.tokens[:-1], into))
         if not stretches:
             return
-        stretches.sort(key=lambda stretch: (bool(stretch.past), -len(stretch.tokens)))
         self._pool.clean()
         num, num_threads_each = self._passes.parts(sum(len(stretch.tokens) for stretch in stretches), self._lanes.num)
-        # What it looks back at may be among the others.
-        num = 1 if stretches[-1].past else min(num, len(stretches))
-        parts = [stretches[first::num] for first in range(num)]
+        parts = deal_out(stretches, num)
         jobs = [partial(self._passes.prefill, self._pool, part) for part in parts]
         for part, states in zip(parts, self._lanes.run(jobs, num_threads_each), strict=True):
             for stretch, state in zip(part, states, strict=True):

@@ -33,6 +33,18 @@ class Stretch:
         return sum(len(block.tokens) for block in self.past)
 
 
+def deal_out(stretches: Sequence[Stretch], num_parts: int) -> list[Sequence[Stretch]]:
+    """Cut stretches into at most so many parts that can be computed side by side, each as `StretchRows` has them.
+
+    There is one part where a stretch looks back at what may be computed for another, or two write to one block.
+    """
+    ordered = sorted(stretches, key=lambda stretch: (bool(stretch.past), -len(stretch.tokens)))
+    blocks = [block for stretch in ordered for block in {block for block, _ in stretch.into}]
+    if ordered[-1].past or len(set(blocks)) < len(blocks):
+        num_parts = 1
+    return [ordered[first::num_parts] for first in range(min(num_parts, len(ordered)))]
+
+
 class StretchRows:
     """See `rallypoint.models.Rows`; the stream is the stretches, end to end, those without a past first."""
 

@@ -1,0 +1,26 @@
+"""Which prompts are computed side by side."""
+
+from rallypoint.generation.blocks import Block
+from rallypoint.generation.prefill import Stretch, deal_out
+
+
+def stretch(block, num_tokens, past=()):
+    return Stretch(past, (3,) * num_tokens, [(block, place) for place in range(num_tokens)])
+
+
+def test_prompts_of_their_own_are_dealt_out_by_length():
+    first, second, third = (stretch(Block(place), length) for place, length in enumerate((2, 9, 4)))
+    assert deal_out([first, second, third], 2) == [[second, first], [third]]
+    assert deal_out([first], 3) == [[first]]
+
+
+def test_a_prompt_that_looks_back_is_computed_in_one_pass_with_those_before_it():
+    past = Block(0, None, (3, 3))
+    before, behind = stretch(past, 2), stretch(Block(1), 5, [past])
+    assert deal_out([behind, before], 2) == [[before, behind]]
+
+
+def test_prompts_that_write_to_one_block_are_not_computed_side_by_side():
+    block = Block(0)
+    one, other = stretch(block, 3), stretch(block, 3)
+    assert deal_out([one, other], 2) == [[one, other]]
