@@ -65,13 +65,17 @@ class Offload(Generic[HostT, DeviceT]):
         self._copies = copies
         self._last: _Held[HostT, DeviceT] | None = None
 
-    def pack(self, tensor: Tensor) -> _Held[HostT, DeviceT]:
-        """Send a tensor away."""
+    def pack(self, tensor: Tensor) -> _Held[HostT, DeviceT] | Tensor:
+        """Send a tensor away, unless it is empty, as is one that torch 2.11 keeps beside a layer's input."""
+        if not tensor.numel():
+            return tensor
         self._last = _Held(self._copies.out(tensor), before=self._last)
         return self._last
 
-    def unpack(self, held: _Held[HostT, DeviceT]) -> Tensor:
+    def unpack(self, held: _Held[HostT, DeviceT] | Tensor) -> Tensor:
         """Get it back, and have the next one come."""
+        if isinstance(held, Tensor):
+            return held
         self._last = None  # the next forward pass begins a row of its own
         tensor = self._copies.wait(self._fetch(held))
         held.coming = None

@@ -4,6 +4,7 @@ What Python does between two steps of a small model takes as long as half a step
 and looks at every token. None of that changes the next token, unless what it is drawn from depends on those before.
 """
 
+import torch
 from torch import Tensor
 
 from rallypoint.generation.bags import Bags, Moves, advance
@@ -19,7 +20,8 @@ def draw_ahead(
     Args:
         network: without its head.
         head: the layer behind it.
-        bags: what rows look at now. They are moved on, except after the last step that there are moves for.
+        bags: what rows look at now, filled up with the last row. They are moved on, except after the last step that
+            there are moves for.
         moves: of the bags.
         num_moves: how many of them have been made.
         rules: of drawing.
@@ -28,11 +30,14 @@ def draw_ahead(
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
     sampled_logprobs: list[Tensor] = []
+    num_rows = numbers.shape[1]
+    num_filler = bags.tokens.shape[0] - num_rows
     for step in range(numbers.shape[0]):
-        drawn, logprob, sampled_logprob = draw(linear(head, decode(network, bags)), rules, numbers[step], None)
+        logits = linear(head, decode(network, bags))[:num_rows]
+        drawn, logprob, sampled_logprob = draw(logits, rules, numbers[step], None)
         tokens.append(drawn)
         logprobs.append(logprob)
         sampled_logprobs.append(sampled_logprob)
         if num_moves + step < moves.distances[0].shape[0]:
-            advance(bags, moves, num_moves + step, drawn)
+            advance(bags, moves, num_moves + step, torch.cat([drawn, drawn[-1:].expand(num_filler)]))
     return tokens, logprobs, sampled_logprobs

@@ -31,18 +31,18 @@ class QueryRows:
         pool: of the blocks.
         queries: what they look at; no two have a place in common that they are written to.
         heads: of a layer's queries.
-        tile: fill up to so many queries with the last one; None for as many as there are.
+        tile: fill up to so many queries with the last one.
         in_bags: sum in bags, so that no bit of a query depends on its company, rather than in batched products.
         num_steps: for how many tokens of each row, the first included. They lie in the block of the first one and in
             the one behind it; for rows whose blocks end before, what is computed is of no use.
     """
 
     def __init__(
-        self, pool: BlockPool, queries: Queries, heads: int, *, tile: int | None, in_bags: bool, num_steps: int = 1
+        self, pool: BlockPool, queries: Queries, heads: int, *, tile: int, in_bags: bool, num_steps: int = 1
     ) -> None:
         self.num_queries = len(queries.tokens)
         """Without what fills up a tile."""
-        if tile is not None:
+        if tile > self.num_queries:
             queries = queries.lines(np.minimum(np.arange(tile), self.num_queries - 1))
         self._pool, self._device, self._in_bags = pool, pool.keys.device, in_bags
         self._heads, self._share = heads, heads // pool.keys.shape[2]

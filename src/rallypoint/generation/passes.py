@@ -2,8 +2,9 @@
 
 Owns: in which parts they go, over which code. Must not know: requests, or who runs.
 
-In the mode `fast` what is computed together has any shape. In the mode `exact` every product has the same one: 32
-tokens go through the model together, in one thread, so that the bits of each do not depend on the others.
+In the mode `fast` what is computed together has any shape, or one of few (`models.sizes`). In the mode `exact` every
+product has the same one: 32 tokens go through the model together, in one thread, so that the bits of each do not depend
+on the others.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rallypoint.generation.seats import Queries
 from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
+from rallypoint.models.sizes import filled_up
 
 _TILE = 32
 """Tokens that go through the model together in the mode `exact`."""
@@ -114,12 +116,15 @@ class Passes:
 
     def lay_out(self, pool: BlockPool, queries: Queries, num_steps: int = 1) -> list[QueryRows]:
         """Return layouts for some tokens of a clean pool, in parts that go through the model together."""
-        tile = _TILE if self._is_exact else None
+        tile = _TILE if self._is_exact else self._filled_up(len(queries.tokens))
         in_bags = self._is_exact or self._model.device.type == "cpu"
         return [
             QueryRows(pool, part, self._heads, tile=tile, in_bags=in_bags, num_steps=num_steps)
-            for part in queries.parts(tile or len(queries.tokens))
+            for part in queries.parts(tile)
         ]
+
+    def _filled_up(self, num_tokens: int) -> int:
+        return filled_up(num_tokens, self._model.dtype, self._model.device)
 
     def decode(self, layouts: Sequence[QueryRows]) -> Tensor:
         """Send the tokens of layouts through the model: their last hidden states, [B, E]."""
@@ -141,7 +146,7 @@ class Passes:
         """Compute keys and values of stretches, those without a past first; return the last state of each, [R, E]."""
         if self._is_exact:
             return self._in_tiles(pool, stretches)
-        rows = StretchRows(pool, stretches)
+        rows = StretchRows(pool, stretches, self._filled_up(sum(len(stretch.tokens) for stretch in stretches)))
         return self._decode(rows).index_select(0, rows.ends.to(rows.tokens.device))
 
     def _in_tiles(self, pool: BlockPool, stretches: Sequence[Stretch]) -> Tensor:
@@ -163,6 +168,7 @@ class Passes:
         """[B, E] -> [B, V]."""
         head, softcap = self._head, logit_softcap(self._model.config)
         if not self._is_exact:
-            return soft_capped(head(states), softcap)
+            num_filler = self._filled_up(len(states)) - len(states)
+            return soft_capped(head(functional.pad(states, (0, 0, 0, num_filler))), softcap)[: len(states)]
         tiles = functional.pad(states, (0, 0, 0, -len(states) % _TILE)).split(_TILE)
         return soft_capped(torch.cat([head(tile) for tile in tiles]), softcap)[: len(states)]

@@ -46,11 +46,12 @@ def deal_out(stretches: Sequence[Stretch], num_parts: int) -> list[Sequence[Stre
 
 
 class StretchRows:
-    """See `rallypoint.models.Rows`; the stream is the stretches, end to end, those without a past first."""
+    """See `rallypoint.models.Rows`; the stream is the stretches, end to end, those without a past first, and filler."""
 
     bags = None
 
-    def __init__(self, pool: BlockPool, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, pool: BlockPool, stretches: Sequence[Stretch], num_tokens: int) -> None:
+        """Lay stretches out in a stream of so many tokens, at least theirs."""
         self._pool = pool
         device = pool.keys.device
         fresh = [stretch for stretch in stretches if not stretch.past]
@@ -59,14 +60,16 @@ class StretchRows:
         self._offsets = offsets_from_lengths(torch.tensor([len(stretch.tokens) for stretch in stretches]))
         self._packed = PackedRows(self._offsets[: len(fresh) + 1], device) if fresh else None
         self._num_fresh = len(fresh)
-        self.tokens = torch.tensor([token for stretch in stretches for token in stretch.tokens], device=device)
+        tokens = [token for stretch in stretches for token in stretch.tokens]
+        self._num_filler = num_tokens - len(tokens)
+        self.tokens = torch.tensor(tokens + [0] * self._num_filler, device=device)
         """[T] int64."""
         positions = [
             position
             for stretch in stretches
             for position in range(stretch.num_past, stretch.num_past + len(stretch.tokens))
         ]
-        self.position_ids = torch.tensor(positions, device=device).unsqueeze(0)
+        self.position_ids = torch.tensor(positions + [0] * self._num_filler, device=device).unsqueeze(0)
         """[1, T] int64."""
         kv_heads, dim, size = pool.keys.shape[2:]
         blocks = torch.tensor([(block.index, place) for stretch in stretches for block, place in stretch.into])
@@ -84,7 +87,8 @@ class StretchRows:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
-        self._pool.write(layer, self._key_places, self._value_places, key, value)
+        num_tokens = int(self._offsets[-1])
+        self._pool.write(layer, self._key_places, self._value_places, key[:num_tokens], value[:num_tokens])
         parts: list[Tensor] = []
         if self._packed is not None:
             part = slice(0, int(self._offsets[self._num_fresh]))
@@ -92,6 +96,8 @@ class StretchRows:
         for place, stretch in enumerate(self._later, self._num_fresh):
             part = slice(int(self._offsets[place]), int(self._offsets[place + 1]))
             parts.append(self._look_back(layer, stretch, query[part], key[part], value[part], scaling, limits))
+        if self._num_filler:
+            parts.append(query.new_zeros(self._num_filler, *query.shape[1:]))
         return torch.cat(parts)
 
     def _look_back(

@@ -10,18 +10,18 @@ from __future__ import annotations
 import torch
 
 _SIZES_PER_OCTAVE = 32
-"""From a power of two to the next: filler is at most a thirty-third, and half of that on average."""
+"""From a power of two to the next, of many tokens: filler is at most a thirty-third, and half of that on average."""
 
-_QUANTUM = 16
-"""Rows that a kernel computes at once: fewer cost as much."""
+_QUANTUM = 8
+"""Of few tokens. Fewer than that are filled up to a power of two."""
 
 
 def filled_up(num: int, dtype: torch.dtype, device: torch.device, *, at_most: int | None = None) -> int:
     """Return how many tokens a product should have that needs `num`.
 
     >>> cpu = torch.device("cpu")
-    >>> [filled_up(num, torch.bfloat16, cpu) for num in (0, 5, 100, 1_000, 1_025, 5_000)]
-    [0, 16, 112, 1008, 1056, 5120]
+    >>> [filled_up(num, torch.bfloat16, cpu) for num in (0, 1, 3, 5, 100, 1_000, 1_025, 5_000)]
+    [0, 1, 4, 8, 104, 1008, 1056, 5120]
     >>> filled_up(1_025, torch.bfloat16, cpu, at_most=1_040), filled_up(1_025, torch.float32, cpu)
     (1025, 1025)
 
@@ -33,6 +33,9 @@ def filled_up(num: int, dtype: torch.dtype, device: torch.device, *, at_most: in
     """
     if device.type != "cpu" or dtype.itemsize != 2:
         return num
-    quantum = max(_QUANTUM, 2 ** (num.bit_length() - 1) // _SIZES_PER_OCTAVE) if num else 1
-    size = -(-num // quantum) * quantum
+    if num < _QUANTUM:
+        size = 1 << (num - 1).bit_length() if num else 0
+    else:
+        quantum = max(_QUANTUM, (1 << num.bit_length() - 1) // _SIZES_PER_OCTAVE)
+        size = -(-num // quantum) * quantum
     return num if at_most is not None and size > at_most else size
