@@ -12,7 +12,7 @@ from ranks import open_meeting
 
 from rallypoint.errors import RallyError
 from rallypoint.models import Part, load_policy
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join, share
 
 WAYS = ("memory", "broadcast")
 MEMBERS = (Member(0, None), Member(1, None), Member(None, 0), Member(None, 1))
@@ -38,7 +38,20 @@ def main(model_folder: str, folder: Path, place: int) -> None:
         [{name: Held(torch.float32, part) for name, part in rank.items()} for rank in parts],
         bucket_bytes=HEADER_BYTES + 1024,
     )
-    lines = {way: join(way, rendezvous, Plan(way, MEMBERS, manifest, 60.0), place, device="cpu") for way in WAYS}
+    own: dict[str, torch.Tensor] = {}
+    exposed = None
+    if place < 2:
+        own = {
+            name: tensor[parts[place][name].within(Part.whole(tensor.shape))].clone() for name, tensor in model.items()
+        }
+        memory = share(own.values())
+        held = {name: Held(torch.float32, parts[place][name]) for name in own}
+        exposed = None if memory is None else memory.exposed(held, own)
+    first = {name: tensor.clone() for name, tensor in own.items()}
+    lines = {
+        way: join(way, rendezvous, Plan(way, MEMBERS, manifest, 60.0), place, device="cpu", exposed=exposed)
+        for way in WAYS
+    }
     said: dict[str, str] = {}
     for version, way in ((1, "memory"), (2, "broadcast"), (3, "memory"), (3, "broadcast")):
         ticks = itertools.count()
@@ -49,8 +62,9 @@ def main(model_folder: str, folder: Path, place: int) -> None:
 
         source = sink = None
         if place < 2:
-            own = {name: tensor[parts[place][name].within(Part.whole(tensor.shape))] for name, tensor in model.items()}
-            source = Source({name: tensor * version for name, tensor in own.items()})
+            for name, tensor in own.items():
+                tensor.copy_(first[name] * version)
+            source = Source(own)
         else:
             taken = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
             sink = Sink(manifest, taken, version)

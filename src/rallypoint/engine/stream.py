@@ -79,7 +79,9 @@ class Stream:
         num_filler = sum(self._part.num_tokens) - len(tokens)
         rows = PackedRows(offsets, self._model.device, shared, num_filler=num_filler)
         self._rows = rows if sp.size == 1 else SequenceParallelRows(rows, self._part)
-        self._tokens = functional.pad(tokens, (0, num_filler))[self._part.tokens]
+        # What is not finite in the embedding of a token that is nowhere stays out of gradients.
+        filler = tokens[-1:].expand(num_filler) if len(tokens) else tokens.new_zeros(num_filler)
+        self._tokens = torch.cat([tokens, filler])[self._part.tokens]
         self._sources = sources[self._part.positions] - self._part.tokens.start
         self._targets = batch.tokens[positions[self._order[self._part.positions]]]
 

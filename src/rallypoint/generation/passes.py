@@ -67,7 +67,7 @@ class Passes:
             return (min(num_lanes, -(-num_rows // _TILE)) if self._is_plain else 1), 1
         size = self._size
         if self._is_plain and num_rows * size >= num_lanes * _NUMBERS_OF_A_LANE:
-            return num_lanes, None
+            return min(num_lanes, num_rows), None
         return 1, None if size >= _WIDTH_OF_SEVERAL_THREADS or not self._is_plain else 1
 
     @property

@@ -36,9 +36,10 @@ class Stretch:
 def deal_out(stretches: Sequence[Stretch], num_parts: int) -> list[Sequence[Stretch]]:
     """Cut stretches into at most so many parts that can be computed side by side, each as `StretchRows` has them.
 
-    There is one part where a stretch looks back at what may be computed for another, or two write to one block.
+    There is one part where a stretch looks back at what may be computed for another, or two write to one block. Those
+    that look back stay in their order, as each may look at what is computed for one before it.
     """
-    ordered = sorted(stretches, key=lambda stretch: (bool(stretch.past), -len(stretch.tokens)))
+    ordered = sorted(stretches, key=lambda stretch: (bool(stretch.past), 0 if stretch.past else -len(stretch.tokens)))
     blocks = [block for stretch in ordered for block in {block for block, _ in stretch.into}]
     if ordered[-1].past or len(set(blocks)) < len(blocks):
         num_parts = 1

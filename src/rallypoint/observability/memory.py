@@ -24,8 +24,8 @@ _MAX_MMAP_THRESHOLD = 32 * 2**20
 arrives by itself after the first tensor of that size, but for good, because it stops to learn when it is told."""
 _TRIMMING_BYTES = 100 * 2**10
 """A free piece from 64 KiB on makes glibc look at the end of its heap."""
-_SHARED: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-"""Owners of memory that this process shares with others -> bytes."""
+_SHARED: dict[int, int] = {}
+"""Ids of the owners of memory that this process shares with others -> bytes."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -85,12 +85,17 @@ def resident_bytes(device: torch.device) -> int:
     """Return what is taken now: on CPUs private pages of this process, 0 where the system does not tell."""
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
-    return _status().get("RssAnon", 0) + sum(_SHARED.values())
+    return _status().get("RssAnon", 0) + _shared_bytes()
 
 
 def count_shared(owner: object, num_bytes: int) -> None:
     """Count memory that this process made for others to open as its own, as long as its owner lives."""
-    _SHARED[owner] = num_bytes
+    _SHARED[id(owner)] = num_bytes
+    weakref.finalize(owner, _SHARED.pop, id(owner), None)
+
+
+def _shared_bytes() -> int:
+    return sum(tuple(_SHARED.values()))  # at once, as other threads may add some
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -99,7 +104,7 @@ def _peak_bytes(device: torch.device) -> int:
     status = _status()
     # The kernel keeps the peak of all pages; those of files and of shared memory are taken off as they are now.
     private = status.get("VmHWM", 0) - status.get("RssFile", 0) - status.get("RssShmem", 0)
-    return private + sum(_SHARED.values())
+    return private + _shared_bytes()
 
 
 def _reset_peak(device: torch.device) -> None:

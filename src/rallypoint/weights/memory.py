@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous
+from rallypoint.errors import WeightsMismatchError
 from rallypoint.weights.line import Plan, at_meeting
 from rallypoint.weights.shared import Exposed
 from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, connect
@@ -181,7 +182,8 @@ class MemoryLine:
     def _send(self, version: int, source: Source, tick: Callable[[], None]) -> None:
         assert self._outlet is not None, "a member with a source has a root"
         addresses = self._outlet.addresses
-        assert not addresses or source.lie_at(addresses), "who moves weights opens the line anew"
+        if not source.lie_at(addresses):
+            raise WeightsMismatchError("weights were moved since those who take them were told where they are")
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if bucket.root == self._root:
                 slot = self._outlet.free_slot()
@@ -241,7 +243,7 @@ def _shared(buffers: Buffers, manifest: Manifest, root: int, takers: Sequence[Pe
     memory, told, descriptors = buffers.make(num * size)
     with closing_descriptors(descriptors):
         for taker in takers:
-            taker.give(*((b"", ()) if exposed is None else (exposed.told(), [exposed.descriptor])))
+            taker.give(*((b"", ()) if exposed is None else (exposed.told(manifest.shapes), [exposed.descriptor])))
             taker.give(told, descriptors)
     return Outlet(memory.split(size), takers, stay, {} if exposed is None else exposed.addresses())
 
@@ -250,7 +252,8 @@ def _opened(buffers: Buffers, manifest: Manifest, root: int, peer: Peer) -> Inle
     """Open what `_shared` gave."""
     told, descriptors = peer.given()
     with closing_descriptors(descriptors):
-        stay = _staying(manifest, root, Exposed.opened(told, descriptors[0])) if descriptors else {}
+        exposed = Exposed.opened(told, manifest.shapes, descriptors[0]) if descriptors else None
+        stay = {} if exposed is None else _staying(manifest, root, exposed)
     num, size = _slots(manifest, root, stay)
     told, descriptors = peer.given()
     with closing_descriptors(descriptors):

@@ -7,9 +7,10 @@ in the file system; see `memory`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
-import json
 import mmap
 import os
 import sys
@@ -27,6 +28,8 @@ from rallypoint.parallel import held
 from rallypoint.weights.stream import Bucket, Held, Runs
 
 _ALIGNMENT = 64
+_SEAL_FUTURE_WRITE = 0x10
+"""Python 3.11 has no name for it: all but mappings that there are already can only read."""
 
 
 class SharedWeights:
@@ -35,10 +38,15 @@ class SharedWeights:
     def __init__(self, num_bytes: int) -> None:
         """Make memory for so many bytes; see `share`, which fills it."""
         self.num_bytes = num_bytes
-        self.descriptor = os.memfd_create("rallypoint weights")
+        self.descriptor = os.memfd_create("rallypoint weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
         self.memory = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
+        # From here on nobody else can write what is trained. Linux before 5.1 knows no such seal.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(
+                self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+            )
 
     def exposed(self, held: Mapping[str, Held], tensors: Mapping[str, Tensor]) -> Exposed:
         """Return what others may read here: tensors in the type in which they travel, whose bytes lie end to end."""
@@ -61,16 +69,17 @@ class Exposed:
     descriptor: int
     """The open file behind the memory."""
 
-    def told(self) -> bytes:
-        """Return what another process needs beside the file; see `opened`."""
-        return json.dumps([len(self.data), self.starts]).encode()
+    def told(self, names: Iterable[str]) -> bytes:
+        """Return what another process needs beside the file and the names of all tensors that travel; see `opened`."""
+        return np.array([len(self.data), *(self.starts.get(name, -1) for name in names)]).tobytes()
 
     @classmethod
-    def opened(cls, told: bytes, descriptor: int) -> Exposed:
+    def opened(cls, told: bytes, names: Iterable[str], descriptor: int) -> Exposed:
         """Return what another process exposes, to be read only."""
-        num_bytes, starts = json.loads(told)
+        num_bytes, *starts = np.frombuffer(told, dtype=np.int64).tolist()
         memory = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
-        return cls(np.frombuffer(memory, dtype=np.uint8), starts, descriptor)
+        exposed = {name: start for name, start in zip(names, starts, strict=True) if start >= 0}
+        return cls(np.frombuffer(memory, dtype=np.uint8), exposed, descriptor)
 
     def runs(self, bucket: Bucket) -> Runs | None:
         """Return the bytes of each rectangle of a bucket; None where they are not all here."""
@@ -97,13 +106,21 @@ def share(tensors: Iterable[Tensor]) -> SharedWeights | None:
 
 
 def share_trained(model: nn.Module) -> SharedWeights | None:
-    """Move all that training changes of a model; see `share`. To be called before the first pass of a sharded one."""
+    """Move all that training changes of a model; see `share`. To be called before the first pass of a sharded one.
+
+    Until that pass torch keeps what was there before. Parts smaller than others stay: it would move them again.
+    """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
-            if weight.requires_grad:
+            if weight.requires_grad and not _is_smaller(weight):
                 places.setdefault(weight, []).append((module, name))  # tied weights stay one
     return _moved((held(weight), _putting(weight, where)) for weight, where in places.items())
+
+
+def _is_smaller(weight: Tensor) -> bool:
+    """Say whether another rank has more of a sharded weight."""
+    return isinstance(weight, DTensor) and held(weight).numel() * weight.device_mesh.size() < weight.numel()
 
 
 def _putting(weight: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> Callable[[Tensor], None]:
@@ -123,7 +140,7 @@ def _putting(weight: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> C
 
 @torch.no_grad()
 def _moved(tensors: Iterable[tuple[Tensor, Callable[[Tensor], None]]]) -> SharedWeights | None:
-    """Copy tensors, each with what replaces it, one after another to memory of the same layout, and free theirs."""
+    """Copy tensors, each with what replaces it, one after another to memory of the same layout, and let theirs go."""
     storages: dict[int, list[tuple[Tensor, Callable[[Tensor], None]]]] = {}
     for tensor, put in tensors if sys.platform == "linux" else ():
         if tensor.nbytes:

@@ -61,11 +61,19 @@ class Peer:
             self._num_heard += len(self._receive(4096))
 
     def give(self, data: bytes, descriptors: Sequence[int]) -> None:
-        """Send some bytes and open files; before the first `tell`."""
+        """Send some bytes and open files; before the first `tell`.
+
+        Raises:
+            PeerFailedError: the other end is gone.
+            PublishError: there are more bytes than a socket holds.
+        """
+        message = _NUMBER.pack(len(data)) + data
         try:
-            socket.send_fds(self._socket, [_NUMBER.pack(len(data)) + data], descriptors)
+            num_sent = socket.send_fds(self._socket, [message], descriptors)
         except OSError as error:
             raise self._gone(error) from error
+        if num_sent < len(message):  # to wait for room could be for ever: the other end may be giving, too
+            raise PublishError(f"{self.name} could be told {num_sent} of {len(message)} bytes about what is shared")
 
     def given(self) -> tuple[bytes, list[int]]:
         """Return what the other end gave; the open files belong to the caller."""

@@ -1,5 +1,6 @@
 """Logprobs, entropies and values against a float64 loop over tokens and the plain transformers model."""
 
+import dataclasses
 import math
 
 import pytest
@@ -127,13 +128,19 @@ def test_passes_in_bfloat16_on_a_cpu_have_few_numbers_of_tokens_and_never_more_t
 def test_filler_changes_neither_what_a_policy_says_nor_its_gradients(make_folder, make_batch):
     def outcome(dtype):
         model = load_policy(make_folder(), dtype="float32").model.to(torch.bfloat16).to(dtype)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] = float("inf")  # nobody has this token
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
         outputs = policy_outputs(ModelShard.whole(model), batch, at, 1.0)
         (outputs.logprobs * batch.advantages[at]).sum().backward()
         return outputs.logprobs, {name: weight.grad.float() for name, weight in model.named_parameters()}
 
-    batch = make_batch([5, 8, 3, 12, 15] * 4)
+    seen: list[int] = []
+    batch = make_batch([5, 8, 3, 12, 14] * 4)
     at = trained_positions(batch)
+    batch = dataclasses.replace(batch, tokens=batch.tokens.clamp(min=1))
     (half, half_gradients), (full, gradients) = outcome(torch.bfloat16), outcome(torch.float32)
+    assert seen == [152, 148]
     torch.testing.assert_close(half, full, rtol=0.02, atol=0.05)
     for name, wanted in gradients.items():
         assert (half_gradients[name] - wanted).norm() <= 0.05 * wanted.norm(), name

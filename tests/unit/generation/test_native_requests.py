@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -158,6 +159,48 @@ def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prom
     engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
+
+
+def sampled(engine, prompts, params, load_at=None):
+    """(tokens, logprobs) of each prompt; before a step the engine may load the weights that it has once more."""
+    place = {engine.submit(Request(tokens=prompt, params=params)): at for at, prompt in enumerate(prompts)}
+    found = [([], []) for _ in prompts]
+    for step in itertools.takewhile(lambda _: engine.has_work, itertools.count()):
+        if step == load_at:
+            engine.load(1, None)
+        for piece in engine.step():
+            tokens, logprobs = found[place[piece.request_id]]
+            tokens += piece.tokens
+            logprobs += piece.logprobs
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_prompts_that_begin_with_each_other_and_join_together_are_answered_as_they_are_alone(make_policy, params, mode):
+    numbers = torch.randint(3, 20, (120,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [tuple(numbers[:length]) for length in (32, 64, 120)]
+    greedy = dataclasses.replace(params, temperature=0.0, group_size=1, max_new_tokens=4, stop_tokens=())
+    together = sampled(NativeEngine(make_policy(), mode=mode), prompts, greedy)
+    for prompt, (tokens, logprobs) in zip(prompts, together, strict=True):
+        ((expected, wanted),) = sampled(NativeEngine(make_policy(), mode=mode), [prompt], greedy)
+        assert tokens == expected
+        assert logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("load_at", [3, 50, 80])
+def test_requests_that_are_computed_again_go_on_as_they_would_have(make_policy, params, mode, load_at):
+    """Two prompts begin with one block, and their responses become longer than what is left of them."""
+    numbers = torch.randint(3, 20, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [tuple(numbers[:40]), tuple(numbers[:32] + numbers[50:59])]
+    long = dataclasses.replace(params, group_size=1, max_new_tokens=90, stop_tokens=())
+    expected, found = (
+        sampled(NativeEngine(make_policy(), mode=mode, on_load="recompute"), prompts, long, at)
+        for at in (None, load_at)
+    )
+    for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(found, expected, strict=True):
+        assert tokens == wanted_tokens
+        assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])

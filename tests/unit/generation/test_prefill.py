@@ -24,3 +24,9 @@ def test_prompts_that_write_to_one_block_are_not_computed_side_by_side():
     block = Block(0)
     one, other = stretch(block, 3), stretch(block, 3)
     assert deal_out([one, other], 2) == [[one, other]]
+
+
+def test_prompts_that_look_back_stay_in_their_order():
+    past = Block(0, None, (3, 3))
+    one, other = stretch(Block(1), 2, [past]), stretch(Block(2), 5, [past, Block(1, None, (3, 3))])
+    assert deal_out([one, other], 2) == [[one, other]]

@@ -34,11 +34,12 @@ def test_a_step_of_decoding_has_the_same_bits_with_and_without_python(make_polic
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_steps", [1, 3, 4])
 @torch.no_grad()
-def test_tokens_that_are_drawn_ahead_are_those_that_are_drawn_one_by_one(make_policy, num_steps):
-    """The layout lasts for four steps, in which the first row goes on in its second block."""
-    model = copy.deepcopy(make_policy())
+def test_tokens_that_are_drawn_ahead_are_those_that_are_drawn_one_by_one(make_policy, num_steps, dtype):
+    """The layout lasts for four steps, in which the first row goes on in its second block; bfloat16 has filler."""
+    model = copy.deepcopy(make_policy()).to(dtype)
     passes, rules = Passes(model, is_exact=False), Rules.of([SamplingParams(max_new_tokens=9)] * 3, torch.device("cpu"))
     numbers = torch.rand(num_steps, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(num_steps))
     found = []
@@ -80,3 +81,11 @@ def test_a_function_is_read_once_and_stays_python_on_accelerators():
     cpu = torch.device("cpu")
     assert without_python(decode, cpu) is without_python(decode, cpu)
     assert without_python(decode, torch.device("cuda")) is decode
+
+
+def test_there_are_no_more_parts_than_rows(make_policy):
+    model = copy.deepcopy(make_policy())
+    model.config.hidden_size = 100_000
+    passes = Passes(model, is_exact=False)
+    passes.make_pool(2, 4)
+    assert [passes.parts(num_rows, 8) for num_rows in (3, 8, 9)] == [(3, None), (8, None), (8, None)]

@@ -1,6 +1,8 @@
 """Weights that takers read from where they are."""
 
 import gc
+import mmap
+import os
 import sys
 
 import pytest
@@ -31,9 +33,14 @@ def shared(tensors):
     return memory, memory.exposed(held_of(tensors), tensors)
 
 
+def opened(exposed):
+    """What another process has."""
+    return Exposed.opened(exposed.told(exposed.starts), exposed.starts, exposed.descriptor)
+
+
 def seen(exposed, name, like):
     """A tensor as another process sees it."""
-    other = Exposed.opened(exposed.told(), exposed.descriptor)
+    other = opened(exposed)
     start = other.starts[name]
     return torch.from_numpy(other.data[start : start + like.nbytes].copy()).view(like.dtype).view(like.shape)
 
@@ -126,16 +133,26 @@ def test_a_bit_that_flips_after_the_checksums_were_taken_is_refused_and_does_not
     tensors["second"][3] *= -1
     model = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     sink = Sink(manifest, model, 7)
-    sink.unpack(0, header, Exposed.opened(exposed.told(), exposed.descriptor).runs(manifest.buckets[0]))
+    sink.unpack(0, header, opened(exposed).runs(manifest.buckets[0]))
     with pytest.raises(WeightsMismatchError, match="version 7 was not loaded: second was damaged on its way"):
         sink.finish()
     assert not model["second"].any()
 
 
 def test_who_reads_what_is_exposed_cannot_write_it():
-    _, exposed = shared({"w": torch.ones(3)})
+    memory, exposed = shared({"w": torch.ones(3)})
     with pytest.raises(ValueError, match="read-only"):
-        Exposed.opened(exposed.told(), exposed.descriptor).data[0] = 1
+        opened(exposed).data[0] = 1
+    with pytest.raises(PermissionError):
+        mmap.mmap(exposed.descriptor, memory.num_bytes)
+    with pytest.raises(PermissionError):
+        os.pwrite(exposed.descriptor, b"1", 0)
+
+
+def test_what_is_not_exposed_has_no_place_elsewhere():
+    _, exposed = shared({"w": torch.ones(3), "v": torch.ones(5)})
+    names = ["v", "another", "w"]
+    assert Exposed.opened(exposed.told(names), names, exposed.descriptor).starts == exposed.starts
 
 
 def test_what_a_process_shares_of_its_own_counts_as_its_memory_until_it_is_gone():

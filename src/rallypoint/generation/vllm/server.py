@@ -137,7 +137,7 @@ class ServerProcess:
         """
         self.address = Address(folder / "socket", secrets.token_urlsafe(32))
         self._beat, self._log = folder / "beat", launch.log
-        self._shared: dict[Path, int] = {}
+        self._shared: dict[Path, int] | None = None
         self._beat.write_bytes(bytes(8))
         self.address.socket.unlink(missing_ok=True)
         launch.log.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class ServerProcess:
     def beat(self) -> int:
         """See `Server.beat`."""
         number = int.from_bytes(self._beat.read_bytes(), "little")
-        if number and not self._shared:  # all that it shares is there when it samples for the first time
+        if number and self._shared is None:  # all that it shares is there when it samples for the first time
             self._shared = shared_files(self._process.pid)
         return number
 
@@ -171,14 +171,14 @@ class ServerProcess:
 
     def stop(self) -> None:
         """See `Server.stop`; one that does not end when it is told to is killed, and cleaned up after."""
-        self._shared |= shared_files(self._process.pid)
+        shared = (self._shared or {}) | shared_files(self._process.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        remove_shared(self._shared, self._process.pid)
+        remove_shared(shared, self._process.pid)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
