@@ -95,11 +95,11 @@ class Grouped:
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             if len(same) == 1 and self._travels(same[0]):
                 with self.group.watched():
-                    self.group.torch_group.allreduce([same[0]]).wait()
+                    self.group.wait(self.group.torch_group.allreduce([same[0]]))
                 continue
             flat = torch.cat([tensor.reshape(-1).to(self.group.device) for tensor in same])
             with self.group.watched():
-                self.group.torch_group.allreduce([flat]).wait()
+                self.group.wait(self.group.torch_group.allreduce([flat]))
             for tensor, total in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
@@ -107,7 +107,7 @@ class Grouped:
         """See `Collective.all_reduce_max`."""
         sent = tensor.to(self.group.device).contiguous()
         with self.group.watched():
-            self.group.torch_group.allreduce([sent], torch.distributed.ReduceOp.MAX).wait()
+            self.group.wait(self.group.torch_group.allreduce([sent], torch.distributed.ReduceOp.MAX))
         if sent is not tensor:
             tensor.copy_(sent)
 
@@ -119,7 +119,7 @@ class Grouped:
             sent = torch.cat([sent, sent.new_zeros(most - len(tensor), *rest)])
         gathered = sent.new_empty(self.size, most, *rest)
         with self.group.watched():
-            self.group.torch_group.allgather([list(gathered.unbind())], [sent]).wait()
+            self.group.wait(self.group.torch_group.allgather([list(gathered.unbind())], [sent]))
         return [part[:size].to(tensor.device) for part, size in zip(gathered, sizes, strict=True)]
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -127,7 +127,9 @@ class Grouped:
         sent = torch.cat(list(parts)).to(self.group.device)
         received = sent.new_empty(sum(sizes), *sent.shape[1:])
         with self.group.watched():
-            self.group.torch_group.alltoall_base(received, sent, list(sizes), [len(part) for part in parts]).wait()
+            self.group.wait(
+                self.group.torch_group.alltoall_base(received, sent, list(sizes), [len(part) for part in parts])
+            )
         return list(received.to(parts[0].device).split(list(sizes)))
 
     def _travels(self, tensor: Tensor) -> bool:

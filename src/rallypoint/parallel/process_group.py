@@ -13,6 +13,7 @@ payload. Which backend goes with a type of device, torch knows.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import time
@@ -25,7 +26,14 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rallypoint.cluster.rendezvous import Membership, Rendezvous, is_loopback, listening_socket
-from rallypoint.errors import PeerFailedError, PlacementError, RallyError, RendezvousError
+from rallypoint.errors import (
+    MembershipLostError,
+    PeerFailedError,
+    PlacementError,
+    RallyError,
+    RendezvousError,
+    StaleGenerationError,
+)
 from rallypoint.parallel.sever import sever
 
 Device: TypeAlias = str
@@ -34,6 +42,7 @@ _LOST_CONNECTION, _ADVICE = "onnection", ". This is typically caused"
 """In gloo's words for a peer that is gone, and what it adds to them."""
 _PATIENCE_LEASES = 1.5
 _LOOK_EVERY_S = 0.1
+_SOON = datetime.timedelta(seconds=1)
 Join: TypeAlias = Callable[[bytes], Membership]
 """Join with a payload."""
 
@@ -103,6 +112,24 @@ class Group:
                 f"failed: {text.partition(_ADVICE)[0]}"
             ) from error
 
+    def wait(self, work: dist.Work) -> None:
+        """Wait for an operation of this group, within a block that is `watched`, as long as all ranks are there.
+
+        gloo never tells an operation that sends while a connection ends. Its thread then waits for the rest of the
+        group's timeout, and whoever destroyed the group would wait for that thread: so it is kept for good.
+        """
+        if self.device == "cpu":
+            lost: RallyError | None = None
+            while not _ends_soon(work):
+                if lost is not None:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_group))
+                    raise lost
+                try:
+                    self.check()
+                except (MembershipLostError, StaleGenerationError) as error:
+                    lost = error  # what is on its way may still come
+        work.wait()
+
     def _wait_for_news(self) -> None:
         """Give the rendezvous the time that it needs to miss somebody who died."""
         until = time.monotonic() + _PATIENCE_LEASES * self.membership.lease_s
@@ -115,6 +142,12 @@ class Group:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _ends_soon(work: dist.Work) -> bool:
+    with contextlib.suppress(RuntimeError):  # it takes longer, or failed, which who waits for it again is told
+        work.wait(_SOON)
+    return work.is_completed()
 
 
 def meet(

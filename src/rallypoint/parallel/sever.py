@@ -28,7 +28,9 @@ def sever(written: Sequence[bytes]) -> int:
         with connection, contextlib.suppress(OSError):  # a peer that leaves as well may be faster
             ends = (_as_written(connection.getsockname()), _as_written(connection.getpeername()))
             if any(end in text for end in ends for text in written):
-                connection.shutdown(socket.SHUT_RDWR)  # also for other descriptors of the same socket
+                # Also for other descriptors of the same socket. gloo then reads its end, and closes it. What is sent to
+                # one that cannot be written to any more might never be told of it.
+                connection.shutdown(socket.SHUT_RD)
                 num_severed += 1
     return num_severed
 

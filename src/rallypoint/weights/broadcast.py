@@ -39,7 +39,7 @@ class BroadcastLine:
                         source.pack(buckets[index], index, version, self._memory[index % 2])
                     under_way = self._broadcast(index)
                 if before is not None:
-                    before.wait()
+                    self._group.wait(before)
                     if sink is not None:
                         sink.unpack(index - 1, self._memory[(index - 1) % 2])
                     tick()

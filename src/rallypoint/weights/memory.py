@@ -182,7 +182,7 @@ class MemoryLine:
     def _send(self, version: int, source: Source, tick: Callable[[], None]) -> None:
         assert self._outlet is not None, "a member with a source has a root"
         addresses = self._outlet.addresses
-        if not source.lie_at(addresses):
+        if addresses and not source.lie_at(addresses):
             raise WeightsMismatchError("weights were moved since those who take them were told where they are")
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if bucket.root == self._root:

@@ -178,6 +178,23 @@ def test_a_rank_that_leaves_in_the_middle_ends_the_waiting_of_the_others(rendezv
             one.result()
 
 
+def test_an_operation_that_is_never_told_that_a_rank_left_is_given_up(rendezvous):
+    class NeverEnds:
+        def wait(self, timeout):
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return False
+
+    with ThreadPoolExecutor(2) as pool:
+        stays, leaves = pool.map(
+            lambda rank: meet(rendezvous, "meeting", rank=rank, world_size=2, timeout_s=3600), range(2)
+        )
+    leaves.close()
+    with pytest.raises(MembershipLostError, match=r"has lost 1 of 2 members: rank 1 .* left"), stays.watched():
+        stays.wait(NeverEnds())
+
+
 def test_a_rank_that_leaves_one_group_stays_in_the_others(rendezvous):
     def on_rank(rank):
         return [meet(rendezvous, name, rank=rank, world_size=2, timeout_s=60) for name in ("lost", "kept")]
