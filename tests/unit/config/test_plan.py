@@ -18,7 +18,6 @@ from rallypoint.config import memory as memory_module
 from rallypoint.config.plan import attention_cost
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.generation import sampling
 from rallypoint.models import PackedRows, create_model, load_critic, load_policy, trained_weights
 from rallypoint.models.head import CHUNK_BYTES
 from rallypoint.observability.flops import flops_of
@@ -116,6 +115,7 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(here: Path, changes:
         ("BLOCK_TOKENS", generation, "BLOCK_TOKENS"),
         ("_PREFILL_TOKENS", generation, "_PREFILL_TOKENS"),
         ("_KEPT_LOGITS_BYTES", models, "KEPT_BYTES"),
+        ("_SAMPLED_BLOCK", generation, "_BLOCK"),
     ],
 )
 def test_sizes_that_the_plan_cannot_import_are_those_of_the_modules_that_have_them(copied, package, name):
@@ -123,14 +123,6 @@ def test_sizes_that_the_plan_cannot_import_are_those_of_the_modules_that_have_th
     names = [f"{package.__name__}.{module.name}" for module in iter_modules(package.__path__)]
     found = [vars(module)[name] for module in map(importlib.import_module, names) if name in vars(module)]
     assert set(found) == {vars(memory_module)[copied]}
-
-
-def test_the_logits_of_one_product_are_counted_as_large_as_they_are():
-    assert vars(memory_module)["_CHUNK_BYTES"] == CHUNK_BYTES
-
-
-def test_the_vocabulary_that_a_token_is_drawn_from_is_filled_up_to_the_blocks_of_the_sampler():
-    assert vars(memory_module)["_SAMPLED_BLOCK"] == vars(sampling)["_BLOCK"]
 
 
 def test_batches_by_hand(here: Path):
