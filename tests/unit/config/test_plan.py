@@ -359,7 +359,7 @@ def test_every_lane_of_a_reference_has_a_chunk_of_logits(here: Path):
 
 
 def test_several_ranks_need_room_for_a_flat_copy_of_the_gradients(here: Path):
-    sizes = "model.create={hidden_size: 1024, num_layers: 1, num_heads: 16, num_key_value_heads: 16}"
+    sizes = "model.create={hidden_size: 1024, num_layers: 2, num_heads: 16, num_key_value_heads: 16}"
     small = (sizes, "rollout={num_prompts: 2, group_size: 1}", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
     actor = make_plan(load(*small)).memory[0]
     assert (actor.num_ranks, actor.activations) == (2, actor.gradients)
