@@ -39,15 +39,18 @@ class Bags(NamedTuple):
     value_places: Tensor
     """[B * K] int64: where rows of D numbers are written to, in a layer's values."""
     asked: Tensor
-    """int64: for each slot, one block of one head of one query, that head among those of all queries."""
+    """[slots] int64: for each slot, one block of one head of one query, that head among those of all queries. The slots
+    are in the order in which their keys lie in memory: read like that, they come faster."""
     key_rows: Tensor
     """[slots * D] int32, of a layer's keys."""
     key_bags: Tensor
     """[slots] int32: where in `key_rows` each begins."""
+    scored: Tensor
+    """[slots] int64: where among those of `asked` is each slot in the order of the queries, as all below are."""
     value_rows: Tensor
     """[slots * tokens] int32, of a layer's values."""
     value_bags: Tensor
-    """[B * H] int32: where in `value_rows` each begins, in the order of `asked`."""
+    """[B * H] int32: where in `value_rows` each begins."""
     bias: Tensor
     """[slots, tokens]: -inf where a query may not look, else 0."""
     classes: list[tuple[int, int, int]]
@@ -102,7 +105,7 @@ def attend(
     keys, values, dim = bags.keys[layer], bags.values[layer], query.shape[2]
     write(bags.key_numbers[layer], values, bags.key_places, bags.value_places, key, value)
     asked = query.reshape(-1, dim).index_select(0, bags.asked)
-    scores = _sums(keys.view(-1, keys.shape[-1]), bags.key_rows, bags.key_bags, asked)
+    scores = _sums(keys.view(-1, keys.shape[-1]), bags.key_rows, bags.key_bags, asked).index_select(0, bags.scored)
     if softcap is None:
         scores = torch.add(bias, scores, alpha=scaling)
     else:

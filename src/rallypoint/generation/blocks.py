@@ -21,6 +21,9 @@ from torch import Tensor
 from rallypoint.errors import CacheError
 from rallypoint.generation.bags import write
 
+_LARGE_BYTES = 2**26
+"""Of keys, or of values, from which on they lie in large pages, of 2 MiB mostly."""
+
 
 class Block:
     """Some consecutive tokens of one row, or of several rows that begin alike."""
@@ -196,8 +199,16 @@ def _counted(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[
 
 
 def _reserve(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor that nothing has been written to; on a CPU in pages of its own, as those of a heap are used."""
+    """Return a tensor that nothing has been written to; on a CPU in pages of its own, as those of a heap are used.
+
+    Much memory is in large pages where the system has them: blocks of a row lie far from each other, and the address of
+    every page must be looked up. Little memory is not, as of a large page that is written to all is there.
+    """
     if like.device.type != "cpu":
         return like.new_empty(shape)
-    pages = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_bytes = math.prod(shape) * like.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel that was built without
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)

@@ -123,7 +123,8 @@ class QueryRows:
         if window is None:
             return self._bags.bias
         if window not in self._windows:
-            first = self.position_ids.view(-1)[self._bags.asked // self._heads].unsqueeze(1) - window + 1
+            asked = self._bags.asked[self._bags.scored]
+            first = self.position_ids.view(-1)[asked // self._heads].unsqueeze(1) - window + 1
             places = self._first_positions + torch.arange(self._pool.block_tokens, device=self._device)
             self._windows[window] = self._bags.bias.masked_fill(places < first, float("-inf"))
         return self._windows[window]
@@ -171,6 +172,7 @@ class QueryRows:
 
         within = torch.arange(max(dim, size), dtype=torch.int32, device=self._device)
         tables = of_slots(blocks[:, None] * kv_heads + head[:, None] // self._share)
+        in_memory = tables.view(-1).argsort(stable=True)
         self._table = self._tensor(blocks.flatten())
         counts = np.repeat(widths, [(stop - start) * heads for start, stop in classes])
         ends = counts.cumsum()
@@ -181,8 +183,9 @@ class QueryRows:
         self._newest = self._tensor((starts + np.repeat(slots[0], heads)) * size + np.repeat(places[0], heads))
         self._moving.append((self._newest, self._distances(slots * size + places)))
         return {
-            "asked": self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts)),
-            "key_rows": (tables * dim + within[:dim]).flatten(),
+            "asked": self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts))[in_memory],
+            "key_rows": (tables[in_memory] * dim + within[:dim]).flatten(),
+            "scored": in_memory.argsort(),
             "key_bags": torch.arange(0, tables.numel() * dim, dim, dtype=torch.int32, device=self._device),
             "value_rows": (tables * size + within[:size]).flatten(),
             "value_bags": self._tensor(starts * size).int(),
