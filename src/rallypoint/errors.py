@@ -12,6 +12,15 @@ class RallyError(Exception):
     """Parent of every error that rallypoint raises on purpose."""
 
 
+def first_line(error: BaseException) -> str:
+    r"""Return what an error says, without the traceback that it may carry.
+
+    >>> first_line(ValueError("a word\n\nTraceback ..."))
+    'a word'
+    """
+    return str(error).partition("\n")[0].rstrip()
+
+
 class ConfigError(RallyError, ValueError):
     """One or more keys of a config are wrong; all of them are listed."""
 

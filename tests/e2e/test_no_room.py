@@ -4,21 +4,38 @@ import sys
 
 import pytest
 
+from rallypoint.config import load_config
+from rallypoint.errors import WorkerError
+from rallypoint.observability import Silent
+from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import create_run
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 
 
+LARGE = "rollout.cache_tokens=1000000000000"
+# A layer of one key and one value, 8 numbers of 4 bytes each.
+SIZES = "the keys and values of 1,000,000,000,000 tokens take 61,035,156 MiB, but this machine has "
+
+
 def test_a_cache_beyond_memory_is_one_error_with_both_sizes_and_the_key(runs):
-    process = runs.start("train", "digits", *runs.overrides("large", *INLINE, "rollout.cache_tokens=1000000000000"))
+    process = runs.start("train", "digits", *runs.overrides("large", *INLINE, LARGE))
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, said
+    assert process.returncode == 2, said
     assert "Traceback" not in said
-    # A layer of one key and one value, 8 numbers of 4 bytes each.
-    assert "the keys and values of 1,000,000,000,000 tokens take 61,035,156 MiB, but this machine has " in said
-    assert "rollout.cache_tokens" in said
-    assert "when it is mended: rally train" in said
+    assert f"rollout.cache_tokens=1000000000000: {SIZES}" in said
+    assert not (runs.folder / "large").exists()
+
+
+def test_a_cache_beyond_memory_that_is_found_in_a_run_is_the_same_error(runs):
+    """Which memory nodes of a cluster have is not known before."""
+    loaded = load_config("digits", runs.overrides("large", *INLINE, LARGE))
+    with pytest.raises(WorkerError) as raised:
+        train(loaded, create_run(loaded), Silent(), resume=False)
+    assert SIZES in str(raised.value)
+    assert "ask for fewer tokens with rollout.cache_tokens" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")

@@ -38,10 +38,13 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
+def serving(
+    *arguments: str, code: str = "", **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
     """Yield a server's process, its port, and the lines that it printed when it was ready."""
+    program = ("-c", code) if code else ("-m", "rallypoint.cli.main")
     process = subprocess.Popen(
-        [sys.executable, "-m", "rallypoint.cli.main", "serve", *arguments, "--port", "0"],
+        [sys.executable, *program, "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,6 +60,19 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     finally:
         process.kill()
         process.wait()
+
+
+BREAKS = """
+from rallypoint.generation import NativeEngine
+step = NativeEngine.step
+def broken(engine):
+    if engine.has_work:
+        raise OSError("burnt")
+    return step(engine)
+NativeEngine.step = broken
+from rallypoint.cli.main import run
+run()
+"""
 
 
 def call(port: int, path: str, body: object = None, **headers: str) -> tuple[int, bytes]:
@@ -114,3 +130,14 @@ def test_the_key_of_the_environment_is_asked_for_and_the_printed_example_works(r
         assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+def test_a_server_whose_engine_fails_again_and_again_ends_and_says_why(run: RunFolder):
+    with serving(str(run.path), code=BREAKS) as (process, port, _):
+        status, body = call(port, "/v1/completions", {"prompt": "12"})
+        assert status == 500
+        assert json.loads(body)["error"]["message"].endswith("its requests are lost: OSError: burnt")
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "Traceback" in said
+    assert said.rstrip().splitlines()[-1] == "error: the engine failed again, and is given up: OSError: burnt"

@@ -57,7 +57,7 @@ def serve(
         console.print(serving.describe())
         event = events.get()
         if event == "ended":
-            raise ServingError("the server has ended by itself; what is printed above says why")
+            raise ServingError(serving.failure or "the server has ended by itself; what is printed above says why")
         console.print(f"{event}: {serving.num_running} responses under way have {grace_s:g} s to end")
         _on_signals(lambda _: serving.give_up())
 

@@ -3,5 +3,8 @@
 MIN_TEMPERATURE = 1e-3
 """That is not 0: logits are divided by it, and must stay finite."""
 
+MAX_TOP_K = 2**31 - 1
+"""More than any vocabulary has; far larger numbers would not fit into a tensor."""
+
 NUM_KERNELS = 128
 """That a process on a CPU keeps of those that oneDNN compiles: more than a layer needs, forward and backward."""

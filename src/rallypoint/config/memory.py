@@ -114,7 +114,7 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
         gradients=trained * _WIDE if learner else 0,
         optimizer=trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0,
         activations=activations,
-        cache=_cache_bytes(config, shape, size) if role == "rollout" else 0,
+        cache=_cache_bytes(config, shape) if role == "rollout" else 0,
         sleeps=role in config.sleeping,
         borrowed=parameters * size if shares_actor and "actor" in config.sleeping else 0,
     )
@@ -276,7 +276,7 @@ def _num_slots(num_tokens: int) -> int:
     return num_tokens if num_tokens <= _ALIGNMENT else -(-num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
-def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
+def _cache_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the blocks of keys and values of a process.
 
     An accelerator reserves all that there are. On a CPU what is never written takes no memory: what is counted are
@@ -296,7 +296,12 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
             num_validated = -(-num_validated // num_ranks)
             validated = num_validated * prompt + min(num_validated, rollout.max_batch_rows) * response
         tokens = min(tokens, max(trained, validated))
-    return 2 * size * shape.num_layers * shape.num_key_value_heads * shape.head_dim * tokens
+    return cache_bytes_per_token(config, shape) * tokens
+
+
+def cache_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
+    """Return what the key and the value of a token take in all layers."""
+    return 2 * _BYTES[config.model.dtype] * shape.num_layers * shape.num_key_value_heads * shape.head_dim
 
 
 def reserved_tokens(config: RunConfig) -> int:

@@ -13,11 +13,14 @@ from typing import TypeVar
 
 import torch
 
-from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
+from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError, first_line
 from rallypoint.generation.protocol import GenerationEngine, Piece, Request, SamplingParams
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 ResultT = TypeVar("ResultT")
+
+_MOST_FAILURES = 2
+"""Steps in a row that fail before an engine is given up."""
 
 
 def generate(
@@ -91,10 +94,26 @@ class EngineThread:
 
     Consumes: requests. Produces: calls of `deliver`, from the engine's thread. Waits for: requests, while there are
     none. Unblocked by: `submit`, `call` and `close`.
+
+    A step that fails costs the requests that are open then, and the engine goes on. It is given up when another step
+    fails before one has sampled.
     """
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: GenerationEngine, *, on_failure: Callable[[GenerationError], None] = lambda _: None
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            engine: that nobody else steps.
+            on_failure: called after a step that failed with what its requests are told, whose cause is what the step
+                raised; must neither block nor raise.
+        """
+        self._engine, self._on_failure = engine, on_failure
+        self.has_failed = False
+        """Whether the engine was given up."""
+        self._num_failures = 0
+        """Steps that failed since one that sampled."""
         self._lock = threading.RLock()  # a step may be over before its callback is added
         self._deliver: dict[int, Callable[[Piece], None]] = {}
         self._is_stepping = False
@@ -152,7 +171,7 @@ class EngineThread:
             if self._failure is not None:
                 raise self._failure
             done = self._executor.submit(change, self._engine)
-            self._keep_stepping()
+            done.add_done_callback(self._after_call)
         return done.result()
 
     def close(self) -> None:
@@ -166,34 +185,65 @@ class EngineThread:
             self._is_stepping = True
             self._executor.submit(self._step).add_done_callback(self._after_step)
 
-    def _step(self) -> bool:
-        """Return whether another step would be of use."""
-        for piece in self._engine.step():
+    def _step(self) -> None:
+        with self._lock:
+            sampled = set[int]() if self._engine.is_asleep else set(self._deliver)
+        pieces = self._engine.step()
+        if sampled.difference(piece.request_id for piece in pieces if piece.finish_reason == "cancelled"):
+            self._num_failures = 0
+        for piece in pieces:
             with self._lock:
                 deliver = self._deliver.get(piece.request_id)
                 if piece.finish_reason is not None:
                     self._deliver.pop(piece.request_id, None)
             if deliver is not None:  # after `close` nobody listens
                 deliver(piece)
-        # An engine that sleeps has work and no pieces; `call` with its `wake` comes back here.
-        return self._engine.has_work and not self._engine.is_asleep
 
-    def _after_step(self, step: Future[bool]) -> None:
+    def _after_step(self, step: Future[None]) -> None:
         error = step.exception()
         if error is not None:
-            self._fail(GenerationError(f"the engine failed and its requests are lost: {type(error).__name__}: {error}"))
-            return
+            self._survive(error)
         with self._lock:
             self._is_stepping = False
-            # A request may have come since.
-            if step.result() or (self._engine.has_work and not self._engine.is_asleep):
+            # A request may have come since. One that sleeps has work and no pieces; `call` with its `wake` comes back.
+            if self._engine.has_work and not self._engine.is_asleep:
                 self._keep_stepping()
+
+    def _after_call(self, done: Future[ResultT]) -> None:
+        """Have a step taken: the engine may have been woken, and an end of what was cancelled may be due."""
+        del done
+        with self._lock:
+            self._keep_stepping()
+
+    def _survive(self, error: BaseException) -> None:
+        """Have the requests under way fail, and the engine forget them; give it up if it fails again and again."""
+        self._num_failures += 1
+        self.has_failed = self._num_failures >= _MOST_FAILURES
+        said = f"{type(error).__name__}: {first_line(error)}"
+        failure = GenerationError(
+            f"the engine failed again, and is given up: {said}"
+            if self.has_failed
+            else f"the engine failed and its requests are lost: {said}"
+        )
+        failure.__cause__ = error
+        if self.has_failed:
+            self._fail(failure)
+        else:
+            self._end_all(failure)
+        self._on_failure(failure)
 
     def _fail(self, failure: GenerationError) -> None:
         """Refuse everything from now on, and end what is under way."""
         with self._lock:
             self._failure = self._failure or failure
+        self._end_all(failure)
+
+    def _end_all(self, failure: GenerationError) -> None:
+        """End what is under way."""
+        with self._lock:
             open_requests, self._deliver = self._deliver, {}
+            for request_id in open_requests:
+                self._engine.cancel(request_id)
         for request_id, deliver in open_requests.items():
             deliver(
                 Piece(

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rallypoint.errors import RequestError
 from rallypoint.generation.blocks import Block, BlockPool
 from rallypoint.generation.cohort import Cohort, first_draws, steps_that_are_of_use, steps_that_pay
 from rallypoint.generation.passes import Passes
@@ -41,6 +40,7 @@ from rallypoint.generation.requests import Decode, check_request, max_positions,
 from rallypoint.generation.row import BLOCK_TOKENS, Row
 from rallypoint.generation.sampling import Draws
 from rallypoint.generation.seats import Seats
+from rallypoint.generation.settings import check_room, check_settings
 from rallypoint.parallel import Lanes
 
 _PREFILL_TOKENS = 8192
@@ -71,7 +71,11 @@ class NativeEngine:
             on_load: whether rows that run go on with their old keys and values under new weights.
             decode: turns token ids into text, for stop strings.
             version: of the model's weights.
+
+        Raises:
+            ValueError: one of these is none of what it can be.
         """
+        check_settings(max_rows, cache_tokens, mode, on_load)
         self.model, self.version, self.is_asleep = model, version, False
         self._max_rows, self._is_exact, self._recomputes = max_rows, mode == "exact", on_load == "recompute"
         self._passes, self._lanes = Passes(model, is_exact=self._is_exact), Lanes(model.device)
@@ -110,13 +114,7 @@ class NativeEngine:
         check_request(request, vocabulary_of(self.model), self.max_request_tokens, self._decode is not None)
         room = max_positions(self.model) - len(request.tokens)
         max_new_tokens = min(request.params.max_new_tokens, room)
-        needed = sum(-(-count // BLOCK_TOKENS) for count in (len(request.tokens), max_new_tokens))
-        if needed > self._num_blocks:
-            raise RequestError(
-                f"prompt {request.prompt_index} has {len(request.tokens)} tokens and its response up to "
-                f"{max_new_tokens}, which takes {needed} blocks of {BLOCK_TOKENS} tokens, but the cache has "
-                f"{self._num_blocks}; give it more memory, or shorten one of them"
-            )
+        check_room(request, max_new_tokens, self._num_blocks)
         with self._lock:
             self._next_id += 1
             row = Row(self._next_id, request, max_new_tokens, self._decode)

@@ -23,11 +23,14 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from rallypoint.config.limits import MIN_TEMPERATURE
+from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.errors import RallyError
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 """A stop token or string came; a limit was reached; `cancel` was called; see `Piece.error`."""
+
+_INT64 = (-(2**63), 2**63 - 1)
+"""The least and the largest integer that a tensor can hold."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +63,31 @@ class SamplingParams:
     """Logits of tokens that the prompt or the response has are divided by it, or multiplied where negative."""
 
     def __post_init__(self) -> None:
+        longest = self.max_new_tokens
         problems = [
-            f"{name}={value}: expected {expected}"
+            f"{name}={value!r}: expected {expected}"
             for name, value, fits, expected in (
-                ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+                ("max_new_tokens", longest, _is_whole(longest, 1), "a whole number of at least 1"),
                 (
                     "min_new_tokens",
                     self.min_new_tokens,
-                    0 <= self.min_new_tokens <= self.max_new_tokens,
-                    f"0 to max_new_tokens={self.max_new_tokens}",
+                    _is_whole(self.min_new_tokens) and 0 <= self.min_new_tokens <= longest,
+                    f"0 to max_new_tokens={longest}",
                 ),
-                ("group_size", self.group_size, self.group_size >= 1, "at least 1"),
+                ("seed", self.seed, _is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
+                ("group_size", self.group_size, _is_whole(self.group_size, 1), "a whole number of at least 1"),
                 (
                     "temperature",
                     self.temperature,
                     self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
                     f"0 (greedy) or at least {MIN_TEMPERATURE:g}",
                 ),
-                ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or None for all tokens"),
+                (
+                    "top_k",
+                    self.top_k,
+                    self.top_k is None or _is_whole(self.top_k, 1, MAX_TOP_K),
+                    f"a whole number from 1 to {MAX_TOP_K}, or None for all tokens",
+                ),
                 ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)"),
                 ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (all tokens) to 1"),
                 (
@@ -86,7 +96,12 @@ class SamplingParams:
                     0 < self.repetition_penalty < float("inf"),
                     "more than 0; 1 is none",
                 ),
-                ("stop_strings", self.stop_strings, all(self.stop_strings), "no empty string"),
+                (
+                    "stop_strings",
+                    self.stop_strings,
+                    all(self.stop_strings) and not _is_text(self.stop_strings),
+                    "several strings in a tuple, and no empty string",
+                ),
             )
             if not fits
         ]
@@ -118,6 +133,11 @@ class Request:
     sample_index: int = 0
     streamed: bool = False
     """Whether pieces come token by token; otherwise one at the end, or one for each version of the weights."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("prompt_index", self.prompt_index), ("sample_index", self.sample_index)):
+            if not _is_whole(value):
+                raise ValueError(f"{name}={value!r}: expected a whole number of at most 64 bits, with its sign")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,3 +220,13 @@ class GenerationEngine(Protocol):
     def wake(self) -> None:
         """Go on after `sleep`."""
         ...
+
+
+def _is_whole(value: object, least: int = _INT64[0], most: int = _INT64[1]) -> bool:
+    """Whether it is an integer within bounds."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is one text, which would be taken for a tuple of its characters."""
+    return isinstance(value, str)

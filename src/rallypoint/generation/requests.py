@@ -37,28 +37,41 @@ def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: 
         has_decoder: whether stop strings can be looked for.
 
     Raises:
-        RequestError: the prompt is empty or leaves no room for a token; it, or a stop token, is not of the model's ids.
+        RequestError: the prompt is no tuple, empty, or leaves no room for a token; it, or a stop token, is not of the
+            model's ids.
     """
     name, prompt = f"prompt {request.prompt_index}", request.tokens
+    if type(prompt) is not tuple:
+        raise RequestError(f"{name} is a {type(prompt).__name__}; expected a tuple of token ids")
     if not prompt:
         raise RequestError(f"{name} has no tokens; expected at least one")
     if len(prompt) >= max_tokens:
         raise RequestError(
             f"{name} has {len(prompt)} tokens, but prompt and response together may have {max_tokens}; shorten it"
         )
-    unknown = next((place for place, token in enumerate(prompt) if not 0 <= token < num_ids), None)
+    unknown = _first_unknown(prompt, num_ids)
     if unknown is not None:
         raise RequestError(
-            f"{name}: token {unknown} has the id {prompt[unknown]}, but the model knows 0 to {num_ids - 1}; "
+            f"{name}: token {unknown} has the id {prompt[unknown]!r}, but the model knows 0 to {num_ids - 1}; "
             "encode it with the model's own tokenizer"
         )
-    unknown = next((token for token in request.params.stop_tokens if not 0 <= token < num_ids), None)
+    stops = request.params.stop_tokens
+    unknown = _first_unknown(stops, num_ids)
     if unknown is not None:
         raise RequestError(
-            f"{name}: the stop token {unknown} is none of the model, which knows 0 to {num_ids - 1}; leave it out"
+            f"{name}: the stop token {stops[unknown]!r} is none of the model, which knows 0 to {num_ids - 1}; "
+            "leave it out"
         )
     if request.params.stop_strings and not has_decoder:
         raise RequestError(f"{name}: stop strings were asked of an engine without a tokenizer; give it `decode`")
+
+
+def _first_unknown(tokens: Sequence[int], num_ids: int) -> int | None:
+    """Return the place of the first token that is no id of the model, if there is one."""
+    # Without a loop in Python: prompts are long, and mostly right.
+    if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < num_ids):
+        return None
+    return next(at for at, token in enumerate(tokens) if type(token) is not int or not 0 <= token < num_ids)
 
 
 def not_finite(request: Request, position: int) -> NotFiniteError:

@@ -68,6 +68,15 @@ RULES: tuple[Rule, ...] = (
         reason="a failure is a bug in somebody's code: none is normal; a count of one is past both thresholds",
     ),
     Rule(
+        name="rollout/failed",
+        words="rollouts failing",
+        side="above",
+        watch=0.0,
+        bad=0.5,
+        advice="the engine failed on some, left out: the log has the reasons",
+        reason="an engine answers every request: none is normal; a count of one is past both thresholds",
+    ),
+    Rule(
         name="rollout/logprob_gap_mean",
         words="rollout/train gap",
         side="above",

@@ -47,7 +47,7 @@ class Endpoint:
         Raises:
             ServingError: the port is listened to by another process by now.
         """
-        guests = await open_to_guests(placement, actor, rollouts, max_rows=_MAX_CONCURRENCY)
+        guests = await open_to_guests(placement, actor, rollouts, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
         self._guests, self._running = guests, asyncio.create_task(guests.run())
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
         tokenizer = load_tokenizer(

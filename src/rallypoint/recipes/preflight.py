@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
-from rallypoint.config.shape import SIZES
+from rallypoint.config.memory import cache_bytes_per_token
+from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
@@ -45,6 +47,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         for path in paths:
             yield from _data(name, path)
     yield from _generated(config)
+    yield from _cache(config)
     if config.cluster.runtime == "ray" and importlib.util.find_spec("ray") is None:
         yield Problem(
             ("cluster.runtime",),
@@ -178,6 +181,22 @@ def _generated(config: RunConfig) -> Iterator[Problem]:
             ("rollout.max_response_tokens", "data.generate.task", "data.generate.num_digits"),
             f"rollout.max_response_tokens={config.rollout.max_response_tokens} cannot hold the answers of "
             f"data.generate; expected at least {num_answer_tokens} ({task.answer(last)!r})",
+        )
+
+
+def _cache(config: RunConfig) -> Iterator[Problem]:
+    """Compare the KV cache of a process with the memory of this machine, if that is where it will be."""
+    num_tokens, shape = config.rollout.cache_tokens, shape_of(config)
+    is_here = config.cluster.address is None and config.cluster.device == "cpu"
+    if num_tokens is None or shape is None or not is_here:
+        return
+    each, there = cache_bytes_per_token(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_tokens * each > there:
+        yield Problem(
+            ("rollout.cache_tokens",),
+            f"rollout.cache_tokens={num_tokens}: the keys and values of {num_tokens:,} tokens take "
+            f"{num_tokens * each / 2**20:,.0f} MiB, but this machine has {there / 2**20:,.0f} MiB; expected at most "
+            f"{there // each}, and much fewer than all rows have will do: those that find no memory wait",
         )
 
 

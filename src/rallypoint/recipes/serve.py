@@ -10,6 +10,7 @@ import dataclasses
 import json
 import shlex
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Literal
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.data import load_tokenizer
-from rallypoint.errors import CheckpointError, ModelError, ServingError
+from rallypoint.errors import CheckpointError, GenerationError, ModelError, ServingError
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
 from rallypoint.recipes.material import Limits, stop_tokens
@@ -68,7 +69,7 @@ class Serving:
             trained: what to serve.
             options: how.
             say: called with one line about what happens.
-            on_end: called when the server has ended, for whatever reason.
+            on_end: called when the server has ended, for whatever reason, or is of no use any more; see `failure`.
 
         Raises:
             ServingError: the port is taken, or a key is missing or unusable.
@@ -96,7 +97,10 @@ class Serving:
             version=_version_of(trained),
         )
         engine.step()  # with nothing to do, it has its memory now: too little is said before anybody asks
-        self._thread = EngineThread(engine)
+        self.failure: GenerationError | None = None
+        """Why the engine was given up."""
+        self._say, self._on_end = say, on_end
+        self._thread = EngineThread(engine, on_failure=self._hear)
         self._model = Model(
             name=_name_of(trained),
             engine=engine,
@@ -104,7 +108,9 @@ class Serving:
             codec=codec,
             stop_tokens=stop_tokens(trained.model_path, tokenizer, Limits.of(engine.model.config).num_ids),
         )
-        access = Access(keys=options.keys, hosts=(*_LOOPBACK, host), max_body_bytes=options.max_body_bytes)
+        access = Access(
+            keys=options.keys, hosts=tuple(dict.fromkeys((*_LOOPBACK, host))), max_body_bytes=options.max_body_bytes
+        )
         self._server = Server(make_app(self._model, access), bound, grace_s=options.grace_s, on_end=on_end)
         self._follower = _Follower(trained, self._thread, self._dtype, say) if options.follow else None
 
@@ -134,6 +140,14 @@ class Serving:
     def num_running(self) -> int:
         """Responses that are under way."""
         return self._model.bridge.num_running
+
+    def _hear(self, failure: GenerationError) -> None:
+        """Say that a step has failed, and end if there is no sense in another one."""
+        where = traceback.format_exception(failure.__cause__) if failure.__cause__ else []
+        self._say(f"{''.join(where)}{failure}")
+        if self._thread.has_failed:
+            self.failure = failure
+            self._on_end()
 
     def give_up(self) -> None:
         """Let nothing that is under way end by itself."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import Layout, Mesh, WorkerContext, WorkerGroup, collect, scatter
 from rallypoint.data import decoder, load_tokenizer
-from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError
+from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError, first_line
 from rallypoint.generation import GenerationEngine, Piece, Request
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.engines import make_guest_engine
@@ -142,6 +142,7 @@ class Guests:
         max_request_tokens: int,
         ready: Callable[[], Awaitable[object]],
         version: Callable[[], int],
+        log: Callable[[str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Begin without requests.
@@ -152,10 +153,12 @@ class Guests:
             max_request_tokens: that prompt and response may have together.
             ready: returns when weights may be sampled from.
             version: of these weights.
+            log: takes what outsiders are not told, such as where in our files a slice has failed.
             patience_s: see `PATIENCE_S`.
         """
         self.max_request_tokens = max_request_tokens
         self._answer, self._ready, self._version, self._patience_s = answer, ready, version, patience_s
+        self._log = log
         self._loop = asyncio.get_running_loop()
         self._counter, self._lock = itertools.count(1), threading.Lock()
         self._closed: GenerationError | None = None
@@ -211,7 +214,8 @@ class Guests:
                 answers = await self._answer(errands)
             except RallyError as error:
                 # Training meets what is wrong by itself, if it is more than one of these requests.
-                self._fail_all(GenerationError(f"these requests failed and are lost: {error}"))
+                self._fail_all(GenerationError(f"these requests failed and are lost: {first_line(error)}"))
+                self._log(f"requests from outside failed: {error}")
                 continue
             for number in served & self._open.keys():
                 self._wait_for(number)
@@ -273,7 +277,9 @@ class Guests:
         waiting.deliver(piece)
 
 
-async def open_to_guests(placement: Placement, actor: Actor, rollouts: Rollouts, *, max_rows: int) -> Guests:
+async def open_to_guests(
+    placement: Placement, actor: Actor, rollouts: Rollouts, *, max_rows: int, log: Callable[[str], None]
+) -> Guests:
     """Start workers for outsiders beside those of the rollout role; at most so many requests run on each at once."""
     config = placement.config
     hosts = (await placement.pools.hosts(placement.runtime, "rollout"))[: config.num_ranks("rollout")]
@@ -290,6 +296,7 @@ async def open_to_guests(placement: Placement, actor: Actor, rollouts: Rollouts,
         max_request_tokens=min(await group.call(GuestWorker.max_request_tokens)),
         ready=ready,
         version=lambda: rollouts.version,
+        log=log,
     )
 
 

@@ -105,12 +105,14 @@ class Answering(Generic[AskedT]):
         model = self._model
         model.check_name(asked.model)
         model.bridge.check_room(asked.n * (len(asked.prompts) if isinstance(asked, CompletionAsked) else 1))
-        prompts = await _encode(asked, model.codec)
+        prompts = await _encode(asked, model.codec, model.engine.max_request_tokens)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         requests: list[Request] = []
         for index, tokens in enumerate(prompts):
+            limit = _limit(asked, len(tokens), model.engine.max_request_tokens)
             params = SamplingParams(
-                max_new_tokens=_limit(asked, len(tokens), model.engine.max_request_tokens),
+                max_new_tokens=limit,
+                min_new_tokens=asked.min_tokens,
                 temperature=asked.temperature,
                 seed=seed,
                 stop_tokens=model.stop_tokens,
@@ -153,13 +155,17 @@ async def _read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
     kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise EndpointError(415, f"expected the header 'Content-Type: application/json', found {kind!r}")
+    too_large = EndpointError(413, f"the body has more than {max_bytes:,} bytes")
+    announced = call.headers.get("content-length", "").lstrip("0")
+    if announced.isdecimal() and (len(announced) > 18 or int(announced) > max_bytes):
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for part in call.stream():
                 body += part
                 if len(body) > max_bytes:
-                    raise EndpointError(413, f"the body has more than {max_bytes:,} bytes")
+                    raise too_large
     except TimeoutError:
         raise EndpointError(408, f"the body did not arrive within {timeout_s:g} s") from None
     return bytes(body)
@@ -196,18 +202,29 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _encode(asked: Asked, codec: Codec) -> tuple[TokenIds, ...]:
+async def _encode(asked: Asked, codec: Codec, max_tokens: int) -> tuple[TokenIds, ...]:
+    """Return the prompts as token ids; texts that cannot be of so few tokens are refused before.
+
+    Raises:
+        EndpointError: see `Codec`.
+    """
     if isinstance(asked, ChatAsked):
-        return (await codec.encode_chat([(message.role, message.text) for message in asked.messages]),)
+        messages = [(message.role, message.text) for message in asked.messages]
+        return (await codec.encode_chat(messages, max_tokens=max_tokens),)
     assert isinstance(asked, CompletionAsked), "there are two kinds"
-    return tuple([await codec.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in asked.prompts])
+    return tuple(
+        [
+            await codec.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in asked.prompts
+        ]
+    )
 
 
 def _limit(asked: Asked, num_prompt_tokens: int, max_request_tokens: int) -> int:
     """Return how many tokens the responses to a prompt may have.
 
     Raises:
-        EndpointError: there is no room for as many as are asked for.
+        EndpointError: there is no room for as many as are asked for, or they are fewer than the least.
     """
     room = max_request_tokens - num_prompt_tokens
     wanted = room if asked.limit is None else asked.limit
@@ -219,6 +236,9 @@ def _limit(asked: Asked, num_prompt_tokens: int, max_request_tokens: int) -> int
             param="messages" if isinstance(asked, ChatAsked) else "prompt",
             code="context_length_exceeded",
         )
+    if asked.min_tokens > wanted:
+        message = f"min_tokens: expected at most {wanted}, which the answer may have; found {asked.min_tokens}"
+        raise EndpointError(400, message, param="min_tokens")
     return wanted
 
 

@@ -97,7 +97,7 @@ def make_app(model: Model, access: Access) -> Starlette:
 
     chat = Answering(model, ChatAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
     completions = Answering(model, CompletionAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", health),
             Route("/v1/models", models),
@@ -108,6 +108,8 @@ def make_app(model: Model, access: Access) -> Starlette:
         middleware=[Middleware(Guard, access=access)],
         exception_handlers={HTTPException: _on_http, RallyError: _on_error, Exception: _on_bug},
     )
+    app.router.redirect_slashes = False  # many clients would not send their body again
+    return app
 
 
 def _refused(error: RallyError) -> Response:
@@ -128,7 +130,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these"
-    return _refused(EndpointError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404 and request.url.path.endswith("/"):
+        message += "; ask without the slash at the end"
+    return _refused(EndpointError(error.status_code, message))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from rallypoint.config.limits import MIN_TEMPERATURE
+from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.errors import EndpointError
 
 IGNORED = frozenset(
@@ -96,9 +96,11 @@ class Asked(BaseModel, abc.ABC):
     n: int = Field(1, ge=1)
     """Answers to each prompt."""
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    """Before so many no answer ends by a stop token or string."""
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, le=MAX_TOP_K)
     """-1 or 0: all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)

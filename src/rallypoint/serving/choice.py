@@ -17,16 +17,20 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self._detokenizer, self._text = Detokenizer(decode), StopText(params.stop_strings)
-        self._stop_tokens = frozenset(params.stop_tokens)
+        self._stop_tokens, self._min_tokens = frozenset(params.stop_tokens), params.min_new_tokens
 
     def add(self, pieces: Iterable[Piece]) -> Delta:
         """Return what has become known by some pieces, the next ones of this choice."""
         pieces = tuple(pieces)
         tokens = tuple(token for piece in pieces for token in piece.tokens)
+        # A string that is complete before the last token of the minimum does not count.
+        num_early = max(0, self._min_tokens - 1 - self.num_tokens)
         self.num_tokens += len(tokens)
         reason = pieces[-1].finish_reason
         ends_by_token = reason == "stop" and bool(tokens) and tokens[-1] in self._stop_tokens
-        text = self._text.push(self._detokenizer.push(tokens[:-1] if ends_by_token else tokens))
+        shown = tokens[:-1] if ends_by_token else tokens
+        text = self._text.push(self._detokenizer.push(shown[:num_early]), is_early=True)
+        text += self._text.push(self._detokenizer.push(shown[num_early:]))
         if reason is not None:
             text += self._text.push(self._detokenizer.finish()) + self._text.finish()
         return Delta(

@@ -1,7 +1,8 @@
 """Text to token ids and back, beside an event loop.
 
 Owns: the tokenizer, and the one thread in which it encodes: tokenizers change their settings while they encode, and a
-long text must not hold the loop up. Must not know: requests, engines.
+long text must not hold the loop up. What is longer than any so many tokens are does not get there, or everybody else
+would wait for it. Must not know: requests, engines.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ class Codec:
         self._tokenizer = tokenizer
         self.decode = decoder(tokenizer)
         """Returns the text of tokens, without special ones."""
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters that a token has at most; of some tokenizers more, as they count bytes."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> TokenIds:
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> TokenIds:
         """Return a conversation, as roles and texts, in the chat template, with the cue for the assistant.
 
         Raises:
-            EndpointError: there is no template, or it has no place for these messages.
+            EndpointError: there is no template, it has no place for these messages, or they have more characters than
+                so many tokens.
         """
         if self._tokenizer.chat_template is None:
             raise EndpointError(400, "this model has no chat template; ask /v1/completions", param="messages")
+        self._check_length(sum(len(text) for _, text in messages), max_tokens, "messages")
         conversation = [{"role": role, "content": text} for role, text in messages]
 
         def encode() -> TokenIds:
@@ -50,13 +55,29 @@ class Codec:
             message = f"the messages do not fit the model's chat template: {error}"
             raise EndpointError(400, message, param="messages") from None
 
-    async def encode(self, text: str) -> TokenIds:
-        """Return a text with what the tokenizer puts around it, such as a token for the beginning."""
+    async def encode(self, text: str, *, max_tokens: int) -> TokenIds:
+        """Return a text with what the tokenizer puts around it, such as a token for the beginning.
+
+        Raises:
+            EndpointError: it has more characters than so many tokens.
+        """
+        self._check_length(len(text), max_tokens, "prompt")
         return await self._run(lambda: tuple(self._tokenizer.encode(text)))
 
     def token_text(self, token: int) -> str:
         """Return what one token looks like; a special one by its name."""
         return str(self._tokenizer.decode([token]))
+
+    def _check_length(self, num_characters: int, max_tokens: int, param: str) -> None:
+        most = max_tokens * self._longest_token
+        if num_characters > most:
+            raise EndpointError(
+                400,
+                f"the prompt has {num_characters} characters, but prompt and answer may have {max_tokens} tokens "
+                f"together, which are {most} characters at most",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     async def _run(self, encode: Callable[[], TokenIds]) -> TokenIds:
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)

@@ -69,6 +69,12 @@ class StopText:
     >>> text = StopText(("END", "\n\n"))
     >>> text.push("the E"), text.push("N"), text.push("TRY EN"), text.push("D."), text.has_ended
     ('the ', '', 'ENTRY ', '', True)
+
+    Too early, a string may begin and not end:
+
+    >>> text = StopText(("END",))
+    >>> text.push("END, E", is_early=True), text.push("ND"), text.has_ended
+    ('END, ', '', True)
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -77,13 +83,15 @@ class StopText:
         self._withheld = ""
         self.has_ended = False
 
-    def push(self, text: str) -> str:
-        """Return what certainly belongs to the answer."""
+    def push(self, text: str, *, is_early: bool = False) -> str:
+        """Return what certainly belongs to the answer; early text completes no stop string."""
         if self.has_ended:
             return ""
-        text = self._withheld + text
-        places = [place for string in self._strings if (place := text.find(string)) >= 0]
-        if places:
+        num_before, text = len(self._withheld), self._withheld + text
+        # What was withheld has no string that counts in it, so each ends later.
+        starts = [(string, max(0, num_before - len(string) + 1)) for string in self._strings]
+        places = [place for string, start in starts if (place := text.find(string, start)) >= 0]
+        if places and not is_early:
             self.has_ended, self._withheld = True, ""
             return text[: min(places)]
         lengths = range(min(self._longest - 1, len(text)), 0, -1)

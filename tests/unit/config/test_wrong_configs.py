@@ -100,6 +100,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.pools={main:[1],second:[1,1]} rollout.placement.pool=second rollout.weights=memory",
         ("cluster.pools.second=[1, 1] has 2", "expected auto, broadcast or folder"),
     ),
+    "range: more tokens than any vocabulary has": (
+        "rollout.top_k=99999999999999999999",
+        ("rollout.top_k=99999999999999999999", "from 1 to 2147483647 or null"),
+    ),
     "range: no token to choose from": ("rollout.top_p=0", ("rollout.top_p=0", "above 0, at most 1")),
     "type: number for a stop text": ("rollout.stop=[3]", ("rollout.stop=[3]", "text or a list of texts")),
     "fit: heads and tensor-parallel ranks": (
@@ -167,6 +171,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: token cap": ("engine.max_tokens_per_micro_batch=15", ("micro_batch=15", "expected at least 16")),
     "fit: rows decoded together": ("rollout.max_batch_rows=3", ("rollout.max_batch_rows=3", "rollout.group_size=4")),
     "fit: cache and a row": ("rollout.cache_tokens=64", ("rollout.cache_tokens=64", "one row", "at least 96")),
+    "fit: cache and this machine": ("rollout.cache_tokens=1000000000000", ("take 488,281,250 MiB, but this machine",)),
     "no effect: cache of an engine without one": (
         "rollout.engine=hf rollout.cache_tokens=4096",
         ("rollout.cache_tokens=4096 has no effect", "rollout.engine='hf'"),

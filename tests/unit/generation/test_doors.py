@@ -1,11 +1,13 @@
 """The ways to ask an engine, whichever it is: a batch, a stream, and a thread that many ask at once."""
 
+import copy
+import dataclasses
 import threading
 
 import pytest
 
 from rallypoint.errors import GenerationError, RequestError, WeightsMismatchError
-from rallypoint.generation import EngineThread, HFEngine, Request, generate, stream
+from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, generate, stream
 
 LENGTHS = [3, 9, 1, 17]
 
@@ -76,13 +78,89 @@ def test_a_thread_makes_changes_between_steps_and_hands_their_errors_back(engine
         thread.submit(request, pieces.append)
 
 
+def test_requests_that_came_while_the_engine_slept_are_answered_whenever_it_is_woken(make_policy, params):
+    engine = NativeEngine(make_policy())
+    thread = EngineThread(engine)
+    request = Request(tokens=(3, 4), params=dataclasses.replace(params, max_new_tokens=1))
+    for _ in range(50):
+        ended = threading.Event()
+        thread.call(lambda engine: engine.sleep())
+        thread.submit(request, lambda piece, ended=ended: ended.set())
+        thread.call(lambda engine: engine.wake())
+        ended.wait()
+    thread.close()
+
+
 def test_requests_of_an_engine_that_breaks_fail_instead_of_waiting_for_ever(make_policy, params):
     class Broken(HFEngine):
         def step(self):
-            raise OSError("out of order")
+            raise OSError("out of order\nwith more to say")
 
-    thread = EngineThread(Broken(make_policy()))
-    with pytest.raises(GenerationError, match="OSError: out of order"):
+    heard = []
+    thread = EngineThread(Broken(make_policy()), on_failure=heard.append)
+    with pytest.raises(GenerationError, match=r"its requests are lost: OSError: out of order$"):
         list(thread.stream(Request(tokens=(3, 4), params=params)))
-    with pytest.raises(GenerationError, match="out of order"):
+    thread.close()
+    assert thread.has_failed
+    with pytest.raises(GenerationError, match=r"given up: OSError: out of order$"):
         thread.submit(Request(tokens=(3, 4), params=params), print)
+    assert [str(failure.__cause__) for failure in heard] == ["out of order\nwith more to say"] * 2
+
+
+@pytest.fixture
+def failing(make_policy):
+    """A policy, and errors that its coming passes raise, None for a pass that goes well."""
+    model, errors = copy.deepcopy(make_policy()), []
+
+    def fail(module, args):
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+
+    model.base_model.register_forward_pre_hook(fail)
+    return model, errors
+
+
+def test_a_step_that_fails_costs_the_requests_under_way_and_the_engine_goes_on(failing, params):
+    model, errors = failing
+    endless = dataclasses.replace(params, stop_tokens=())
+    requests = [Request(tokens=(3, 4 + n), params=endless, sample_index=n) for n in range(3)]
+    expected = [[token for piece in stream(NativeEngine(model), one) for token in piece.tokens] for one in requests]
+    engine = NativeEngine(model)
+    thread = EngineThread(engine)
+    for num_passes in (1, 2, 3):
+        thread.call(lambda engine: engine.sleep())
+        lost, ended = [], threading.Event()
+
+        def deliver(piece, lost=lost, ended=ended):
+            lost.append(piece)
+            if len(lost) == 3:
+                ended.set()
+
+        for request in requests:
+            thread.submit(request, deliver)
+        errors[:] = [None] * (num_passes - 1) + [MemoryError("of the model")]
+        thread.call(lambda engine: engine.wake())
+        ended.wait()
+        assert {str(piece.error) for piece in lost} == {
+            "the engine failed and its requests are lost: MemoryError: of the model"
+        }
+        for request, tokens in zip(requests, expected, strict=True):
+            assert [token for piece in thread.stream(request) for token in piece.tokens] == tokens
+    thread.close()
+    assert not thread.has_failed
+    assert not engine.has_work
+
+
+def test_an_engine_is_given_up_when_it_fails_again_before_it_has_sampled(failing, params):
+    model, errors = failing
+    engine = NativeEngine(model)
+    thread = EngineThread(engine)
+    request = Request(tokens=(3, 4), params=params)
+    assert list(thread.stream(request))
+    for said in ("are lost", "is given up"):
+        errors.append(MemoryError("of the model"))
+        with pytest.raises(GenerationError, match=f"{said}: MemoryError: of the model"):
+            list(thread.stream(request))
+    with pytest.raises(GenerationError, match="is given up"):
+        list(thread.stream(request))
+    thread.close()

@@ -150,6 +150,10 @@ def test_the_pieces_of_a_stream_are_the_rollout(engine, make_prompts, params):
         ((), "prompt 7 has no tokens"),
         ((1,) * 1024, "prompt 7 has 1024 tokens, but prompt and response together may have 1024"),
         ((1, 2, 20), "prompt 7: token 2 has the id 20, but the model knows 0 to 19"),
+        ((1, 2.0), "prompt 7: token 1 has the id 2.0"),
+        ((True, 1), "prompt 7: token 0 has the id True"),
+        ([1, 2], "prompt 7 is a list; expected a tuple of token ids"),
+        ("34", "prompt 7 is a str"),
         ((1, -1), "token 1 has the id -1"),
     ],
 )

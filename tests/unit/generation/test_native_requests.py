@@ -23,6 +23,22 @@ def test_a_request_that_no_memory_could_hold_is_refused_and_says_what_it_needs(m
         through(engine, make_prompts([40]), dataclasses.replace(params, max_new_tokens=70), version=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_rows": 0}, "max_rows=0: expected a whole number of at least 1"),
+        ({"max_rows": 1.5}, "max_rows=1.5"),
+        ({"cache_tokens": 0}, "cache_tokens=0: expected a whole number of at least 64"),
+        ({"cache_tokens": 63}, "cache_tokens=63"),
+        ({"mode": "exct"}, "mode='exct': expected 'fast' or 'exact'"),
+        ({"on_load": "foo", "max_rows": -1}, "max_rows=-1: .*; on_load='foo': expected 'keep' or 'recompute'"),
+    ],
+)
+def test_an_engine_that_could_not_be_meant_is_refused(make_policy, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        NativeEngine(make_policy(), **options)
+
+
 @pytest.mark.parametrize("cache_tokens", [10**12, 2**40, 2**62])
 def test_a_cache_beyond_memory_is_refused_with_what_it_takes_and_what_there_is(make_policy, params, cache_tokens):
     engine = NativeEngine(make_policy(), cache_tokens=cache_tokens)

@@ -3,8 +3,10 @@ import dataclasses
 import pytest
 import torch
 
-from rallypoint.generation import Rules, SamplingParams
+from rallypoint.config.limits import MAX_TOP_K
+from rallypoint.generation import Request, Rules, SamplingParams
 from rallypoint.generation import sample as sample_with_rules
+from rallypoint.generation.drawing import Drawing
 
 
 def sample(logits, temperature, numbers):
@@ -99,12 +101,39 @@ def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_r
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": 1e-300}, r"temperature=1e-300: expected 0 \(greedy\) or at least 0.001"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 2**31}, "top_k=2147483648: expected a whole number from 1 to 2147483647"),
+        ({"top_k": 10**20}, "top_k=1000"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"seed": 2**63}, "seed=9223372036854775808: expected a whole number of at most 64 bits"),
+        ({"seed": -(2**63) - 1}, "seed=-92233"),
+        ({"seed": True}, "seed=True"),
+        ({"max_new_tokens": 12.5}, "max_new_tokens=12.5: expected a whole number"),
+        ({"max_new_tokens": 2**63}, "max_new_tokens=92233"),
+        ({"min_new_tokens": 0.5}, "min_new_tokens=0.5"),
         ({"top_p": 0.0, "min_p": 1.5}, "top_p=0.0.*min_p=1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"stop_strings": ("a", "")}, "no empty string"),
+        ({"stop_strings": "ab"}, "stop_strings='ab': expected several strings in a tuple"),
         ({"group_size": 0}, "group_size=0"),
     ],
 )
 def test_params_that_mean_nothing_are_refused(params, changes, problem):
     with pytest.raises(ValueError, match=problem):
         dataclasses.replace(params, **changes)
+
+
+def test_the_largest_numbers_that_are_taken_can_be_drawn_with(params):
+    largest = dataclasses.replace(params, top_k=MAX_TOP_K, seed=2**63 - 1, max_new_tokens=2**63 - 1)
+    rows = [
+        (Request(tokens=(1,), params=one, prompt_index=2**63 - 1, sample_index=-(2**63)), ())
+        for one in (params, largest, dataclasses.replace(largest, seed=-(2**63)))
+    ]
+    tokens = Drawing(rows, torch.device("cpu")).draw(torch.zeros(3, 20)).tokens
+    assert ((tokens >= 0) & (tokens < 20)).all()
+
+
+@pytest.mark.parametrize("name", ["prompt_index", "sample_index"])
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 1.0])
+def test_indices_that_no_tensor_holds_are_refused(params, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}: expected a whole number of at most 64 bits"):
+        Request(tokens=(1,), params=params, **{name: value})

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rallypoint.errors import BusyError, GenerationError, WorkerDiedError
+from rallypoint.errors import BusyError, GenerationError, WorkerDiedError, WorkerError
 from rallypoint.generation import Piece, Request, SamplingParams
 from rallypoint.roles.guests import Guests
 
@@ -22,7 +22,7 @@ class Ranks:
 
     def __init__(self, num_ranks=2):
         self.errands, self.running, self.error = [], [{} for _ in range(num_ranks)], None
-        self.num_tokens = 2
+        self.num_tokens, self.logged = 2, []
         self.may_work = asyncio.Event()
         self.may_work.set()
 
@@ -61,6 +61,7 @@ def meet(script, *, patience_s=60.0):
             max_request_tokens=9,
             ready=ranks.may_work.wait,
             version=lambda: 7,
+            log=ranks.logged.append,
             patience_s=patience_s,
         )
         running = asyncio.create_task(guests.run())
@@ -134,6 +135,20 @@ def test_a_slice_that_fails_ends_its_requests_and_no_others():
         guests.submit(REQUEST, second.append)
         await until(lambda: second and second[-1].finish_reason)
         assert second[-1].finish_reason == "stop"
+
+    meet(script)
+
+
+def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
+    async def script(ranks, guests):
+        ranks.error = WorkerError("guests", 0, "answer", "MemoryError: full", "Traceback ...\n  File native.py, line 3")
+        pieces = []
+        guests.submit(REQUEST, pieces.append)
+        await until(lambda: pieces)
+        said = "these requests failed and are lost: guests rank 0 failed in answer: MemoryError: full"
+        assert str(pieces[0].error) == said
+        await until(lambda: ranks.logged)
+        assert "MemoryError: full\n\nTraceback ...\n  File native.py, line 3" in ranks.logged[0]
 
     meet(script)
 

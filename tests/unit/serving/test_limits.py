@@ -47,6 +47,14 @@ REFUSED = {
     "truth": ({"messages": [USER], "n": True}, "n", "integer"),
     "not a number": (b'{"messages": [], "temperature": NaN}', None, "no JSON"),
     "tiny temperature": ({"messages": [USER], "temperature": 1e-30}, "temperature", "0 (greedy)"),
+    "huge top_k": ({"messages": [USER], "top_k": 99999999999999999999}, "top_k", "less than or equal to 2147483647"),
+    "top_k below all": ({"messages": [USER], "top_k": -2}, "top_k", "greater than or equal to -1"),
+    "least and most": (
+        {"messages": [USER], "max_tokens": 4, "min_tokens": 5},
+        "min_tokens",
+        "at most 4, which the answer may have; found 5",
+    ),
+    "least and room": ({"messages": [USER], "min_tokens": 10**30}, "min_tokens", "at most 394"),
     "top_p": ({"messages": [USER], "top_p": 0}, "top_p", "greater than 0"),
     "stop": ({"messages": [USER], "stop": ["a", ""]}, "stop", "list of strings"),
     "empty stop": ({"messages": [USER], "stop": ""}, "stop", "list of strings"),
@@ -116,6 +124,52 @@ def test_a_body_that_is_too_large_is_refused_however_it_is_sent(serve, is_chunke
     assert client.complete("x").status == 200
 
 
+@pytest.mark.parametrize("announced", [1001, 10**12, 10**30])
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(serve, announced):
+    client = serve(max_body_bytes=1000).client
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {announced}\r\n\r\n".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 4")
+    assert client.complete("x").status == 200
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_text_longer_than_any_so_many_tokens_is_refused_before_it_is_encoded(serve, tokenizer, path):
+    encoded = []
+
+    class Watched(type(tokenizer)):
+        def _encode_plus(self, text, *args, **kwargs):
+            encoded.append(len(text))
+            return super()._encode_plus(text, *args, **kwargs)
+
+    watched = Watched(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    watched.chat_template = tokenizer.chat_template
+    client = serve(tokenizer=watched).client
+
+    def ask(text):
+        asked = {"prompt": text} if path == "completions" else {"messages": [USER | {"content": text}]}
+        return client.post(path, {**asked, "max_tokens": 4})
+
+    longest = 400 * len("<eos>")
+    answer = ask("x" * (longest + 1))
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert (
+        f"has 2001 characters, but prompt and answer may have 400 tokens together, which are {longest}"
+        in (answer.error["message"])
+    )
+    assert encoded == []
+    assert "the prompt has 200" in ask("x" * longest).error["message"]
+    assert len(encoded) == 1
+    assert ask("x").status == 200
+
+
+def test_a_slash_at_the_end_of_a_path_is_named_and_nobody_is_sent_elsewhere(serve):
+    answer = serve().client.post("completions/", {"prompt": "x"})
+    assert answer.status == 404
+    assert answer.error["message"] == "POST /v1/completions/: Not Found; ask without the slash at the end"
+
+
 def test_more_at_once_than_allowed_is_told_to_come_again(serve):
     served = serve(max_concurrency=4)
     served.engine.is_frozen = True
@@ -182,7 +236,30 @@ def test_a_body_that_does_not_come_is_told_so(serve):
     assert client.complete("x").status == 200
 
 
-def test_an_engine_that_fails_is_an_error_of_everybody_and_no_empty_answer(serve):
+def test_a_step_that_fails_costs_the_requests_under_way_and_the_next_one_is_answered(serve):
+    served = serve()
+    served.engine.is_frozen = True
+    step, errors = served.engine.step, [OSError("burnt\nin a file of ours")]
+
+    def failing_step() -> list[Piece]:
+        if len(served.engine.seen) == 3 and errors:
+            raise errors.pop()
+        return step()
+
+    served.engine.step = failing_step
+    waiting = served.client.begin("completions", {"prompt": "x", "n": 2})
+    served.client.wait_until(lambda health: health["num_running"] == 2)
+    others = served.client.complete("x")
+    for status, body in ((others.status, others.body), ((whole := waiting.getresponse()).status, whole.read())):
+        message = json.loads(body)["error"]["message"]
+        assert (status, message) == (500, "the engine failed and its requests are lost: OSError: burnt")
+    served.engine.is_frozen = False
+    assert served.client.complete("x").json["choices"][0]["text"] == "hello"
+    assert served.engine.cancelled == [1, 2, 3]
+    assert served.client.get("/health").status == 200
+
+
+def test_an_engine_that_fails_again_is_an_error_of_everybody_and_no_empty_answer(serve):
     served = serve()
     served.engine.is_frozen = True
     bodies = [{"prompt": "x"}, {"prompt": "x", "stream": True}]
@@ -196,7 +273,8 @@ def test_an_engine_that_fails_is_an_error_of_everybody_and_no_empty_answer(serve
     text = stream.getresponse().read()
     assert b"burnt" in text
     assert b"[DONE]" not in text
-    assert served.client.complete("x").status == 500
+    answer = served.client.complete("x")
+    assert (answer.status, "is given up: OSError: burnt" in answer.error["message"]) == (500, True)
     health = served.client.get("/health")
     assert (health.status, health.json["status"]) == (503, "failed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rallypoint.config.fields import Section, Texts, key, section
-from rallypoint.config.limits import MIN_TEMPERATURE
+from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.config.sections.places import PlacementConfig
 
 
@@ -14,14 +14,18 @@ class RolloutConfig(Section):
 
     num_prompts: int = key(64, at_least=1, at_most=2**20, unit="prompts", help="P: prompts per training step.")
     group_size: int = key(8, at_least=1, at_most=2**16, unit="rollouts", help="G: rollouts per prompt.")
-    max_response_tokens: int = key(256, at_least=1, unit="tokens", help="A rollout ends here at the latest.")
+    max_response_tokens: int = key(
+        256, at_least=1, at_most=2**31, unit="tokens", help="A rollout ends here at the latest."
+    )
     temperature: float = key(
         1.0,
         at_least=MIN_TEMPERATURE,
         at_most=10,
         help="Sampling temperature; the policy that is trained is the one at it.",
     )
-    top_k: int | None = key(None, at_least=1, help="Only the k likeliest tokens are drawn; null for all.")
+    top_k: int | None = key(
+        None, at_least=1, at_most=MAX_TOP_K, help="Only the k likeliest tokens are drawn; null for all."
+    )
     top_p: float = key(
         1.0, above=0, at_most=1, help="Only the fewest likeliest tokens with at least this probability are drawn."
     )

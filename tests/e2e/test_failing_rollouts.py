@@ -1,0 +1,72 @@
+"""Rollouts that their engine fails on are counted and left out of the batch; none of them becomes an empty answer."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from rallypoint.errors import GenerationError
+from rallypoint.observability import read_metrics
+from rallypoint.roles import rollout as role
+from rallypoint.roles.engines import make_engine
+
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer={num_steps: 3, num_logged_rollouts: 32}")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Return a function that has one of so many requests of our own engine fail, and a list of which steps did so."""
+
+    def fail(one_in):
+        ended = itertools.count(1)
+
+        def make(*args):
+            engine = make_engine(*args)
+            step = engine.step
+
+            def failing_step():
+                return [
+                    piece
+                    if piece.finish_reason is None or next(ended) % one_in
+                    else dataclasses.replace(
+                        piece,
+                        finish_reason="failed",
+                        error=GenerationError("nonsense came"),
+                        tokens=(),
+                        logprobs=(),
+                        sampled_logprobs=(),
+                    )
+                    for piece in step()
+                ]
+
+            engine.step = failing_step
+            return engine
+
+        # No engine of this process fails by itself on a part of its requests; a server does.
+        monkeypatch.setattr(role, "make_engine", make)
+
+    return fail
+
+
+@pytest.mark.parametrize("recipe", [(), ("recipe=grpo",)], ids=["ppo", "grpo"])
+def test_a_run_goes_on_without_rollouts_that_failed_and_counts_them(runs, failing, recipe):
+    failing(7)
+    run = runs.run("some", *INLINE, *recipe)
+    steps = [record for record in read_metrics(run.metrics) if "reward/mean" in record]
+    assert len(steps) == 3
+    for number, record in enumerate(steps, 1):
+        assert 4 <= record["rollout/failed"] <= 5
+        lines = (run.path / "rollouts" / f"step_{number:06}.jsonl").read_text().splitlines()
+        assert len(lines) == 32 - record["rollout/failed"]
+        rollouts = [json.loads(line) for line in lines]
+        assert all(rollout["response"] or not rollout["truncated"] for rollout in rollouts)
+        mean = sum(rollout["score"] for rollout in rollouts) / len(rollouts)
+        assert record["reward/mean"] == pytest.approx(mean, abs=1e-6)
+    assert "rollouts failed and are left out; the first one: nonsense came" in (run.logs / "train.log").read_text()
+
+
+def test_a_run_of_which_all_rollouts_fail_ends_with_the_reason(runs, failing):
+    failing(1)
+    with pytest.raises(GenerationError, match="all 16 rollouts failed; the first one: nonsense came"):
+        runs.run("none", *INLINE)
