@@ -49,15 +49,22 @@ class RewardError(RallyError, RuntimeError):
 class RowTooLongError(RallyError, ValueError):
     """One row alone exceeds the token cap of a micro-batch."""
 
-    def __init__(self, row: int, num_tokens: int, max_tokens: int) -> None:
-        super().__init__(row, num_tokens, max_tokens)
+    def __init__(self, row: int, num_tokens: int, max_tokens: int, rollout: tuple[int, int] | None = None) -> None:
+        super().__init__(row, num_tokens, max_tokens, rollout)
         self.row, self.num_tokens, self.max_tokens = row, num_tokens, max_tokens
+        self.rollout = rollout
+        """Prompt and sample of the row, where they are known."""
 
     def __str__(self) -> str:
+        which = f"; it is sample {self.rollout[1]} of prompt {self.rollout[0]}" if self.rollout else ""
         return (
             f"row {self.row} has {self.num_tokens} tokens, but a micro-batch may hold {self.max_tokens}: "
-            "raise max_tokens_per_micro_batch or shorten the rows"
+            f"raise max_tokens_per_micro_batch or shorten the rows{which}"
         )
+
+    def of_rollout(self, prompt: int, sample: int) -> RowTooLongError:
+        """Return the same error with the number of the prompt, and that of the sample in its group."""
+        return RowTooLongError(self.row, self.num_tokens, self.max_tokens, (prompt, sample))
 
 
 class CheckpointError(RallyError, RuntimeError):

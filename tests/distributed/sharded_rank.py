@@ -9,11 +9,18 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from ranks import CONFIG, DTYPES, EPS, loss_and_norm, loss_from, make_actor_batch, open_meeting
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+)
 
 from rallypoint.cluster import Mesh
 from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs, restore_optimizer
-from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
+from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, save_tensors, shard_model, shard_parts
 from rallypoint.models.families import FAMILIES
 from rallypoint.models.norm import replace_norms
@@ -118,6 +125,25 @@ def load_and_save(mesh, model_folder, batch, rows, into, dtype="float64"):
     restore_optimizer(engine.weights, engine.optimizer, state)
 
 
+def refusals(mesh, model_folder, folder):
+    """What each of two ranks says of models that none of them can use: no family of ours, and one weight a NaN."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    foreign, broken = (folder / f"{kind} for {mesh.rank}" for kind in ("foreign", "broken"))
+    CohereForCausalLM(CohereConfig(**sizes, intermediate_size=32, pad_token_id=0)).save_pretrained(foreign)
+    policy = AutoModelForCausalLM.from_pretrained(model_folder)
+    policy.get_parameter("model.layers.1.mlp.up_proj.weight").data[-1, -1] = float("nan")
+    policy.save_pretrained(broken)
+    said = []
+    for path in (foreign, broken):
+        try:
+            load_policy(str(path), dtype="float32", mesh=mesh)
+            said.append("nothing")
+        except ModelError as error:
+            said.append(str(error).removeprefix(f"{path}: "))
+    return said
+
+
 def fail_in_turn(mesh, batch, rows):
     """What each rank says of a row that is too long for one of them, and of a loss that is NaN on one of them."""
     said = []
@@ -187,6 +213,9 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
             rows, cap = shards[grid.part(rank)], 1000 if name == "alone" else 45
             tensors = outcome(kind, DTYPES[dtype], mesh, batch, rows, cap)
             safetensors.torch.save_file(tensors, folder / f"{case}, {rank}.safetensors")
+    if rank < 2:
+        mesh = DeviceMesh.connect(rendezvous, "refusals", rank, {"dp_shard": 2}, timeout_s=60)
+        (folder / f"refusals of {rank}.json").write_text(json.dumps(refusals(mesh, model_folder, folder)))
     if rank < 3:
         mesh = DeviceMesh.connect(rendezvous, "files", rank, {"dp_shard": 3}, timeout_s=120)
         load_and_save(mesh, model_folder, batch, THREE[rank], folder / "of three")

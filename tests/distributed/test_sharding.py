@@ -120,6 +120,17 @@ def test_what_is_written_of_a_model_in_half_precision_is_its_masters_and_the_mas
     assert not safetensors.torch.load_file(outcomes / "of three" / "masters")
 
 
+def test_a_model_that_packed_rows_would_compute_wrongly_is_refused_though_no_rank_has_all_of_it(outcomes):
+    said = [json.loads((outcomes / f"refusals of {rank}.json").read_text()) for rank in range(2)]
+    assert said[0][0] == said[1][0]
+    assert re.match(
+        "CohereForCausalLM on packed rows differs from its own code by .*; models of type .*llama", said[0][0]
+    )
+    # A rank sees the weights that it holds.
+    assert said[0][1] == "nothing"
+    assert said[1][1].startswith("its weights are not finite (NaN or infinite) in model.layers.1.mlp.up_proj.weight; ")
+
+
 def test_a_failure_of_one_rank_is_raised_by_all_of_them(outcomes):
     said = [json.loads((outcomes / f"failures seen by {rank}.json").read_text()) for rank in range(3)]
     assert said == [

@@ -3,9 +3,13 @@
 For tests, the programs that they start, and the fixtures of every folder: each says only the sizes that it is about.
 """
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors.torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.data import make_digits_tokenizer
@@ -56,3 +60,16 @@ def make_tiny_model(
         seed=seed,
     )
     return str(folder)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change what config.json says."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Change the tensors of a folder's one file."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

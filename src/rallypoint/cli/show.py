@@ -64,8 +64,12 @@ def print_recipes() -> None:
 
 
 def print_plan(recipe: str, overrides: Sequence[str]) -> None:
-    """Print batch arithmetic, placement and memory."""
+    """Print batch arithmetic, placement and memory, unless the weights that the config names could not be loaded."""
     loaded = load_checked(recipe, overrides)
+    if loaded.config.model.path is not None:
+        from rallypoint.recipes.material import check_weights  # only now torch, and the seconds that it takes
+
+        check_weights(loaded.config)
     plan, console = make_plan(loaded.config), _console()
     for title, lines in (_batches(loaded, plan), _placement(loaded.config, plan)):
         _print_line(console, title, "bold")

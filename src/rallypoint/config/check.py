@@ -231,12 +231,16 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
             continue
         sizes, ranks = config.mesh(role), config.num_ranks(role)
         shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        if math.prod(sizes.values()) != ranks:
+        if (product := math.prod(sizes.values())) != ranks:
+            name, size = placement.pool, sum(config.cluster.pools[placement.pool])
+            larger = f"a pool of as many, such as cluster.pools.{name}=[{product}]"
+            if product <= size or placement.num_ranks is not None:
+                own = f"{role}.placement.num_ranks={product}"
+                larger = own if product <= size else f"{larger} with {own}"
             yield Problem(
                 (f"{role}.mesh", f"{role}.placement.num_ranks", "cluster.pools"),
-                f"{role}.mesh: {shown} makes {math.prod(sizes.values())} ranks, but the role has {ranks} "
-                f"(in pool {placement.pool!r}); expected sizes whose product "
-                f"divides {ranks}, or {role}.placement.num_ranks={math.prod(sizes.values())}",
+                f"{role}.mesh: {shown} makes {product} ranks, but the role has {ranks} (in pool {name!r}); expected "
+                f"sizes whose product divides {ranks}, or {larger}",
             )
         if sizes["dp_shard"] > 1 and config.cluster.runtime == "inline":
             yield Problem(

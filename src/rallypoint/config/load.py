@@ -26,6 +26,11 @@ from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
 _MAX_SUGGESTIONS = 4
+_FOLLOWS = {
+    "dp_replicate": "it is what the others leave: the role's ranks (cluster.pools, or its placement.num_ranks) divided "
+    "by dp_shard x sp x tp"
+}
+"""What is no key because it follows from others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,6 +237,8 @@ def _suggest(parts: Sequence[str], found: object) -> str:
         [(name, found)] = cast("dict[str, object]", found).items()
         rest.append(name)
     *prefix, name = parts
+    if name in _FOLLOWS:
+        return _FOLLOWS[name]
     here = _section_at(prefix) or RunConfig
     near = difflib.get_close_matches(name, here.model_fields, n=1)
     if near:

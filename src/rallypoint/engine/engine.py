@@ -29,7 +29,7 @@ from rallypoint.engine.passes import Lane, plan_lanes
 from rallypoint.engine.sleep import Sleeper
 from rallypoint.engine.stream import Stream, trained_positions
 from rallypoint.engine.sums import GradientSums
-from rallypoint.errors import NotFiniteError, PeerFailedError
+from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard
 from rallypoint.models.families import is_known
 from rallypoint.parallel import Lanes
@@ -308,6 +308,9 @@ class Engine(Generic[BatchT]):
                 lanes = [pad_rows(batch.lengths.tolist(), self._max_tokens)]
             else:
                 lanes = plan_lanes(batch, self._max_tokens, most=most, attention_cost=self._attention_cost)
+        except RowTooLongError as error:
+            self._sharding.agree(None)
+            raise error.of_rollout(int(batch.prompt_index[error.row]), int(batch.sample_index[error.row])) from None
         except ValueError:
             self._sharding.agree(None)
             raise

@@ -1,4 +1,4 @@
-"""Whether packed rows give what the model's own code gives: asked once, of every model that is loaded.
+"""Whether packed rows give what the model's own code gives: asked once, of every model that is loaded, or its sketch.
 
 The engine and the generator run the backbone and the head by themselves, so that whatever a family does
 beside that (soft caps, attention sinks, scaled logits, attention in both directions) would be left out
@@ -8,14 +8,17 @@ with tiny models, or refused by `load` from the config.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION, PackedRows
 from rallypoint.models.experts import EXPERTS
-from rallypoint.models.families import is_mixture, logit_softcap
+from rallypoint.models.families import FAMILIES, is_mixture, logit_softcap
 from rallypoint.models.head import soft_capped
 
 _LENGTHS = (7, 3)
@@ -60,10 +63,39 @@ def check_agreement(path: str, model: PreTrainedModel, head: nn.Module) -> None:
     differences, scale = (ours - theirs).abs().amax(-1), float(theirs.abs().max())
     # A router may choose another of two experts whose scores are equal but for rounding: for some tokens, not for most.
     difference = float(differences.median() if is_mixture(model.config) else differences.max())
+    if not math.isfinite(scale) or math.isnan(difference):
+        check_finite(path, dict(model.named_parameters()))
+        raise ModelError(
+            f"{path}: its logits are not finite, though the weights of this rank are: those of another one are not, "
+            f"or sums are too large for {model.dtype}; copy or download the folder again, or set model.dtype=float32"
+        )
     if not difference <= _TOLERANCES[model.dtype] * scale:
         raise ModelError(
             f"{path}: {type(model).__name__} on packed rows differs from its own code by {difference:.2g} in logits of "
-            f"up to {scale:.2g}: it does something that is not supported yet, or its weights are not finite"
+            f"up to {scale:.2g}: it does something that is not supported yet; models of type {', '.join(FAMILIES)} are"
+        )
+
+
+def check_finite(path: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are no numbers.
+
+    Args:
+        path: of the model's folder, for the error.
+        tensors: the weights, or this rank's part of them.
+
+    Raises:
+        ModelError: there are some; their tensors are named.
+    """
+    wrong = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax())
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ModelError(
+            f"{path}: its weights are not finite (NaN or infinite) in {', '.join(wrong[:5])}{more}; copy or download "
+            "the folder again, or use an older checkpoint"
         )
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rallypoint.errors import ModelError
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
 
-_MAX_SHOWN = 20
-_MAX_COMPARED = 2000
+_MAX_COMPARED = 10_000
+"""Pairs of names that are compared in search of the nearest, which takes a second."""
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
+"""Of a layer or an expert, in a name."""
 _HARMLESS = (r"rotary_emb\.inv_freq$",)
 """Written by old versions of transformers, and computed from the config."""
 
@@ -44,23 +46,17 @@ def fit(
         may_exceed: patterns of tensors that the files may hold and the model does not need.
 
     Raises:
-        ModelError: they differ; all differences are listed.
+        ModelError: they differ; all differences are listed, with those of several layers in one line.
     """
-    wanted, problems = _Wanted(shard, files), []
+    wanted = _Wanted(shard, files)
+    problems: list[tuple[str, str]] = []
     for name in shard.parts:
         problems += wanted.look(name, tuple(may_lack))
     left = [name for name in files.entries if name not in wanted.used]
     ignored = re.compile("|".join((*_HARMLESS, *may_exceed, *(shard.model._keys_to_ignore_on_load_unexpected or ()))))
     superfluous = [name for name in left if not ignored.search(name)]
-    missing = [_with_nearest(name, superfluous) if at < _MAX_SHOWN else name for at, name in enumerate(wanted.missing)]
-    lines = [
-        *(f"missing {name}" for name in missing),
-        *problems,
-        *(f"not known to the model: {name} in {files.entries[name].path.name}" for name in superfluous),
-    ]
-    if lines:
-        shown = [*lines[:_MAX_SHOWN], *([f"and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else [])]
-        listed = "".join(f"\n  - {line}" for line in shown)
+    if wanted.missing or problems or superfluous:
+        listed = "".join(f"\n  - {line}" for line in _lines(wanted, problems, superfluous, files))
         raise ModelError(
             f"{path}: the weights do not fit config.json, which describes a {type(shard.model).__name__}:{listed}\n"
             "Give the config.json and the safetensors files that were saved together."
@@ -75,17 +71,19 @@ class _Wanted:
         self._shard, self._files, self._tensors = shard, files, shard.tensors()
         self._names = _all_names(shard)
         self.used: set[str] = set()
+        self.known: list[str] = []
         self.reads: list[Read] = []
         self.missing: list[str] = []
         self.lacking: list[str] = []
         self.same: list[tuple[str, str]] = []
 
-    def look(self, name: str, may_lack: tuple[str, ...]) -> Iterator[str]:
-        """Take the pieces of a weight, under whichever of its names, and yield what is wrong with them."""
+    def look(self, name: str, may_lack: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Take the pieces of a weight, under whichever of its names, and yield those that are wrong, and why."""
         part = self._shard.parts[name]
         options = [self._shard.sources(alias, part.shape) for alias in self._names[name]]
         there = [pieces for pieces in options if all(piece.tensor in self._files.entries for piece in pieces)]
         self.used.update(piece.tensor for pieces in there for piece in pieces)
+        self.known += [piece.tensor for pieces in options for piece in pieces]
         for others in there[1:]:
             self.same += [(one.tensor, other.tensor) for one, other in zip(there[0], others, strict=True)]
         for piece in (there or options)[0]:
@@ -94,11 +92,11 @@ class _Wanted:
                 (self.lacking if piece.tensor.startswith(may_lack or ("\0",)) else self.missing).append(piece.tensor)
                 continue
             self.used.add(piece.tensor)
-            where = f"{piece.tensor}: {list(entry.shape)} of {entry.dtype} in {entry.path.name}"
+            what = f"{{names}}: {list(entry.shape)} of {entry.dtype} in {{files}}, expected"
             if entry.shape != piece.stored_shape:
-                yield f"wrong shape {where}, expected {list(piece.stored_shape)}"
+                yield piece.tensor, f"wrong shape {what} {list(piece.stored_shape)}"
             elif entry.dtype.is_floating_point != self._tensors[name].dtype.is_floating_point:
-                yield f"wrong type {where}, expected numbers of {self._tensors[name].dtype}; it may be quantized"
+                yield piece.tensor, f"wrong type {what} numbers of {self._tensors[name].dtype}; it may be quantized"
             elif (overlap := piece.part.overlap(part)) is not None:
                 self.reads.append(
                     Read(piece.tensor, overlap.seen_from(piece.part), self._tensors[name][overlap.within(part)])
@@ -114,6 +112,64 @@ def _all_names(shard: ModelShard) -> dict[str, list[str]]:
     return {name: aliases or [name] for name, aliases in names.items()}
 
 
-def _with_nearest(name: str, superfluous: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, superfluous[:_MAX_COMPARED], n=1, cutoff=0.7)
-    return f"{name}; the nearest name in the files is {near[0]}" if near else name
+def _lines(
+    wanted: _Wanted, problems: Sequence[tuple[str, str]], superfluous: Sequence[str], files: TensorFiles
+) -> Iterator[str]:
+    """Say everything that is wrong, once for all layers and experts that it is wrong with."""
+    missing, unknown, known = map(by_layers, (wanted.missing, superfluous, wanted.known))
+    num_compared = _MAX_COMPARED // (1 + len(missing) + len(unknown))
+    for names in missing:
+        yield f"missing {names}{_nearest(names, num_compared, ('in the files', unknown))}"
+    for what in dict.fromkeys(what for _, what in problems):
+        for names, each in by_layers(name for name, same in problems if same == what).items():
+            yield what.format(names=names, files=_files(each, files))
+    for names, each in unknown.items():
+        nearest = _nearest(names, num_compared, ("that is missing", missing), ("of the model", known))
+        yield f"not known to the model: {names} in {_files(each, files)}{nearest}"
+
+
+def by_layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return names by what they have in common, which says the numbers of their layers and experts.
+
+    >>> list(by_layers(["norm", "layers.0.up", "layers.1.up", "layers.2.up", "layers.5.up", "layers.5.down"]))
+    ['norm', 'layers.{0..2,5}.up', 'layers.5.down']
+    """
+    found = {tuple(_NUMBER.split(name)): [name] for name in names}
+    for place in range(max(map(len, found), default=1) - 2, 0, -2):  # the last number first
+        alike: dict[tuple[str, ...], dict[int, list[str]]] = {}
+        for parts, each in found.items():
+            if len(parts) > place:
+                alike.setdefault((*parts[:place], "", *parts[place + 1 :]), {})[int(parts[place])] = each
+            else:
+                alike[parts] = {0: each}
+        found = {
+            (*parts[:place], _ranges(sorted(numbers)), *parts[place + 1 :]) if len(parts) > place else parts: [
+                name for each in numbers.values() for name in each
+            ]
+            for parts, numbers in alike.items()
+        }
+    return {"".join(parts): each for parts, each in found.items()}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    there = set(numbers)
+    first = [number for number in numbers if number - 1 not in there]
+    last = [number for number in numbers if number + 1 not in there]
+    runs = (str(begin) if begin == end else f"{begin}..{end}" for begin, end in zip(first, last, strict=True))
+    return f"{{{','.join(runs)}}}"
+
+
+def _files(names: Sequence[str], files: TensorFiles) -> str:
+    paths = list(dict.fromkeys(files.entries[name].path.name for name in names))
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _nearest(name: str, num_compared: int, *choices: tuple[str, Collection[str]]) -> str:
+    """Say which of some names is the nearest, of the first choice that has a near one."""
+    for where, others in choices:
+        near = difflib.get_close_matches(name, list(others)[:num_compared], n=1, cutoff=0.7)
+        if near:
+            return f"; the nearest name {where} is {near[0]}"
+    return ""

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import AutoModelForTokenClassification, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from rallypoint.errors import ModelError
+from rallypoint.models.families import FAMILIES
 from rallypoint.models.reader import TensorFiles
 
 SINGLE = "model.safetensors"
@@ -65,6 +67,10 @@ def find_weights(path: str) -> WeightFiles:
     if (folder / SINGLE).is_file():
         return WeightFiles((folder / SINGLE,), {})
     if not (folder / INDEX).is_file():
+        for name in (SINGLE, INDEX):
+            if (folder / name).exists() or (folder / name).is_symlink():
+                what = "a folder" if (folder / name).is_dir() else "a pipe, a device or a link to nothing"
+                raise ModelError(f"{folder / name}: expected a file, found {what}; put the file there, or a link to it")
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         what = f"found {', '.join(pickled[:3])}, but pickled weights are not loaded; " if pickled else ""
         raise ModelError(
@@ -105,12 +111,19 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def explained(path: str) -> Iterator[None]:
-    """Turn what transformers raises about a folder or a hub name into a `ModelError`."""
+def explained(path: str, config: PreTrainedConfig | None = None) -> Iterator[None]:
+    """Turn what transformers raises about a folder or a hub name into a `ModelError` that names it.
+
+    Args:
+        path: the folder or name.
+        config: what its config.json says, where that could be read.
+    """
     try:
         yield
-    except ModelError:
-        raise
+    except ModelError as error:
+        if path in str(error):
+            raise
+        raise ModelError(f"{path}: {error}") from error
     except (
         OSError,
         ValueError,
@@ -124,4 +137,36 @@ def explained(path: str) -> Iterator[None]:
         AttributeError,
         ArithmeticError,
     ) as error:
-        raise ModelError(f"{path}: transformers cannot load it: {error}") from error
+        reason = None if config is None else _unknown_type(error, config) or _unknown_value(error, config)
+        raise ModelError(f"{path}: {reason or f'transformers cannot load it: {error}'}") from error
+
+
+def _unknown_type(error: Exception, config: PreTrainedConfig) -> str | None:
+    """Say that a class of models has none of a type, which transformers says by naming all others."""
+    text = str(error)
+    if not text.startswith("Unrecognized configuration class"):
+        return None
+    known = f"models of type {', '.join(FAMILIES)} are supported, and others that work alike"
+    if AutoModelForTokenClassification.__name__ in text:
+        return (
+            f"transformers has no token classifier for models of type {config.model_type!r}, so that they cannot be a "
+            f"critic; set critic.path to a model of another type with the same tokenizer, or recipe=grpo, which has no "
+            f"critic; {known}"
+        )
+    return (
+        f"models of type {config.model_type!r} are no causal language models in transformers, and nothing else can be "
+        f"a policy; {known}"
+    )
+
+
+def _unknown_value(error: Exception, config: PreTrainedConfig) -> str | None:
+    """Say which keys of config.json have a value that transformers looked up in a table and did not find."""
+    if not isinstance(error, KeyError):
+        return None
+    found = [f"{key}={value!r}" for key, value in config.to_dict().items() if error.args == (value,)]
+    return (
+        f"config.json says {' and '.join(found)}, which transformers does not know; correct it, or: "
+        "pip install --upgrade transformers"
+        if found
+        else None
+    )

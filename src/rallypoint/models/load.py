@@ -28,11 +28,12 @@ from transformers.utils import logging as transformers_logging
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
 from rallypoint.models.adapter import adapters_of, fill_adapters
-from rallypoint.models.agreement import check_agreement
+from rallypoint.models.agreement import check_agreement, check_finite
 from rallypoint.models.fit import fit
 from rallypoint.models.folder import explained, find_weights
 from rallypoint.models.reader import TensorFiles
 from rallypoint.models.shard import ModelShard, allocate, build
+from rallypoint.models.sketch import make_sketch
 from rallypoint.parallel import DeviceMesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -74,12 +75,15 @@ class _Loader(abc.ABC):
         self.check_config(path, config)
         _check_depth(path, config)
         adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
-        with explained(path):
+        mesh = mesh or DeviceMesh.solo()
+        if mesh.shard.size > 1:
+            self._check_sketch(path, config, DTYPES[dtype], device, trust_remote_code)
+        with explained(path, config):
             shard = build(
                 config,
                 self.factory,
                 dtype=DTYPES[dtype],
-                mesh=mesh or DeviceMesh.solo(),
+                mesh=mesh,
                 trust_remote_code=trust_remote_code,
                 adapters=adapters,
                 frozen=frozen,
@@ -90,9 +94,46 @@ class _Loader(abc.ABC):
         if adapters is not None:
             fill_adapters(shard, adapters, seed=seed)
         _read_generation_config(path, shard.model)
-        if shard.is_whole:
+        if mesh.shard.size > 1:
+            check_finite(path, shard.tensors())
+        else:
             check_agreement(path, shard.model, head)
         return shard
+
+    def check(self, path: str, *, trust_remote_code: bool = False) -> None:
+        """Refuse what loading would refuse, as far as config.json and the headers of the files show it.
+
+        Raises:
+            ModelError: see above.
+        """
+        config = read_config(path, trust_remote_code, **self.config_changes)
+        self.check_config(path, config)
+        _check_depth(path, config)
+        with explained(path, config):
+            shard = build(
+                config,
+                self.factory,
+                dtype=torch.float32,
+                mesh=DeviceMesh.solo(),
+                trust_remote_code=trust_remote_code,
+            )
+        self.head(path, shard.model)
+        _check_attention(path, shard.model)
+        may_lack, may_exceed = self.differences(config)
+        with find_weights(path).open() as files:
+            fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
+
+    def _check_sketch(
+        self, path: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+    ) -> None:
+        """Compare a small model of the same kind with its own code, before the large one has memory."""
+        with explained(path, config):
+            sketch = make_sketch(
+                config, self.factory, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            ).model
+        head = self.head(path, sketch)
+        _check_attention(path, sketch)
+        check_agreement(path, sketch, head)
 
     factory: ClassVar[Any]
     """The Auto class of transformers that knows the kind."""
@@ -173,7 +214,7 @@ def outline_policy(path: str, *, dtype: str, trust_remote_code: bool = False) ->
     """
     config = read_config(path, trust_remote_code)
     _check_depth(path, config)
-    with explained(path):
+    with explained(path, config):
         return build(
             config,
             AutoModelForCausalLM,
@@ -271,7 +312,8 @@ def _fill(
     """Allocate a model and read its weights, once the headers of the files show that they fit."""
     with find_weights(path).open() as files:
         fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
-        allocate(shard, device)
+        with explained(path, shard.model.config):
+            allocate(shard, device)
         _read(path, shard, files, may_lack, may_exceed)
 
 

@@ -274,7 +274,10 @@ def _entries(
     spans: list[tuple[int, int, str]] = []
     for name, described in header.items():
         if described["dtype"] not in TYPES:
-            raise ModelError(f"{path}: {name} is of type {described['dtype']!r}; known are {', '.join(TYPES)}")
+            raise ModelError(
+                f"{path}: {name} is of type {described['dtype']!r}; known are {', '.join(TYPES)}. Quantized "
+                "weights cannot be trained: use the original ones, or convert these to bfloat16"
+            )
         dtype = TYPES[str(described["dtype"])]
         shape, (begin, end) = _numbers(described["shape"]), _numbers(described["data_offsets"])
         if end - begin != math.prod(shape) * dtype.itemsize:

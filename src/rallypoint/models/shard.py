@@ -149,7 +149,7 @@ def allocate(shard: ModelShard, device: torch.device) -> None:
     Weights of layers that have the same input lie behind one another.
 
     Raises:
-        ModelError: transformers does not say what is in a buffer.
+        ModelError: transformers does not say what is in a buffer, or the config makes no numbers of it.
     """
     made: dict[int, nn.Parameter] = {}
     joined = {id(weight): part for weight, part in allocate_joined(shard.model, device)}
@@ -181,6 +181,12 @@ def _compute_buffers(model: PreTrainedModel) -> None:
             continue
         inner._init_weights(module)
         first = {name: buffer.clone() for name, buffer in buffers.items()}
+        if wild := [name for name, buffer in first.items() if not buffer.isfinite().all()]:
+            rope = inner.config.to_dict().get("rope_parameters")
+            raise ModelError(
+                f"config.json makes {', '.join(wild)} of {type(module).__name__} NaN or infinite; correct its "
+                f"rope_parameters (in older files rope_theta and rope_scaling): {rope}"
+            )
         for buffer in buffers.values():
             buffer.fill_(1)
         inner._init_weights(module)

@@ -21,7 +21,7 @@ from rallypoint.data import (
 )
 from rallypoint.environments.reward import RewardFunction, load_reward
 from rallypoint.errors import DataError, ModelError
-from rallypoint.models import create_model
+from rallypoint.models import create_model, load_critic, load_policy
 from rallypoint.models.load import quiet_transformers, read_config
 from rallypoint.observability.disk import naming
 from rallypoint.recipes.run_folder import RunFolder
@@ -73,14 +73,19 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
     model = read_config(model_path, trust)  # before the tokenizer, which would be blamed for what is wrong in it
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust)
     check_vocabulary(model_path, tokenizer, model)
-    limits = Limits.of(model)
+    limits = [Limits.of(model)]
+    if config.recipe == "ppo" and config.critic.path is not None:  # it reads the same rows
+        critic = read_config(config.critic.path, trust)
+        check_vocabulary(config.critic.path, tokenizer, critic)
+        limits.append(Limits.of(critic, "the critic"))
+    num_ids = [each.num_ids for each in limits if each.num_ids is not None]
     train, validation = (
         encode_all(
             tokenizer,
             load_dataset(paths),
-            max_prompt_tokens=limits.max_prompt_tokens(config),
+            max_prompt_tokens=min(each.max_prompt_tokens(config) for each in limits),
             on_too_long=config.data.on_too_long,
-            num_ids=limits.num_ids,
+            num_ids=min(num_ids, default=None),
             say=say,
         )
         if paths
@@ -89,8 +94,22 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
     )
     assert train is not None, "the config was checked: data.train or data.generate"
     return Material(
-        model_path, tokenizer, stop_tokens(model_path, tokenizer, limits.num_ids), train, validation, reward
+        model_path, tokenizer, stop_tokens(model_path, tokenizer, limits[0].num_ids), train, validation, reward
     )
+
+
+def check_weights(config: RunConfig) -> None:
+    """Compare the weights of the folders that a run begins with with their config.json, by the headers of the files.
+
+    Models that are made anew, or come from the hub, are left to the run.
+
+    Raises:
+        ModelError: a run would refuse them too.
+    """
+    policy, critic = config.model.path, config.critic.path if config.recipe == "ppo" else None
+    for path, load in ((policy, load_policy), (critic, load_critic)):
+        if path is not None and Path(path).expanduser().is_dir():
+            load.check(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> tuple[int, ...]:
@@ -115,11 +134,12 @@ class Limits:
     num_ids: int | None
     """Rows of the embedding."""
     max_positions: int | None
+    whose: str = "the model"
 
     @classmethod
-    def of(cls, model: PreTrainedConfig) -> Limits:
+    def of(cls, model: PreTrainedConfig, whose: str = "the model") -> Limits:
         """Read them from a config that transformers has loaded."""
-        return cls(getattr(model, "vocab_size", None), getattr(model, "max_position_embeddings", None))
+        return cls(getattr(model, "vocab_size", None), getattr(model, "max_position_embeddings", None), whose)
 
     def max_prompt_tokens(self, config: RunConfig) -> int:
         """Return how long prompts may be: as the config says, or less where longer ones are not an error.
@@ -132,14 +152,14 @@ class Limits:
             return wanted
         if config.data.on_too_long == "error" or most >= self.max_positions:
             raise ModelError(
-                f"the model supports rows of {self.max_positions} tokens, but data.max_prompt_tokens + "
+                f"{self.whose} supports rows of {self.max_positions} tokens, but data.max_prompt_tokens + "
                 f"rollout.max_response_tokens = {config.max_row_tokens}; lower one of them"
             )
         return self.max_positions - most
 
 
 def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
-    """Refuse a tokenizer with ids that the model's embedding lacks.
+    """Refuse a tokenizer with ids that the embedding of a model, policy or critic, lacks.
 
     Raises:
         ModelError: there are such ids; both numbers are named.

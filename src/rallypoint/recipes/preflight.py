@@ -38,11 +38,12 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
     if config.model.path is not None:
         yield from _model("model.path", config.model.path)
-        yield from _positions(config.model.path, config)
+        yield from _positions("model.path", config.model.path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
         yield from _adapter("model.lora.path", config.model.lora.path)
     if config.critic.path is not None and config.recipe == "ppo":
         yield from _model("critic.path", config.critic.path)
+        yield from _positions("critic.path", config.critic.path, config)
     for name, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for path in paths:
             yield from _data(name, path)
@@ -135,7 +136,7 @@ def _adapter(name: str, path: str) -> Iterator[Problem]:
         yield Problem((name,), f"{name}={path!r}: not an adapter in PEFT's format, it lacks {' and '.join(missing)}")
 
 
-def _positions(path: str, config: RunConfig) -> Iterator[Problem]:
+def _positions(name: str, path: str, config: RunConfig) -> Iterator[Problem]:
     """Compare the rows with the length that a local model supports; what comes from the hub is looked at later."""
     file = Path(path).expanduser() / "config.json"
     try:
@@ -148,10 +149,10 @@ def _positions(path: str, config: RunConfig) -> Iterator[Problem]:
     needed = config.max_row_tokens if config.data.on_too_long == "error" else config.rollout.max_response_tokens + 1
     if isinstance(longest, int) and longest < needed:
         yield Problem(
-            ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path"),
+            ("data.max_prompt_tokens", "rollout.max_response_tokens", name),
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
             f"{config.rollout.max_response_tokens} make rows of up to {config.max_row_tokens} tokens; expected at most "
-            f"{longest}, which is what model.path={path!r} supports, or data.on_too_long=drop or truncate",
+            f"{longest}, which is what {name}={path!r} supports, or data.on_too_long=drop or truncate",
         )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_models import edit_weights, make_tiny_model
 
 from rallypoint import __version__
 from rallypoint.cluster.fit import num_cores
@@ -121,6 +122,20 @@ def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known(command, tmp_path
     text = "\n".join(lines_of(command("train", "ppo", *own, "--dry-run")))
     assert "unknown until it is loaded" in text
     assert re.search(r"weights +\? +\? +\? +\?", text)
+
+
+def test_a_plan_for_weights_that_could_not_be_loaded_is_an_error(command, tmp_path):
+    for name in ("policy", "critic"):
+        make_tiny_model(tmp_path / name)
+    own = ("model.create=null", f"model.path={tmp_path}/policy", f"critic.path={tmp_path}/critic")
+    assert "Nothing was started" in "\n".join(lines_of(command("train", "digits", *own, "--dry-run")))
+    edit_weights(tmp_path / "critic", lambda weights: weights.pop("model.norm.weight"))
+    said = str(command("train", "digits", *own, "--dry-run").exception)
+    assert said.startswith(f"{tmp_path}/critic: the weights do not fit config.json")
+    assert "missing model.norm.weight" in said
+    weights = tmp_path / "policy" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "it is cut off: copy or download" in str(command("train", "digits", *own, "--dry-run").exception)
 
 
 SNIPPET = """

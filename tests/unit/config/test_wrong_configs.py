@@ -30,6 +30,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown: near name without its section": ("epochs=3", ("epochs=3", "did you mean actor.num_epochs")),
     "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean ppo.discount?")),
     "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe?")),
+    "unknown: what follows": ("actor.mesh.dp_replicate=2", ("it is what the others leave", "by dp_shard x sp x tp")),
     "unknown: nothing near": ("foo.bar=1", ("foo={bar: 1}", "the top level has the keys recipe, seed")),
     # Wrong types.
     "type: text for a number": ("actor.optimizer.lr=fast", ("lr='fast'", "a number above 0, at most 1")),
@@ -125,6 +126,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: mesh and ranks": (
         "actor.mesh.tp=3",
         ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product divides 2"),
+    ),
+    "fit: mesh and pool": (
+        "cluster.pools.main=[2] actor.mesh.sp=2 actor.mesh.tp=2",
+        ("whose product divides 2, or a pool of as many, such as cluster.pools.main=[4] (",),
+    ),
+    "fit: mesh and its ranks": (
+        "actor.placement.num_ranks=1 actor.mesh.tp=2",
+        ("1, or actor.placement.num_ranks=2 (",),
+    ),
+    "fit: mesh and ranks of a smaller pool": (
+        "cluster.pools.main=[2] actor.placement.num_ranks=1 actor.mesh.sp=2 actor.mesh.tp=2",
+        ("such as cluster.pools.main=[4] with actor.placement.num_ranks=4 (",),
     ),
     "fit: shards and threads": (
         "actor.mesh.dp_shard=2 cluster.runtime=inline",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 import torch
@@ -164,8 +165,11 @@ def test_a_batch_without_rows_gives_no_numbers(make_policy, make_batch):
 
 
 def test_a_row_over_the_cap_is_named(make_policy, make_batch):
-    with pytest.raises(RowTooLongError, match="row 4 has 30 tokens, but a micro-batch may hold 29"):
-        engine_of(make_policy(), 29).evaluate(make_batch(LENGTHS), lambda part, at: part.advantages[at])
+    batch = make_batch(LENGTHS)
+    batch.prompt_index[4], batch.sample_index[4] = 7, 3
+    with pytest.raises(RowTooLongError, match="row 4 has 30 tokens, but a micro-batch may hold 29") as raised:
+        engine_of(make_policy(), 29).evaluate(batch, lambda part, at: part.advantages[at])
+    assert str(pickle.loads(pickle.dumps(raised.value))).endswith("it is sample 3 of prompt 7")
 
 
 def test_a_first_token_cannot_be_trained(make_batch):

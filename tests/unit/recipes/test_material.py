@@ -8,6 +8,7 @@ from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import ModelError
 from rallypoint.models.load import read_config
 from rallypoint.recipes.material import Limits, check_vocabulary
+from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import Conversation, Trained
 
 
@@ -51,3 +52,24 @@ def test_prompts_that_may_be_left_out_or_cut_have_what_responses_leave_of_the_po
     assert limit_of(f"data.on_too_long={fate}") == 39
     with pytest.raises(ModelError, match="supports rows of 64 tokens"):
         limit_of(f"data.on_too_long={fate}", "rollout.max_response_tokens=64")
+
+
+@pytest.fixture
+def small_critic(tmp_path):
+    """A run's folder, and the overrides for a policy whose critic supports fewer positions."""
+    sizes = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1}
+    for name, max_positions in (("policy", 64), ("critic", 32)):
+        make_tiny_model(tmp_path / name, max_positions=max_positions, **sizes)
+    return [
+        "model.create=null", f"model.path={tmp_path}/policy", f"critic.path={tmp_path}/critic",
+        "data.max_prompt_tokens=24",
+    ]  # fmt: skip
+
+
+def test_rows_longer_than_the_critic_supports_are_refused(small_critic):
+    load_checked("digits", [*small_critic, "rollout.max_response_tokens=8"])
+    with pytest.raises(ValueError, match=r"=9 make rows of up to 33 tokens; .* at most 32, .* what critic\.path='"):
+        load_checked("digits", [*small_critic, "rollout.max_response_tokens=9"])
+    limits = Limits.of(read_config(small_critic[2].split("=")[1], trust_remote_code=False), "the critic")
+    with pytest.raises(ModelError, match="the critic supports rows of 32 tokens"):
+        limits.max_prompt_tokens(load_config("digits", ["rollout.max_response_tokens=33"]).config)
