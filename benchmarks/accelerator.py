@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -83,6 +84,11 @@ def predicted_bytes(name: str, num_rows: int, length: int, activations: str) -> 
 
 def measure(name: str, device: torch.device, activations: str, times: int, num_rows: int, length: int) -> str:
     """Return a line of the table."""
+    gc.collect()  # what the line before held
+    before = 0
+    if device.type != "cpu":
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
     with device:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config_of(name)).to(torch.bfloat16).eval()  # pyright: ignore[reportArgumentType]
@@ -110,13 +116,14 @@ def measure(name: str, device: torch.device, activations: str, times: int, num_r
     taken = statistics.median(seconds[1:])
     flops = flops_of(model).forward_backward((batch.lengths - 1).tolist(), batch.num_loss_tokens)
     share = flops / taken / device_peak(device, torch.bfloat16)
-    peak = torch.accelerator.max_memory_allocated() / 2**30 if device.type != "cpu" else float("nan")
+    peak = (torch.accelerator.max_memory_allocated() - before) / 2**30 if device.type != "cpu" else float("nan")
     predicted = predicted_bytes(name, num_rows, length, activations) / 2**30
     rate = batch.num_tokens / taken
     return f"| {name} | {activations} | {taken:.3f} | {rate:,.0f} | {share:.0%} | {peak:.2f} | {predicted:.2f} |"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; `arguments` are those of the command line by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "1.7B"], choices=SIZES)
     parser.add_argument("--activations", nargs="+", default=["keep", "checkpoint"])
@@ -124,7 +131,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
-    wanted = parser.parse_args()
+    wanted = parser.parse_args(arguments)
     device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu shows that it runs")

@@ -3,14 +3,14 @@
     python benchmarks/loading.py                       # a Llama of 500 MB in bfloat16, 2 and 4 ranks
     python benchmarks/loading.py --ranks 2 --times 1
 
-`ours` reads each rank's rectangles of the files: `rows` as FSDP2 shards them, `tp` as tensor parallelism cuts them,
-a third of it by columns; in bfloat16 as in the file, or converted to float32 on the way. `torch` reads all of it
-on rank 0 and gives the others theirs (`set_model_state_dict` with `broadcast_from_rank0`, FSDP2 on gloo). `disk` is one
-process that reads every byte of the file once into the same 4 MiB.
+`ours` is `load_policy`, in which each rank reads its rectangles of the files: `rows` as FSDP2 shards them, `tp` as
+tensor parallelism cuts them, a third of it by columns; in bfloat16 as in the file, or converted to float32 on the way.
+`torch` reads all of it on rank 0 and gives the others theirs (`set_model_state_dict` with `broadcast_from_rank0`, FSDP2
+on gloo). `disk` is one process that reads every byte of the file once into the same 4 MiB.
 
 Sides take turns. Seconds are medians, of the slowest rank; cold means that the file was dropped from the page cache
-before. Memory is the worst over ranks and turns: the peak of the process's resident pages, mapped files included, over
-what was there before and what stays there after.
+before. Memory is that of each rank, the worst of its turns: the peak of the process's resident pages, mapped files
+included, over what was there before and what stays there after.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import gc
 import multiprocessing
 import os
 import statistics
@@ -32,21 +33,22 @@ import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from update import memory_mib
 
-from rallypoint.models import ModelShard, Part, reload
+from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
+from rallypoint.models import ModelShard, load_policy
 from rallypoint.models.shard import allocate, build
 from rallypoint.models.writer import save_model
-from rallypoint.parallel import DeviceMesh, Solo
+from rallypoint.parallel import DeviceMesh, held
 
 WAYS = {
-    "ours, rows": ("rows", torch.bfloat16),
-    "ours, tp": ("tp", torch.bfloat16),
-    "ours, rows, to float32": ("rows", torch.float32),
-    "torch": ("torch", torch.bfloat16),
+    "ours, rows": ("dp_shard", "bfloat16"),
+    "ours, tp": ("tp", "bfloat16"),
+    "ours, rows, to float32": ("dp_shard", "float32"),
+    "torch": ("torch", "bfloat16"),
 }
+"""Axis of the mesh, and in what the model will be. Nothing is trained: the shards of FSDP2 would be float32 masters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Turn:
 class Measured:
     """What one rank measured."""
 
+    rank: int
     seconds: float
     part_mib: float
     beyond_mib: float
@@ -77,7 +80,7 @@ def make_model(folder: Path, num_layers: int) -> None:
         num_key_value_heads=16,
     )
     config.save_pretrained(folder)
-    shard = build_meta(folder, torch.bfloat16, DeviceMesh.solo())
+    shard = build_meta(folder)
     allocate(shard, torch.device("cpu"))
     with torch.no_grad():
         for tensor in shard.tensors().values():
@@ -85,45 +88,14 @@ def make_model(folder: Path, num_layers: int) -> None:
     save_model(shard, folder)
 
 
-@dataclasses.dataclass
-class Place(Solo):
-    """A place among ranks that never talk: loading needs no more."""
-
-    rank: int
-    size: int
-
-
-def build_meta(folder: Path, dtype: torch.dtype, mesh: DeviceMesh) -> ModelShard:
+def build_meta(folder: Path) -> ModelShard:
     config = AutoConfig.from_pretrained(folder)
-    return build(config, AutoModelForCausalLM, dtype=dtype, mesh=mesh, trust_remote_code=False)
-
-
-def cut_rows(shard: ModelShard, rank: int, size: int) -> ModelShard:
-    """Leave a rank's rows of every weight, on the meta device."""
-    parts: dict[str, Part] = {}
-    for name, whole in shard.parts.items():
-        per_rank = -(-whole.shape[0] // size)
-        first, last = (min(place * per_rank, whole.shape[0]) for place in (rank, rank + 1))
-        parts[name] = whole.rows(first, last)
-        owner, _, attribute = name.rpartition(".")
-        weight = shard.model.get_parameter(name)
-        setattr(shard.model.get_submodule(owner), attribute, nn.Parameter(weight[first:last]))
-    return dataclasses.replace(shard, parts=parts)
-
-
-def load_ours(folder: Path, how: str, dtype: torch.dtype, rank: int, size: int) -> nn.Module:
     mesh = DeviceMesh.solo()
-    if how == "tp":
-        shard = build_meta(folder, dtype, dataclasses.replace(mesh, tp=Place(rank, size)))
-    else:
-        shard = cut_rows(build_meta(folder, dtype, mesh), rank, size)
-    allocate(shard, torch.device("cpu"))
-    reload(str(folder), shard)
-    return shard.model
+    return build(config, AutoModelForCausalLM, dtype=torch.bfloat16, mesh=mesh, trust_remote_code=False)
 
 
-def load_torch(folder: Path, dtype: torch.dtype, rank: int) -> nn.Module:
-    model = build_meta(folder, dtype, DeviceMesh.solo()).model
+def load_torch(folder: Path, rank: int) -> nn.Module:
+    model = build_meta(folder).model
     for layer in model.base_model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -133,44 +105,57 @@ def load_torch(folder: Path, dtype: torch.dtype, rank: int) -> nn.Module:
     return model
 
 
-def run_rank(
-    folder: Path, turns: list[Turn], rank: int, size: int, meeting: str, barrier: Barrier, into: Queue
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet: ours, and those of torch's default group."""
+
+    rendezvous: Rendezvous
+    store: str
+    barrier: Barrier
+
+
+def run_rank(folder: Path, turns: list[Turn], rank: int, size: int, meeting: Meeting, into: Queue) -> None:
     """Take all turns in one process, so that none pays for imports."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting.store}", rank=rank, world_size=size)
+    axes = {axis for axis, _ in WAYS.values()} - {"torch"}
+    connected = {
+        axis: DeviceMesh.connect(meeting.rendezvous, axis, rank, {axis: size}, timeout_s=120) for axis in sorted(axes)
+    }
+    meshes, barrier = {**connected, "torch": DeviceMesh.solo()}, meeting.barrier
     for way in WAYS:
-        load(folder / "warm", way, rank, size)
+        load(folder / "warm", way, rank, meshes)
     for turn in turns:
         if turn.is_cold and rank == 0:
             drop_from_cache(folder)
+        gc.collect()  # the model of the turn before
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # so that memory of the turn before is not used again unseen
         barrier.wait()
         Path("/proc/self/clear_refs").write_text("5")
         before, began = memory_mib("VmRSS"), time.perf_counter()
-        tensors = load(folder, turn.way, rank, size)
+        tensors = load(folder, turn.way, rank, meshes)
         seconds = time.perf_counter() - began
         part = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
-        into.put((turn, Measured(seconds, part, memory_mib("VmHWM") - before - part)))
+        into.put((turn, Measured(rank, seconds, part, memory_mib("VmHWM") - before - part)))
         del tensors
         barrier.wait()
     distributed.destroy_process_group()
 
 
-def load(folder: Path, way: str, rank: int, size: int) -> list[torch.Tensor]:
+def load(folder: Path, way: str, rank: int, meshes: dict[str, DeviceMesh]) -> list[torch.Tensor]:
     """Return what the rank holds afterwards."""
-    how, dtype = WAYS[way]
-    if how == "torch":
-        weights = load_torch(folder, dtype, rank).parameters()
-        return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-    return list(load_ours(folder, how, dtype, rank, size).parameters())
+    axis, dtype = WAYS[way]
+    if axis == "torch":
+        return [held(weight) for weight in load_torch(folder, rank).parameters()]
+    return list(load_policy(str(folder), dtype=dtype, mesh=meshes[axis], frozen=True).tensors().values())
 
 
 def measure(folder: Path, turns: list[Turn], size: int) -> list[tuple[Turn, Measured]]:
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(size), context.Queue()
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = [(folder, turns, rank, size, f"{meeting}/store", barrier, results) for rank in range(size)]
+    with tempfile.TemporaryDirectory() as where, open_rendezvous("tcp", "loading") as rendezvous:
+        meeting = Meeting(rendezvous, f"{where}/store", barrier)
+        arguments = [(folder, turns, rank, size, meeting, results) for rank in range(size)]
         ranks = [context.Process(target=run_rank, args=each) for each in arguments]
         for rank in ranks:
             rank.start()
@@ -209,7 +194,7 @@ def main() -> None:
         make_model(folder / "warm", 1)
         file = folder / "model.safetensors"
         print(f"{file.stat().st_size / 2**20:.0f} MiB; the largest tensor has {32_000 * 1024 * 2 / 2**20:.0f} MiB\n")
-        print("| ranks | way | cold s | warm s | part MiB | beyond it MiB |\n|---|---|---|---|---|---|")
+        print("| ranks | way | cold s | warm s | part MiB | beyond it MiB, of each rank |\n|---|---|---|---|---|---|")
         for size in wanted.ranks:
             turns = [Turn(way, c, t) for t in range(wanted.times) for c in (True, False) for way in WAYS]
             measured = measure(folder, turns, size)
@@ -226,8 +211,10 @@ def main() -> None:
                     )
                     for c in (True, False)
                 }
-                part, beyond = max(one.part_mib for _, one in mine), max(one.beyond_mib for _, one in mine)
-                print(f"| {size} | {way} | {seconds[True]:.2f} | {seconds[False]:.2f} | {part:.0f} | {beyond:.0f} |")
+                part = max(one.part_mib for _, one in mine)
+                worst = [max(one.beyond_mib for _, one in mine if one.rank == rank) for rank in range(size)]
+                beyond = ", ".join(f"{mib:.0f}" for mib in worst)
+                print(f"| {size} | {way} | {seconds[True]:.2f} | {seconds[False]:.2f} | {part:.0f} | {beyond} |")
             print(
                 f"| | disk | {statistics.median(disk[True]):.2f} | {statistics.median(disk[False]):.2f} | | |",
                 flush=True,

@@ -1,4 +1,4 @@
-"""One rank of the parity table: takes three steps in every case that has a place for it and writes what it got."""
+"""One rank of the parity tables: takes three steps in every case that has a place for it and writes what it got."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ MESHES: dict[str, dict[str, int]] = {
     "sp2 x tp2": {"sp": 2, "tp": 2},
 }
 CAPS = {"one micro-batch": 10_000, "many": 48}
+FAMILIES = ("qwen3_moe", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2")
+"""Beside Qwen3, which all cells are of."""
+OF_FAMILIES = (
+    ("1 process", "packed", "one micro-batch"),
+    ("1 process", "padded", "many"),
+    ("shard2", "packed", "many"),
+    ("tp2", "packed", "many"),
+    ("sp2", "packed", "many"),
+    ("sp2", "padded", "one micro-batch"),
+)
+"""The cells that other families have too: an actor's, in float64. Several axes at a time know nothing of families."""
 NUM_STEPS = 3
 LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8, 24, 24, 3)
 
@@ -51,15 +62,18 @@ class Case:
     cut: str
     role: str
     dtype: str
+    family: str = "qwen3"
 
     def __str__(self) -> str:
         return ", ".join(dataclasses.astuple(self))
 
 
 def cases() -> Iterator[Case]:
-    """Yield every cell; those of one mesh are neighbours."""
+    """Yield every cell."""
     for cell in itertools.product(MESHES, ("packed", "padded"), CAPS, ("actor", "critic"), ("float64", "float32")):
         yield Case(*cell)
+    for family, cell in itertools.product(FAMILIES, OF_FAMILIES):
+        yield Case(*cell, "actor", "float64", family)
 
 
 def make_batch(role: str) -> ActorBatch | CriticBatch:
@@ -93,11 +107,11 @@ def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Met
 
 
 def run(
-    case: Case, mesh: DeviceMesh, model_folder: str, part: ActorBatch | CriticBatch, denominator: int
+    case: Case, mesh: DeviceMesh, models: str, part: ActorBatch | CriticBatch, denominator: int
 ) -> dict[str, Tensor]:
     """Take the steps of a case and return this rank's numbers: `loss`, `grad_norm`, and its part of every weight."""
     load = load_policy if case.role == "actor" else load_critic
-    shard = load(model_folder, dtype=case.dtype, mesh=mesh)
+    shard = load(f"{models}/{case.family}", dtype=case.dtype, mesh=mesh)
     engine = Engine(
         shard,
         optimizer=CONFIG,
@@ -120,11 +134,11 @@ def run(
     return {name: tensor.clone() for name, tensor in (tensors | held | whole).items()}
 
 
-def main(model_folder: str, folder: Path, rank: int) -> None:
+def main(models: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     rendezvous = open_meeting(folder)
     # The largest meshes first: nobody waits for ranks that are busy with smaller ones.
-    ordered = sorted(cases(), key=lambda case: -math.prod(MESHES[case.mesh].values()))
+    ordered = sorted(cases(), key=lambda case: (-math.prod(MESHES[case.mesh].values()), case.mesh))
     for name, of_mesh in itertools.groupby(ordered, lambda case: case.mesh):
         grid = Mesh(MESHES[name] or {"dp": 1})
         if rank >= grid.size:
@@ -133,7 +147,7 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
         for case in of_mesh:
             batch = make_batch(case.role)
             part = deal(batch, grid.num_parts, 0.01)[0][grid.part(rank)]
-            got = run(case, mesh, model_folder, part, batch.num_loss_tokens)
+            got = run(case, mesh, models, part, batch.num_loss_tokens)
             safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from parity_rank import MESHES, Case, cases
+from parity_rank import FAMILIES, MESHES, OF_FAMILIES, Case, cases
 from ranks import TOLERANCES, run_ranks
+from tiny_families import make_family_model
 from tiny_models import make_tiny_model
 
 from rallypoint.cluster.mesh import Mesh
@@ -27,8 +28,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 def run_all(folder: Path) -> None:
     """Have four ranks take the steps of every case, and write what each of them got into a folder."""
-    model = make_tiny_model(folder / "model", architecture="qwen3")
-    run_ranks("parity_rank.py", model, folder, statuses=[0] * 4, limit_s=500)
+    make_tiny_model(folder / "models" / "qwen3", architecture="qwen3")
+    for family in FAMILIES:
+        make_family_model(folder / "models" / family, family)
+    run_ranks("parity_rank.py", str(folder / "models"), folder, statuses=[0] * 4, limit_s=500)
 
 
 def error_of(folder: Path, case: Case) -> dict[str, float]:
@@ -36,7 +39,7 @@ def error_of(folder: Path, case: Case) -> dict[str, float]:
 
     Under "loss", "grad_norm" and "weights"; ranks that hold copies must hold the same bits.
     """
-    base = Case("1 process", "packed", "one micro-batch", case.role, case.dtype)
+    base = Case("1 process", "packed", "one micro-batch", case.role, case.dtype, case.family)
     expected = safetensors.torch.load_file(folder / f"{base}, 0.safetensors")
     grid = Mesh({axis: MESHES[case.mesh].get(axis, 1) for axis in AXES})
     ranks = [safetensors.torch.load_file(folder / f"{case}, {rank}.safetensors") for rank in range(grid.size)]
@@ -84,7 +87,8 @@ def write_page(folder: Path) -> str:
             "this page: `PYTHONPATH=tests/distributed:tests/shared python tests/distributed/test_parity.py`. Ranks are "
             "processes on CPUs, connected by gloo; rows are dealt to data-parallel ranks by cost, so that ranks have "
             "different numbers of rows and micro-batches. Rows of a group begin alike, which is computed once where "
-            "they are in one micro-batch.",
+            "they are in one micro-batch. The model is a Qwen3, but for the last table: other families differ within a "
+            "layer, which single axes show.",
             118,
             break_on_hyphens=False,
         ),
@@ -102,6 +106,17 @@ def write_page(folder: Path) -> str:
                 cells = [max(error_of(folder, Case(mesh, rows, cut, role, dtype)).values()) for rows, cut in head]
                 lines.append(f"| {mesh} | " + " | ".join(f"{cell:.1e}" if cell else "0" for cell in cells) + " |")
             lines.append("")
+    lines += [
+        "## Other families, actor, float64",
+        "",
+        "| family | " + " | ".join(", ".join(cell) for cell in OF_FAMILIES[1:]) + " |",
+        "|---|" + "---:|" * (len(OF_FAMILIES) - 1),
+    ]
+    for family in FAMILIES:
+        cases_of_it = [Case(*cell, "actor", "float64", family) for cell in OF_FAMILIES[1:]]
+        cells = [f"{max(error_of(folder, case).values()):.1e}" for case in cases_of_it]
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    lines.append("")
     return "\n".join(lines)
 
 

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import safetensors.torch
+import torch
+from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rallypoint.errors import RewardError
@@ -78,6 +81,38 @@ def test_a_checkpoint_opens_in_transformers_as_it_is(own):
     assert AutoModelForCausalLM.from_pretrained(newest).config.num_hidden_layers == 1
     assert AutoModelForTokenClassification.from_pretrained(newest / "critic").config.num_labels == 1
     assert AutoTokenizer.from_pretrained(newest).chat_template
+
+
+STILL = "critic.optimizer={lr: 1e-12, weight_decay: 0.0}"
+"""Too little to move a weight, so that a critic is saved as it was read."""
+
+
+def critic_of(run) -> dict:
+    return safetensors.torch.load_file(max(run.checkpoints.iterdir()) / "critic" / "model.safetensors")
+
+
+def test_a_critic_starts_from_a_checkpoint_of_its_own(own):
+    before = own("before", "half")
+    path = max(before.checkpoints.iterdir()) / "critic"
+    found, expected = critic_of(own("own", "half", f"critic.path={path}", STILL)), critic_of(before)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], wanted, rtol=0, atol=1e-9) for name, wanted in expected.items())
+    other = critic_of(own("other", "half", STILL))  # from the initial policy, with a head of zeros
+    assert other["score.weight"].abs().max() < 1e-9
+    assert expected["score.weight"].abs().max() > 1e-3
+
+
+def test_a_critic_of_another_shape_than_the_actor_learns_and_goes_on_from_its_checkpoint(own, runs, tmp_path):
+    path = make_tiny_model(tmp_path / "critic", hidden_size=24, num_layers=2)
+    keys = (f"critic.path={path}", "checkpoint={every_steps: 2, keep: 9}")
+    run = own("wider", "half", *keys)
+    whole = critic_of(run)
+    assert whole["score.weight"].shape == (1, 24)
+    assert whole["score.weight"].any()
+    last = max(run.checkpoints.iterdir())
+    last.rename(tmp_path / "last")
+    resumed = critic_of(runs.resume("wider"))
+    assert all(torch.equal(resumed[name], wanted) for name, wanted in whole.items())
 
 
 def test_rollouts_that_the_reward_function_fails_on_are_left_out_and_named(own):

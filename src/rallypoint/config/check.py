@@ -10,12 +10,13 @@ from pathlib import Path
 from rallypoint.config.check_sampling import sampling_contradictions
 from rallypoint.config.check_vllm import vllm_contradictions
 from rallypoint.config.fields import shown, values_of
-from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES, misfit_of
+from rallypoint.config.mesh_fit import misfit_of
 from rallypoint.config.problem import Problem
 from rallypoint.config.sections import LoRAConfig
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import RunConfig, unread_sections
+from rallypoint.families import FAMILIES
 
 _MOST_INLINE = 256
 """Processes that are threads of one; far beyond what is of use."""
@@ -285,11 +286,11 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
         if shape is None or role not in config.roles:
             continue
-        if tp > 1 and shape.model_type not in TENSOR_PARALLEL_FAMILIES:
+        if tp > 1 and shape.model_type not in FAMILIES:
             yield Problem(
                 (f"{role}.mesh.tp",),
                 f"{role}.mesh.tp={tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
-                f"those of type {', '.join(TENSOR_PARALLEL_FAMILIES)} can",
+                f"those of type {', '.join(FAMILIES)} can",
             )
         elif misfit := misfit_of(tp, shape.shared_by_tensor_parallel_ranks):
             yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")

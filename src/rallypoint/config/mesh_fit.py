@@ -5,18 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-TENSOR_PARALLEL_FAMILIES = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Types of models that ranks can share by tensor parallelism, as config.json names them."""
-
 
 def misfit_of(num_ranks: int, sizes: Mapping[str, int]) -> str | None:
     """Return why some ranks cannot share a model, and how many could; None when they can.

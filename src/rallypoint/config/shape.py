@@ -9,10 +9,9 @@ from typing import Any
 
 from rallypoint.config.sections import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
+from rallypoint.families import FAMILIES
 
 _DIGITS_VOCABULARY = 20
-_TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text")
-"""Types of models whose config.json leaves out that embedding and head are one matrix."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 """What config.json says of a plain decoder."""
@@ -176,6 +175,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
         model_type = str(values.get("model_type", ""))
+        family = FAMILIES.get(model_type)
         if not all(int(values[name]) >= 1 for name in SIZES):
             return None
         return ModelShape(
@@ -186,8 +186,8 @@ def read_shape(folder: Path) -> ModelShape | None:
             head_dim=int(values.get("head_dim") or hidden // heads),
             intermediate_size=int(values["intermediate_size"]),
             vocab_size=int(values["vocab_size"]),
-            tie_embeddings=bool(values.get("tie_word_embeddings", model_type in _TIED_UNLESS_SAID)),
-            query_key_norm="qwen3" in model_type,
+            tie_embeddings=bool(values.get("tie_word_embeddings", family is not None and family.ties_embeddings)),
+            query_key_norm=family is not None and family.norms_heads,
             model_type=model_type,
             **_read_experts(values),
         )
@@ -228,6 +228,6 @@ def _created_shape(made: CreateModelConfig) -> ModelShape:
         intermediate_size=made.intermediate_size,
         vocab_size=_DIGITS_VOCABULARY,
         tie_embeddings=False,
-        query_key_norm=made.architecture == "qwen3",
+        query_key_norm=FAMILIES[made.architecture].norms_heads,
         model_type=made.architecture,
     )

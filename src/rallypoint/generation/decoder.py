@@ -1,7 +1,7 @@
 """The ways of tokens through the backbone of a model: its own code, or the plain arithmetic of a Llama or Qwen.
 
-Owns: which models are plain, and where their weights are. The plain way is compared with the model's own code whenever
-it is made, and whatever is not exactly of these classes goes through its own code.
+Owns: which models of a family that says so are plain, and where their weights are. The plain way is compared with the
+model's own code whenever it is made, and whatever is not exactly of transformers' classes goes through its own code.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
+from rallypoint.families import FAMILIES
 from rallypoint.generation.bags import Bags
 from rallypoint.generation.plain import (
     Layer,
@@ -31,7 +32,6 @@ from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.joined import joined
 from rallypoint.models.norm import RMSNorm
 
-_CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _MOVING_ROTATIONS = ("dynamic", "longrope")
 """Whose frequencies depend on the length of what is computed."""
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
@@ -86,7 +86,7 @@ class _DecoderLayer(Protocol):
 
 
 class _Decoder(Protocol):
-    """What the models of `_CLASSES` have in common."""
+    """What the models of families that are plain have in common."""
 
     embed_tokens: nn.Embedding
     rotary_emb: _Rotary
@@ -119,16 +119,20 @@ class PlainDecoder:
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Say whether a model is of a class whose arithmetic this is, whole and without adapters."""
+        family, kind = FAMILIES.get(str(model.config.model_type)), type(model)
         linears = [part for name, part in model.named_modules() if name.endswith("_proj")]
         norms = [part for name, part in model.base_model.named_modules() if name.endswith("norm")]
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         return (
-            type(model) in _CLASSES
+            family is not None
+            and family.is_plain
+            and kind.__module__.startswith("transformers.")
+            and kind.__name__.endswith("ForCausalLM")
             and kinds == {"full_attention"}
             and model.config.hidden_act == "silu"
             and cast("_Decoder", model.base_model).rotary_emb.rope_type not in _MOVING_ROTATIONS
             and all(map(is_plain, linears))
-            and all(isinstance(part, RMSNorm) for part in norms)
+            and all(isinstance(part, RMSNorm) and part.offset == 0 for part in norms)
             and not any(map(_has_hooks, model.base_model.modules()))
         )
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture, hooked into transformers by its registry of implementations.
+"""The experts of a mixture, hooked into transformers by its registry of implementations, and who is asked.
 
 A model built with `experts_implementation=EXPERTS` multiplies the tokens of each expert as one block, in every
 precision, and with the same bits for the same tokens. Whose experts a module has is not known here: tokens that are
@@ -7,14 +7,20 @@ sent to none of them are left to other ranks, which add their part.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rallypoint.families import FAMILIES
+
 EXPERTS = "rallypoint_experts"
+
+_ROUTERS = frozenset(name for family in FAMILIES.values() for name in family.routers)
+"""Classes of transformers that compute exactly what ours does, but in float32 always."""
 
 
 class Experts(Protocol):
@@ -28,6 +34,47 @@ class Experts(Protocol):
     def act_fn(self, gate: Tensor) -> Tensor:
         """Return the activation of a gate."""
         ...
+
+
+class Router(Protocol):
+    """What transformers calls the router of Qwen3-MoE and its kin."""
+
+    weight: Tensor
+    """[X, E]."""
+    top_k: int
+    norm_topk_prob: bool
+
+
+class _RouterInPrecision:
+    """Before one of transformers' routers among the bases of a class: the same, and float64 where the model is float64.
+
+    transformers' own rounds probabilities to float32 there, so that gradients depend on which tokens stand beside.
+    """
+
+    def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., E] -> scores before the softmax [T, X], shares of the chosen experts [T, k], and these [T, k]."""
+        scores = functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        shares, chosen = shares.topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return scores, shares.to(scores.dtype), chosen
+
+
+def replace_routers(model: nn.Module) -> None:
+    """Let the routers of a transformers model round to no less than the model's own precision; they stay what they are.
+
+    In float32 and below they give the same bits as before.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers."):
+            module.__class__ = _in_precision(kind)
+
+
+@functools.cache
+def _in_precision(router: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{router.__name__}InPrecision", (_RouterInPrecision, router), {})
 
 
 def add_up_experts(experts: Experts, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

@@ -14,19 +14,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from rallypoint.families import FAMILIES
 from rallypoint.models.attention import Limits, Rows
+from rallypoint.models.experts import replace_routers
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.pointwise import rotate, swiglu
 
-_MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
-
-_WINDOWS: dict[str, Callable[[Any], int | None]] = {
-    "LlamaAttention": lambda _: None,
-    "MistralAttention": lambda attention: attention.config.sliding_window,
-    "Qwen2Attention": lambda attention: attention.sliding_window,
-    "Qwen3Attention": lambda attention: attention.sliding_window,
-    "Qwen3MoeAttention": lambda attention: attention.sliding_window,
-}
+_MLPS = frozenset(name for family in FAMILIES.values() for name in family.mlps)
+_WINDOWS = {name: window for family in FAMILIES.values() for name, window in family.attentions.items()}
 """Attentions of transformers that differ in this only: how far a token looks back; None for all before it."""
 
 
@@ -85,11 +80,12 @@ class _OnRows:
 
 
 def replace_layers(model: nn.Module) -> None:
-    """Put our norms, attentions and MLPs in the place of those of a transformers model that they equal.
+    """Put our norms, routers, attentions and MLPs in the place of those of a transformers model that they equal.
 
     Weights stay, and so do the names of everything that has some.
     """
     replace_norms(model)
+    replace_routers(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             kind = type(child)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,6 +28,7 @@ from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
 from rallypoint.models.adapter import adapters_of, fill_adapters
 from rallypoint.models.agreement import check_agreement, check_finite
+from rallypoint.models.classifier import TokenClassifiers
 from rallypoint.models.fit import fit
 from rallypoint.models.folder import explained, find_weights
 from rallypoint.models.reader import TensorFiles
@@ -184,7 +184,7 @@ class _CriticLoader(_Loader):
     A folder without such a head gets one of zeros: the first values are zero, whatever the backbone.
     """
 
-    factory = AutoModelForTokenClassification
+    factory = TokenClassifiers
     config_changes: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
     trained_whole = ("score",)
 

@@ -11,74 +11,87 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from rallypoint.families import FAMILIES
 from rallypoint.models.strips import in_strips
 
-_SAME_FORMULA = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
-"""Classes of transformers that compute exactly this; Gemma's, for one, multiplies by 1 + weight."""
+_KINDS = {name: kind for family in FAMILIES.values() for name, kind in family.norms.items()}
+"""Classes of transformers that compute exactly this."""
 
 
 class _Context(FunctionCtx):
     """What the forward pass leaves for the backward one."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor]
+    offset: float
 
 
 class RMSNorm(nn.Module):
-    """Zhang and Sennrich, 2019 (arXiv:1910.07467): x / sqrt(mean(x^2) + eps) * weight, over the last dim."""
+    """Zhang and Sennrich, 2019 (arXiv:1910.07467): x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dim."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float = 0.0) -> None:
         """Take over the weight of a model's own norm.
 
         Args:
             weight: [E].
             eps: added to the mean square.
+            offset: added to the weight; 1 in Gemma, whose weights are small numbers.
         """
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.offset = weight, eps, offset
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., E] -> [..., E], in the precision of the states; in between at least float32."""
         if states.device.type != "cpu":  # other backends have a kernel of their own
+            if self.offset:  # half precision has no room for 1 + weight
+                wide = torch.promote_types(states.dtype, torch.float32)
+                factor = self.weight.to(wide) + self.offset
+                return functional.rms_norm(states.to(wide), factor.shape, factor, self.eps).to(states.dtype)
             return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
-        return _RMSNorm.apply(states, self.weight, self.eps)  # pyright: ignore[reportReturnType] - `apply` is untyped
+        return _RMSNorm.apply(states, self.weight, self.eps, self.offset)  # pyright: ignore[reportReturnType] - `apply` is untyped
 
 
 def replace_norms(model: nn.Module) -> None:
     """Put `RMSNorm` in the place of those norms of a transformers model that it equals; weights and names stay."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in _SAME_FORMULA and type(child).__module__.startswith("transformers."):
-                setattr(parent, name, RMSNorm(child.weight, child.variance_epsilon))  # pyright: ignore[reportArgumentType] - known of these classes
+            if type(child).__name__ in _KINDS and type(child).__module__.startswith("transformers."):
+                kind = _KINDS[type(child).__name__]
+                setattr(parent, name, RMSNorm(child.get_parameter("weight"), getattr(child, kind.eps), kind.offset))
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With n = x * rsqrt(mean(x^2) + eps) and y = n * weight."""
+    """With n = x * rsqrt(mean(x^2) + eps) and y = n * (offset + weight)."""
 
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: _Context, states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
-        rows, wide_weight = states.reshape(-1, states.shape[-1]), weight.to(wide)
+        rows, factor = states.reshape(-1, states.shape[-1]), _factor(weight, offset, wide)
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows), 1, dtype=wide)
         for part, length, into in in_strips(rows, scale, out):
             x = part.to(wide)
             torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=length)
             length.square_().mul_(1 / rows.shape[-1]).add_(eps).rsqrt_()
-            into.copy_(torch.mul(x, length).mul_(wide_weight))
+            into.copy_(torch.mul(x, length).mul_(factor))
         ctx.save_for_backward(states, weight, scale)
+        ctx.offset = offset
         return out.view(states.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         states, weight, scale = ctx.saved_tensors
-        wide_weight = weight.to(scale.dtype)
+        factor = _factor(weight, ctx.offset, scale.dtype)
         rows, grads = (tensor.reshape(-1, states.shape[-1]) for tensor in (states, grad))
-        grad_states, grad_weight = torch.empty_like(rows), torch.zeros_like(wide_weight)
+        grad_states, grad_weight = torch.empty_like(rows), torch.zeros_like(factor)
         for part, narrow, length, into in in_strips(grads, rows, scale, grad_states):
             x, scaled = narrow.to(scale.dtype), part * length
             products = scaled * x
             grad_weight += products.sum(0)
             # d n_i / d x_j = scale * (delta_ij - n_i n_j / E), and n = x * scale
-            mean = (products @ wide_weight).unsqueeze(-1) * length.square().mul_(-1 / rows.shape[-1])
-            into.copy_(scaled.mul_(wide_weight).addcmul_(x, mean))
-        return grad_states.view(states.shape), grad_weight.to(weight.dtype), None
+            mean = (products @ factor).unsqueeze(-1) * length.square().mul_(-1 / rows.shape[-1])
+            into.copy_(scaled.mul_(factor).addcmul_(x, mean))
+        return grad_states.view(states.shape), grad_weight.to(weight.dtype), None, None
+
+
+def _factor(weight: Tensor, offset: float, wide: torch.dtype) -> Tensor:
+    return weight.to(wide) + offset if offset else weight.to(wide)

@@ -7,9 +7,11 @@ the experts of a layer are one tensor there, and one or two for each expert here
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from rallypoint.families import FAMILIES
 from rallypoint.models.part import Part
 
 
@@ -37,16 +39,22 @@ def same_names(name: str, shape: Sequence[int]) -> Sequence[Piece]:
     return [Piece(name, Part.whole(shape), tuple(shape))]
 
 
-def experts_apart(name: str, shape: Sequence[int]) -> Sequence[Piece]:
+def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Sequence[int]) -> Sequence[Piece]:
     """Return the pieces of a family that stores each expert's matrices by themselves.
 
-    >>> [piece.tensor for piece in experts_apart("mlp.experts.gate_up_proj", [2, 8, 4])]
+    >>> qwen = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    >>> [piece.tensor for piece in experts_apart(qwen, "mlp.experts.gate_up_proj", [2, 8, 4])]
     ... # doctest: +NORMALIZE_WHITESPACE
     ['mlp.experts.0.gate_proj.weight', 'mlp.experts.0.up_proj.weight',
      'mlp.experts.1.gate_proj.weight', 'mlp.experts.1.up_proj.weight']
+
+    Args:
+        matrices: weight of the experts -> what a file has of each expert, see `Family.stored_experts`.
+        name: of a weight in the module.
+        shape: of all of it.
     """
     layer, _, kind = name.rpartition(".experts.")
-    stored = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind) if layer else None
+    stored = matrices.get(kind) if layer else None
     if stored is None:
         return same_names(name, shape)
     return [
@@ -60,9 +68,9 @@ def experts_apart(name: str, shape: Sequence[int]) -> Sequence[Piece]:
     ]
 
 
-_SOURCES: dict[str, Sources] = {"qwen3_moe": experts_apart}
-
-
 def sources_of(model_type: str) -> Sources:
     """Return how a family, by the `model_type` of its config, stores its weights."""
-    return _SOURCES.get(model_type, same_names)
+    family = FAMILIES.get(model_type)
+    if family is None or not family.stored_experts:
+        return same_names
+    return functools.partial(experts_apart, family.stored_experts)

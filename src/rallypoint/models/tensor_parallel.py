@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.config.mesh_fit import misfit_of
 from rallypoint.errors import ModelError
-from rallypoint.models.families import Cut, Family
+from rallypoint.families import Cut, Family
 from rallypoint.models.part import Part
 from rallypoint.models.vocab_parallel import VocabParallelLinear, vocabulary_of
 from rallypoint.parallel import Collective, reduce, replicate

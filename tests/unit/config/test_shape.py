@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from rallypoint.config.shape import read_shape
-from rallypoint.models.families import FAMILIES
+from rallypoint.families import FAMILIES
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
-from rallypoint.models import ModelShard, load_policy, named_weights
+from rallypoint.models import ModelShard, named_weights
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, merge
 
@@ -140,18 +140,25 @@ def test_no_split_over_ranks_changes_loss_gradients_or_weights(train, make_batch
         assert all(torch.equal(actual[name], ranks[0][name]) for name in actual)
 
 
-@settings(max_examples=15)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(20, 60), st.integers(0, 99))
-def test_any_lengths_under_any_cap_give_the_same_step(make_folder, make_batch, policy_gradient, lengths, cap, seed):
-    batch = make_batch(lengths, seed=seed)
-    outcomes = []
-    for at_once in (cap, 10_000):
-        model = load_policy(make_folder(), dtype="float32").model.double()
-        loss = policy_gradient(model)
-        engine = engine_of(model, at_once)
-        metrics = engine.train(batch, loss, denominator=max(1, batch.num_loss_tokens), step=1, num_steps=1)
-        outcomes.append(outcome(engine, metrics))
-    assert_same(*outcomes, 1e-10)
+@st.composite
+def cuts(draw):
+    """Rows as (length, rank, whether nothing of it is trained); the number of ranks, the cap, and whether to pad."""
+    num_ranks = draw(st.integers(1, 4))
+    row = st.tuples(st.integers(0, 20), st.integers(0, num_ranks - 1), st.booleans())
+    rows = draw(st.lists(row, min_size=1, max_size=8))
+    return rows, num_ranks, draw(st.integers(20, 60)), draw(st.booleans())
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each call meets anew
+@given(cuts(), st.sampled_from(["llama", "qwen3"]), st.integers(0, 99))
+def test_any_rows_on_any_ranks_under_any_cap_give_the_same_step(train, make_batch, cut, architecture, seed):
+    rows, num_ranks, cap, padded = cut
+    masked = [row for row, (_, _, is_masked) in enumerate(rows) if is_masked]
+    batch = make_batch([length for length, _, _ in rows], seed=seed, masked_rows=masked)
+    (expected,) = train([batch], torch.float64, cap=10_000, architecture=architecture)
+    parts = [batch.rows([row for row, (_, at, _) in enumerate(rows) if at == rank]) for rank in range(num_ranks)]
+    for actual in train(parts, torch.float64, cap=cap, architecture=architecture, padded=padded):
+        assert_same(actual, expected, 1e-10)
 
 
 def test_the_denominator_divides_the_gradient(make_batch, make_policy):

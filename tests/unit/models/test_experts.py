@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from rallypoint.models.experts import add_up_experts
+from rallypoint.models.experts import add_up_experts, replace_routers
 
 
 class FourExperts(nn.Module):
@@ -56,3 +58,41 @@ def test_a_module_that_no_token_is_sent_to_still_has_gradients():
     shares = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
     add_up_experts(experts, states, torch.full((2, 1), 4), shares).sum().backward()
     assert all(not leaf.grad.any() for leaf in (states, shares, *experts.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_a_router_gives_the_bits_of_transformers_own(dtype, norm_topk_prob):
+    router, states = make_router(norm_topk_prob, dtype)
+    found = []
+    for _ in range(2):
+        leaf = states.clone().requires_grad_()
+        router.zero_grad()
+        scores, shares, chosen = router(leaf)
+        (shares * torch.linspace(-1, 1, shares.numel()).view_as(shares)).sum().backward()
+        found.append((scores, shares, chosen, leaf.grad, router.weight.grad.clone()))
+        replace_routers(nn.Sequential(router))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert isinstance(router, Qwen3MoeTopKRouter)
+    assert type(router) is not Qwen3MoeTopKRouter
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_a_router_of_a_float64_model_rounds_nothing_to_float32(norm_topk_prob):
+    router, states = make_router(norm_topk_prob, torch.float64)
+    replace_routers(nn.Sequential(router))
+    scores, shares, chosen = router(states)
+    expected = scores.softmax(-1).gather(-1, chosen)
+    if norm_topk_prob:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert torch.equal(scores, states @ router.weight.T)
+    torch.testing.assert_close(shares, expected, rtol=1e-15, atol=0)
+
+
+def make_router(norm_topk_prob, dtype):
+    config = Qwen3MoeConfig(num_experts=6, num_experts_per_tok=3, hidden_size=8, norm_topk_prob=norm_topk_prob)
+    generator = torch.Generator().manual_seed(0)
+    router = Qwen3MoeTopKRouter(config).to(dtype)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(6, 8, generator=generator))
+    return router, torch.randn(20, 8, generator=generator).to(dtype)

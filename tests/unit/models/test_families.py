@@ -1,7 +1,8 @@
 """Every family through the door of the loader, against transformers' own code on each row alone.
 
 Its eager attention rounds every softmax to float32, so that it is compared more loosely than its sdpa, which knows no
-capped scores; some of its norms add up their gradients in float32. Rows are longer than the windows.
+capped scores. Its norms and routers, which round likewise, are ours on both sides: they have tests of their own. Rows
+are longer than the windows.
 """
 
 import pytest
@@ -17,11 +18,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rallypoint.config.mesh_fit import TENSOR_PARALLEL_FAMILIES
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.stream import trained_positions
+from rallypoint.families import FAMILIES
 from rallypoint.models import ModelShard, load_policy
-from rallypoint.models.families import FAMILIES
+from rallypoint.models.experts import replace_routers
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Sequences
 
@@ -56,7 +57,7 @@ CONFIGS = {
     "qwen3_moe, some layers dense": (Qwen3MoeConfig(**SIZES, **MIXTURE, decoder_sparse_step=2), "sdpa"),
     "qwen3_moe that slides": (Qwen3MoeConfig(**SIZES, **MIXTURE, **SLIDING), "sdpa"),
 }
-TOLERANCES = {"eager": 1e-5, "sdpa": 1e-9}
+TOLERANCES = {"eager": 1e-6, "sdpa": 1e-12}
 LENGTHS = (23, 1, 6, 70)
 
 
@@ -71,6 +72,7 @@ def both(request, tmp_path):
         tmp_path, attn_implementation=attention, experts_implementation="eager", dtype=torch.float64
     )
     replace_norms(theirs)  # transformers rounds what a norm of a float64 model returns to float32
+    replace_routers(theirs)
     return ours, theirs.eval(), TOLERANCES[attention]
 
 
@@ -102,9 +104,8 @@ def test_the_logprobs_and_gradients_of_packed_rows_are_those_of_each_row_alone(b
     expected = {name: weight.grad for name, weight in theirs.named_parameters()}
     for name, weight in ours.named_parameters():
         scale = max(1.0, float(expected[name].abs().max()))
-        assert (weight.grad - expected[name]).abs().max() <= 1e-5 * scale, name
+        assert (weight.grad - expected[name]).abs().max() <= tolerance * scale, name
 
 
-def test_every_family_is_tested_and_known_to_the_config():
+def test_every_family_is_tested():
     assert {config.model_type for config, _ in CONFIGS.values()} | {"llama"} == set(FAMILIES)
-    assert tuple(sorted(FAMILIES)) == TENSOR_PARALLEL_FAMILIES

@@ -1,0 +1,23 @@
+"""The families of models that are known part by part: every `Family` in a file of this folder, and nothing else to do.
+
+Owns: facts. Must not know: torch, transformers, or what is made of the facts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from rallypoint.families.family import Cut, Family, Norm
+
+__all__ = ["FAMILIES", "Cut", "Family", "Norm"]
+
+
+def _found() -> dict[str, Family]:
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, Family))
+    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
+
+
+FAMILIES = _found()
+"""By the `model_type` of config.json, in its order."""

@@ -1,0 +1,68 @@
+"""A model of a few thousand weights of every family, in transformers' own configs.
+
+Windows are shorter than most rows, scores and logits are capped where a family does that, and sizes divide by two.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 128,
+    "pad_token_id": 3,
+    "use_cache": False,
+}
+MIXTURE: dict[str, Any] = {
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=4),
+    "qwen2": Qwen2Config,
+    "qwen3": lambda **sizes: Qwen3Config(**sizes, head_dim=8),
+    "qwen3_moe": lambda **sizes: Qwen3MoeConfig(**sizes, **MIXTURE),
+    "gemma": lambda **sizes: GemmaConfig(**sizes, head_dim=8),
+    "gemma2": lambda **sizes: Gemma2Config(
+        **sizes, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma3_text": lambda **sizes: Gemma3TextConfig(
+        **sizes, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+"""By the `model_type` of config.json; each takes `SIZES`, changed or not."""
+
+
+def make_family_model(folder: Path, model_type: str) -> str:
+    """Write a policy with random weights to a folder, norms and biases too, and return the folder."""
+    model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[model_type](**SIZES))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * (0.3 if weight.dim() > 1 else 0.1))
+            weight += 1.0 if weight.dim() == 1 else 0.0
+    model.save_pretrained(folder)
+    return str(folder)
