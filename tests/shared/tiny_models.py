@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import safetensors.torch
+import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
-from rallypoint.data import make_digits_tokenizer
+from rallypoint.data import make_digits_tokenizer, save_tokenizer
 from rallypoint.models import create_model
 
 TINY: dict[str, Any] = {
@@ -73,3 +74,25 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> No
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     change(weights)
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_tiny_reward_model(folder: Path, *, likes: str = "7", num_labels: int = 1, **changes: Any) -> str:
+    """Write a reward model that scores a row the higher, the more of one token it has, and return the folder.
+
+    Its one layer looks at all tokens alike, so that a state is their mean and the last token.
+    """
+    tokenizer, size = make_digits_tokenizer(), 32
+    sizes = TINY | {"vocab_size": len(tokenizer), "hidden_size": size, "num_hidden_layers": 1, "pad_token_id": None}
+    model = LlamaForSequenceClassification(LlamaConfig(**{**sizes, "num_labels": num_labels, **changes}))
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        model.model.embed_tokens.weight.copy_(torch.eye(*model.model.embed_tokens.weight.shape))
+        width = attention.k_proj.out_features
+        attention.v_proj.weight.copy_(torch.eye(width, size))
+        attention.o_proj.weight[:, :width] = torch.eye(size, width)
+        model.score.weight[:, tokenizer.get_vocab()[likes]] = 1.0
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    return str(folder)

@@ -22,6 +22,7 @@ from rallypoint.config import (
     shown,
     unread_sections,
     values_of,
+    why_unread,
 )
 from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.recipes.preflight import load_checked
@@ -37,7 +38,7 @@ def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> Non
     value_cells = min(_MAX_VALUE_CELLS, max(len(value) for _, value in rows))
     unread = unread_sections(loaded.config)
     for key, value in rows:
-        origin, setting = loaded.origins[key], unread.get(key.split(".")[0])
+        origin, setting = loaded.origins[key], why_unread(unread, key)
         line = f"{key:{key_cells}}  {value:{value_cells}}  {origin}" + (f" (not read: {setting})" if setting else "")
         style = "dim" if origin == "default" or setting else ""
         if not explain:

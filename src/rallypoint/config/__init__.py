@@ -23,7 +23,7 @@ from rallypoint.config.sections import (
     RolloutConfig,
 )
 from rallypoint.config.source import describe, shipped_recipes, to_yaml
-from rallypoint.config.tree import RoleName, RunConfig, unread_sections
+from rallypoint.config.tree import RoleName, RunConfig, unread_sections, why_unread
 
 __all__ = [
     "Activations",
@@ -60,4 +60,5 @@ __all__ = [
     "to_yaml",
     "unread_sections",
     "values_of",
+    "why_unread",
 ]

@@ -15,7 +15,7 @@ from rallypoint.config.problem import Problem
 from rallypoint.config.sections import LoRAConfig
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
-from rallypoint.config.tree import RunConfig, unread_sections
+from rallypoint.config.tree import RunConfig, unread_sections, why_unread
 from rallypoint.families import FAMILIES
 
 _MOST_INLINE = 256
@@ -43,7 +43,7 @@ def _without_effect(config: RunConfig, origins: Mapping[str, str]) -> Iterator[P
     """Yield keys that were set by hand, for this run, and that nothing reads; in a file they may wait for their day."""
     unread, values = unread_sections(config), dict(values_of(config))
     for name, origin in origins.items():
-        setting = unread.get(name.split(".")[0])
+        setting = why_unread(unread, name)
         if origin == COMMAND_LINE and setting is not None and name in values:
             yield Problem(
                 (name, setting.split("=")[0]),
@@ -74,6 +74,12 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             ("data.train", "data.generate"),
             f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: "
             "add data.generate=null",
+        )
+    if config.reward.function is None and config.reward.path is None:
+        yield Problem(
+            ("reward.function", "reward.path"),
+            "reward.function: required, but not set; expected `file.py:compute_score`, or reward.path=FOLDER for a "
+            "reward model",
         )
     if data.validation and data.generate is not None and not data.train:
         yield Problem(
@@ -281,8 +287,9 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         ("actor", config.actor.mesh),
         ("critic", config.critic.mesh),
         ("reference", config.reference.mesh),
+        ("reward", config.reward.mesh),
     ):
-        tp, own_path = mesh.tp, config.critic.path if role == "critic" else None
+        tp, own_path = mesh.tp, {"critic": config.critic.path, "reward": config.reward.path}.get(role)
         shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
         if shape is None or role not in config.roles:
             continue

@@ -82,12 +82,8 @@ def load_config(
 
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:
     """Validate what is left without the wrong keys, standing in for required ones, to look for more problems."""
-    standins: dict[str, Any] = {"recipe": "ppo", "reward": {"function": "digits"}}
-    merged = {**standins, **values}
-    if isinstance(merged["reward"], dict):
-        merged["reward"] = {**standins["reward"], **cast("dict[str, Any]", merged["reward"])}
     try:
-        return RunConfig.model_validate(merged)
+        return RunConfig.model_validate({"recipe": "ppo", **values})
     except ValidationError:
         assert problems, "what was left out must have been reported"
         return None

@@ -82,15 +82,16 @@ class RoleMemory:
 
 
 def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
-    """Predict the memory of a role."""
+    """Predict the memory of a role, whose model has a shape."""
     size = _BYTES[config.model.dtype]
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
     sizes = config.mesh(role)
     # Every rank has its part of the matrices, and of what is remembered of them.
     cut = sizes["dp_shard"] * sizes["tp"]
-    whole = shape.num_critic_parameters if role == "critic" else shape.num_parameters
+    own_heads = {"critic": shape.num_critic_parameters, "reward": shape.num_reward_parameters}
+    whole = own_heads.get(role, shape.num_parameters)
     parameters = trained = whole // cut
-    if (lora := config.model.lora) is not None:
+    if (lora := config.model.lora) is not None and role != "reward":
         adapters = shape.num_adapter_parameters(lora)
         parameters = (whole + adapters) // cut
         trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut
@@ -164,7 +165,7 @@ def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     size, num_lanes = _BYTES[config.model.dtype], _num_lanes(config, role, gradient_bytes=0)
     full, most_logits = _full_pass(config, role, num_parts=1, num_lanes=num_lanes), num_lanes * _CHUNK_BYTES
     states = 2 * full.num_outputs * shape.hidden_size * size
-    logits = 0 if role == "critic" else min(full.num_outputs * shape.vocab_size * size, most_logits)
+    logits = 0 if role in ("critic", "reward") else min(full.num_outputs * shape.vocab_size * size, most_logits)
     return _on_heap(config, role, max(full.live_bytes(shape, size), states + logits))
 
 
@@ -240,15 +241,16 @@ def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int, num_lanes: 
     Whole groups hardly ever fill the share of the cap that a lane has: 2 lanes of 8 rows may be where one had 24.
     """
     row, num_ranks = config.max_row_tokens, config.num_parts(role)
+    is_reward = role == "reward"  # it reads rows to their end, and is asked about that alone
     num_rows = -(-config.num_rows // num_parts // num_ranks // num_lanes)
     most = max(1, config.engine.max_tokens_per_micro_batch // num_lanes // row)
     # Rows of a prompt stay together where there are prompts enough for all mini-batches and ranks.
     together = min(config.rollout.group_size, num_rows, most)
     num_units = -(-num_rows // together)
     units = num_lanes * -(-num_units // -(-num_units // (most // together)))
-    sp, row_tokens = config.mesh(role)["sp"], row - 1
+    sp, row_tokens = config.mesh(role)["sp"], row if is_reward else row - 1
     num_rows, num_prompts = -(-units * together // sp), -(-units // sp)
-    num_outputs = num_rows * (row - config.data.max_prompt_tokens)
+    num_outputs = num_rows * (1 if is_reward else row - config.data.max_prompt_tokens)
     blocks = _blocks_of_row(config, row_tokens)
     return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.data.max_prompt_tokens, *blocks)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias, cast
 
 from rallypoint.config.memory import RoleMemory, role_memory
-from rallypoint.config.shape import shape_of
+from rallypoint.config.shape import ModelShape, role_shape, shape_of
 from rallypoint.config.tree import RoleName, RunConfig
 
 Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
@@ -28,7 +28,7 @@ class Plan:
     num_parameters: int | None
     """None when nothing is known of the model yet, as it is on the hub."""
     memory: tuple[RoleMemory, ...]
-    """Empty when the model is not known."""
+    """Empty when one of the models is not known."""
 
     def turn_memory(self, role: RoleName) -> int:
         """Return the bytes that a process holds at its peak while a role has its turn, other roles' among them."""
@@ -53,6 +53,8 @@ def make_plan(config: RunConfig) -> Plan:
         num_micro_batches = -(-rows_of_rank // rows_per_micro_batch)
         updates[role] = (learner.num_epochs * learner.num_mini_batches, rows, num_micro_batches)
     shape = shape_of(config)
+    shapes: dict[RoleName, ModelShape | None] = {role: role_shape(config, role) for role in config.roles}
+    memory = tuple(role_memory(config, role, shape) for role, shape in shapes.items() if shape is not None)
     return Plan(
         num_prompts=config.rollout.num_prompts,
         group_size=config.rollout.group_size,
@@ -60,7 +62,7 @@ def make_plan(config: RunConfig) -> Plan:
         max_tokens=config.num_rows * row,
         updates=updates,
         num_parameters=shape.num_parameters if shape else None,
-        memory=tuple(role_memory(config, role, shape) for role in config.roles) if shape else (),
+        memory=memory if len(memory) == len(shapes) else (),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.config.sections import CreateModelConfig, LoRAConfig
-from rallypoint.config.tree import RunConfig
+from rallypoint.config.tree import RoleName, RunConfig
 from rallypoint.families import FAMILIES
 
 _DIGITS_VOCABULARY = 20
@@ -89,6 +89,11 @@ class ModelShape:
         """Weights of a token classifier with one label on the same backbone."""
         return self.num_backbone_parameters + self.vocab_size * self.hidden_size + self.hidden_size + 1
 
+    @property
+    def num_reward_parameters(self) -> int:
+        """Weights of a sequence classifier with one label, which has no bias."""
+        return self.num_critic_parameters - 1
+
     def num_adapter_parameters(self, lora: LoRAConfig) -> int:
         """Weights of A and B of the adapted layers; of an adapter in a folder, of its rank and all layers."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
@@ -164,6 +169,13 @@ def shape_of(config: RunConfig) -> ModelShape | None:
     if made is not None:
         return _created_shape(made)
     return read_shape(Path(config.model.path).expanduser()) if config.model.path is not None else None
+
+
+def role_shape(config: RunConfig, role: RoleName) -> ModelShape | None:
+    """Return the shape of a role's model; the critic is taken to be of the actor's."""
+    if role == "reward" and config.reward.path is not None:
+        return read_shape(Path(config.reward.path).expanduser())
+    return shape_of(config)
 
 
 def read_shape(folder: Path) -> ModelShape | None:

@@ -7,6 +7,7 @@ from several keys is a property here or a line of `plan.py`, never a key of its 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from rallypoint.config.fields import Section, key, section
@@ -31,7 +32,7 @@ from rallypoint.config.sections import (
     ValidationConfig,
 )
 
-RoleName = Literal["actor", "rollout", "reference", "critic"]
+RoleName = Literal["actor", "rollout", "reward", "reference", "critic"]
 
 
 class RunConfig(Section):
@@ -60,6 +61,8 @@ class RunConfig(Section):
     def roles(self) -> dict[RoleName, PlacementConfig]:
         """The roles that this run has, in the order in which they are created, and where each runs."""
         roles: dict[RoleName, PlacementConfig] = {"actor": self.actor.placement, "rollout": self.rollout.placement}
+        if self.reward.path is not None:
+            roles["reward"] = self.reward.placement
         if self.kl is not None:
             roles["reference"] = self.reference.placement
         if self.recipe == "ppo":
@@ -109,7 +112,12 @@ class RunConfig(Section):
 
     def mesh(self, role: RoleName) -> dict[str, int]:
         """Return the size of each axis of a role's mesh; every rank of the rollout role has a copy of its own."""
-        sections = {"actor": self.actor.mesh, "critic": self.critic.mesh, "reference": self.reference.mesh}
+        sections: dict[RoleName, MeshConfig] = {
+            "actor": self.actor.mesh,
+            "reward": self.reward.mesh,
+            "reference": self.reference.mesh,
+            "critic": self.critic.mesh,
+        }
         mesh = sections.get(role, MeshConfig())
         inner = {"dp_shard": mesh.dp_shard, "sp": mesh.sp, "tp": mesh.tp}
         return {"dp_replicate": max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
@@ -121,7 +129,16 @@ class RunConfig(Section):
 
 
 def unread_sections(config: RunConfig) -> dict[str, str]:
-    """Return the sections that nothing reads in this run, each with the setting that makes it so."""
+    """Return the sections and keys that nothing reads in this run, each with the setting that makes it so."""
     recipe = f"recipe={config.recipe}"
     unread = {"grpo": recipe} if config.recipe == "ppo" else {"ppo": recipe, "critic": recipe}
-    return unread if config.kl is not None else {**unread, "reference": "kl=null"}
+    if config.kl is None:
+        unread["reference"] = "kl=null"
+    if config.reward.path is None:
+        unread |= dict.fromkeys(("reward.weight", "reward.placement", "reward.mesh"), "reward.path=null")
+    return unread
+
+
+def why_unread(unread: Mapping[str, str], name: str) -> str | None:
+    """Return the setting because of which nothing reads a key, by what `unread_sections` found; None if it is read."""
+    return next((setting for part, setting in unread.items() if f"{name}.".startswith(f"{part}.")), None)

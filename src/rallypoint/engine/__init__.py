@@ -1,7 +1,7 @@
 """One rank of training."""
 
 from rallypoint.engine.engine import Engine
-from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs
+from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs, reward_scores, scored_tokens
 from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
 from rallypoint.engine.stream import choosing_tokens, trained_positions
 
@@ -15,5 +15,7 @@ __all__ = [
     "optimizer_tensors",
     "policy_outputs",
     "restore_optimizer",
+    "reward_scores",
+    "scored_tokens",
     "trained_positions",
 ]

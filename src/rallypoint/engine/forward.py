@@ -1,4 +1,4 @@
-"""The forward pass over packed rows: what a policy and a critic say of the trained tokens."""
+"""The forward pass over packed rows: what a policy and a critic say of trained tokens, and a reward model of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from rallypoint.engine.stream import Stream
+from rallypoint.engine.stream import Stream, whole_rows
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, lm_head, value_head
 from rallypoint.models.families import logit_softcap
@@ -56,3 +56,41 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
     stream = Stream(shard, batch, positions)
     values = value_head(shard.model)(stream.states()).squeeze(-1)
     return stream.join(values.to(torch.promote_types(values.dtype, torch.float32)))
+
+
+def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
+    """Return some rows with the one token of each marked as trained that a reward model scores it at.
+
+    As in transformers, that is the last one that is not its padding: behind a response there may be one that ends it,
+    and it is padding to many models. A row of nothing else keeps its last token.
+
+    >>> batch = Sequences(
+    ...     offsets=torch.tensor([0, 3, 6]), tokens=torch.tensor([5, 6, 0, 5, 0, 7]),
+    ...     loss_mask=torch.ones(6, dtype=torch.bool),
+    ...     prompt_index=torch.zeros(2, dtype=torch.int64), sample_index=torch.arange(2),
+    ... )
+    >>> scored_tokens(batch, padding=0).loss_mask.nonzero().flatten()
+    tensor([1, 5])
+
+    Args:
+        batch: rows of two tokens or more.
+        padding: id that the model's config has for it, if it has one.
+    """
+    rows = batch.row_of_token
+    within = torch.arange(batch.num_tokens) - batch.offsets[:-1][rows]
+    counts = (within > 0) & (batch.tokens != (-1 if padding is None else padding))
+    last = batch.offsets[:-1].scatter_reduce(0, rows[counts], counts.nonzero().flatten(), "amax")
+    last = torch.where(last > batch.offsets[:-1], last, batch.offsets[1:] - 1)
+    mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    mask[last[batch.lengths > 0]] = True
+    return dataclasses.replace(batch, loss_mask=mask)
+
+
+def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
+    """Return a reward model's score of rows up to and with the token at each position: [N], as `critic_values`.
+
+    The ranks along `sp` share the work, and each returns all numbers.
+    """
+    stream = Stream(shard, batch, positions, whole_rows)
+    scores = value_head(shard.model)(stream.states()).squeeze(-1)
+    return stream.join(scores.to(torch.promote_types(scores.dtype, torch.float32)))

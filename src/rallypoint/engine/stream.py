@@ -8,12 +8,15 @@ is about token t), so what a pass computes at `source = target - 1` is stored at
     loss_mask         F     F     T     T       target = [2, 3]
     hidden state      h0    h1    h2    -       source = [1, 2]: h1 chose token 7, h2 chose token 8
 
-Nobody asks for the state of a row's last token: nothing of the row comes after it. What rows of a group begin with is
+Nobody who judges tokens asks for the state of a row's last one: nothing of the row comes after it. A reward model is
+asked about nothing else. What rows of a group begin with is
 computed once. Filler takes the place of such tokens where that helps (`models.sizes`), so that no pass has more tokens
 than its rows. Ranks along `sp` share a stream: each has a slice of its tokens, and answers for what these choose.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -56,20 +59,33 @@ def choosing_tokens(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor
     return batch.offsets - num_last, batch.tokens[chooses], positions - 1 - num_last[batch.row_of_token[positions]]
 
 
+def whole_rows(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows to their last tokens, as `choosing_tokens` does, and the positions as they are."""
+    return batch.offsets, batch.tokens, positions
+
+
 class Stream:
     """The tokens of some rows that this rank sends through a model, to learn what chose others."""
 
-    def __init__(self, shard: ModelShard, batch: Sequences, positions: Tensor) -> None:
+    def __init__(
+        self,
+        shard: ModelShard,
+        batch: Sequences,
+        positions: Tensor,
+        asked: Callable[[Sequences, Tensor], tuple[Tensor, Tensor, Tensor]] = choosing_tokens,
+    ) -> None:
         """Lay the stream out.
 
         Args:
             shard: whose model it passes through, on its device; ranks along `sp` have the same rows and positions.
             batch: the rows.
             positions: [N] int64, rising: of the tokens in question.
+            asked: which tokens pass through, and where the states in question are: by default those that chose the
+                tokens; with `whole_rows` those of the tokens themselves.
         """
         self._model, sp = shard.model, shard.mesh.sp
         self._most = batch.num_tokens
-        offsets, tokens, sources = choosing_tokens(batch, positions)
+        offsets, tokens, sources = asked(batch, positions)
         shared = SharedPrefixes.of(offsets, tokens, batch.prompt_index)
         tokens, sources = tokens[shared.kept], shared.place[sources]
         # What rows share stands in the first of them, so that a slice's share of the positions is not in one piece.
@@ -86,7 +102,7 @@ class Stream:
         self._targets = batch.tokens[positions[self._order[self._part.positions]]]
 
     def states(self) -> Tensor:
-        """Run the backbone, and return the states that chose this rank's share of the tokens in question: [n, E].
+        """Run the backbone, and return the states of this rank's share of the tokens in question: [n, E].
 
         n may be more than its share; what is behind is zero.
         """

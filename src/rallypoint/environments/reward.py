@@ -47,6 +47,11 @@ class RewardFunction(Protocol):
         ...
 
 
+def no_function(*, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:  # noqa: ARG001
+    """Score every response 0: what is added to a reward model's score where there is no function."""
+    return 0.0
+
+
 SHIPPED: dict[str, RewardFunction] = {"digits": score_digits}
 
 

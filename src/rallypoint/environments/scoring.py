@@ -1,8 +1,8 @@
 """Applying the reward function: sampled rollouts in, scored rollouts and failures out.
 
-Owns: what a result of a reward function means, and which rows have one. Must not know: which function it
-is. Invariant: a row of the scored batch was scored by the function; what failed is left out and named, and
-never counted as 0. The rows that are kept keep their order.
+Owns: what a result of a reward function means, what a reward model's score adds to it, and which rows have both. Must
+not know: which function or model it is. Invariant: a row of the scored batch was scored by both; what failed is left
+out and named, and never counted as 0. The rows that are kept keep their order.
 
 What a result means, for a response of the three tokens 7 8 <eos>:
 
@@ -11,6 +11,8 @@ What a result means, for a response of the three tokens 7 8 <eos>:
     [0.1, 0.2, 0.3]            0.1   0.2   0.3      a score a token
     [0.1, 0.2]                 0.1   0.2   0        `<eos>` may be left out where the row ended by itself
     None, "0.5", nan, [0.1]    a failure
+
+A reward model's score is added on the last token, times its weight; one that is not finite is a failure, too.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from torch import Tensor
 from rallypoint.data.dataset import Example
 from rallypoint.environments.reward import RewardFunction, format_user_traceback
 from rallypoint.types.batch import RolloutBatch, ScoredBatch
-from rallypoint.types.metrics import Mean, Metrics
+from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, merge
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
+_NO_TOKEN = "the response has no token that a score could be placed on"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +60,29 @@ class RewardFailure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ModelScores:
+    """What a reward model says of a batch."""
+
+    scores: Tensor
+    """[B] floats; not finite where it failed."""
+    weight: float
+    """Factor of the scores in the reward."""
+
+    def metrics(self) -> Metrics:
+        """Return mean, smallest and largest of the finite scores; nothing without one."""
+        found = self.scores[self.scores.isfinite()].double()
+        if not len(found):
+            return Metrics()
+        return Metrics(
+            {
+                "reward/model_mean": Mean(float(found.sum()), len(found)),
+                "reward/model_min": Minimum(float(found.min())),
+                "reward/model_max": Maximum(float(found.max())),
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Scored:
     """What became of a batch of rollouts."""
 
@@ -66,7 +92,8 @@ class Scored:
     """Where those rows stood in the batch that was scored."""
     failures: tuple[RewardFailure, ...]
     metrics: Metrics
-    """`reward/...`: the other finite numbers that the reward function returned, averaged over the rows kept."""
+    """`reward/...`: the other finite numbers that the reward function returned, averaged over the rows kept; and what
+    the reward model said, if there is one."""
     seconds: float
 
 
@@ -88,16 +115,18 @@ def score_rollouts(
     texts: Sequence[str],
     reward: RewardFunction,
     *,
+    model: ModelScores | None = None,
     warn: Callable[[str], None],
     warn_after_s: float = 30.0,
 ) -> Scored:
-    """Score every row with the reward function; a row that it fails on is left out and named.
+    """Score every row with the reward function; a row that it, or the reward model, fails on is left out and named.
 
     Args:
         batch: the rollouts.
         examples: the example of each row.
         texts: the response of each row, without the end-of-sequence token.
         reward: called once a row, in their order, with copies of ground truth and extra info.
+        model: what a reward model says of the rows; None without one.
         warn: given a sentence for every `warn_after_s` that one call takes, from a thread of its own.
         warn_after_s: how long a call may take without a word.
     """
@@ -113,6 +142,8 @@ def score_rollouts(
             sample_index = int(batch.sample_index[row])
             watchdog.watch(f"{example.name}, sample {sample_index}")
             result = _score_row(example, text, reward, int(num_response_tokens[row]), not bool(batch.truncated[row]))
+            if model is not None and isinstance(result, _Result):
+                result = _add_model_score(result, float(model.scores[row]), model.weight)
             if isinstance(result, _Result):
                 results[row] = result
             else:
@@ -125,7 +156,7 @@ def score_rollouts(
         batch=kept.scored(token_rewards),
         kept_rows=tuple(results),
         failures=tuple(failures),
-        metrics=_average_extras(list(results.values())),
+        metrics=merge(_average_extras(list(results.values())), {} if model is None else model.metrics()),
         seconds=time.monotonic() - started,
     )
 
@@ -160,6 +191,19 @@ def _score_row(
         return str(error), ""
 
 
+def _add_model_score(result: _Result, score: float, weight: float) -> _Result | tuple[str, str]:
+    """Return the result with a reward model's score on the last token, or the reason why it has none."""
+    if not math.isfinite(score):
+        return f"the reward model's score is {score}, expected a finite number", ""
+    if not result.token_scores:
+        return _NO_TOKEN, ""
+    try:
+        last = _read_score(result.token_scores[-1] + weight * score, "the score with that of the reward model")
+    except _NotAScoreError as error:
+        return str(error), ""
+    return dataclasses.replace(result, token_scores=[*result.token_scores[:-1], last])
+
+
 def _first_line(error: BaseException) -> str:
     """Return type and message; the message may itself be code of the user's, so traceback is asked for it."""
     lines = "".join(traceback.format_exception_only(error)).splitlines()
@@ -179,7 +223,7 @@ def _read_result(value: object, num_tokens: int, ended: bool) -> _Result:
     if not isinstance(value, list | tuple):
         score = _read_score(value, "the score")
         if num_tokens == 0:
-            raise _NotAScoreError("the response has no token that a score could be placed on")
+            raise _NotAScoreError(_NO_TOKEN)
         return _Result([0.0] * (num_tokens - 1) + [score], extras)
     entries = cast("Sequence[object]", value)
     scores = [_read_score(entry, f"score {index} of the list") for index, entry in enumerate(entries)]

@@ -1,4 +1,4 @@
-"""Hugging Face folders in: causal language models, and critics as token classifiers.
+"""Hugging Face folders in: causal language models, critics as token classifiers, reward models as sequence classifiers.
 
 Owns: which class is built, with our attention, and what is said when a folder does not fit. Must not know: who trains
 the model. A model is built without memory, cut for this rank, and only then filled, rectangle by rectangle, so that no
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -200,10 +201,40 @@ class _CriticLoader(_Loader):
         return ((), ()) if has_head else (("score.",), (r"^lm_head\.",))
 
 
+class _RewardLoader(_Loader):
+    """Loads sequence classifiers with one label, as reward models are published; a head is never made up."""
+
+    factory = AutoModelForSequenceClassification
+
+    def check_config(self, path: str, config: PreTrainedConfig) -> None:
+        """Refuse what scores nothing, or several things."""
+        kind = _architecture(config)
+        if kind and not kind.endswith("ForSequenceClassification"):
+            raise ModelError(
+                f"{path}: holds a {kind}, expected a reward model: a sequence classifier with one label, as "
+                "AutoModelForSequenceClassification with num_labels=1 saves it"
+            )
+        if config.num_labels != 1:
+            raise ModelError(
+                f"{path}: a classifier with {config.num_labels} labels, expected a reward model, which has one: its "
+                "score; train or download one with num_labels=1"
+            )
+
+    def head(self, path: str, model: PreTrainedModel) -> nn.Module:
+        del path
+        return value_head(model)
+
+    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
+        del config
+        return (), ()
+
+
 load_policy = _PolicyLoader()
 """Load this rank's part of a causal language model."""
 load_critic = _CriticLoader()
 """Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one."""
+load_reward_model = _RewardLoader()
+"""Load this rank's part of a sequence classifier with one label."""
 
 
 def outline_policy(path: str, *, dtype: str, trust_remote_code: bool = False) -> ModelShard:
@@ -235,14 +266,16 @@ def reload(path: str, shard: ModelShard) -> None:
 
 
 def value_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into values.
+    """Return the layer that turns hidden states into values, or scores.
 
     Raises:
         ModelError: the family names it otherwise.
     """
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Module):
-        raise ModelError(f"{type(model).__name__} has no `score` head; its family cannot be a critic yet")
+        raise ModelError(
+            f"{type(model).__name__} has no `score` head; its family cannot be a critic or reward model yet"
+        )
     return head
 
 

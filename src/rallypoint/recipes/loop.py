@@ -43,6 +43,7 @@ from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.run_folder import RunFolder, anchored
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
+from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
 from rallypoint.types import Metrics, merge
@@ -91,7 +92,7 @@ class Recipe(Protocol):
         ...
 
 
-_PRELOAD = ("rallypoint.roles.actor", "rallypoint.roles.critic", "rallypoint.roles.reference")
+_PRELOAD = tuple(f"rallypoint.roles.{role}" for role in ("actor", "critic", "reference", "reward"))
 
 RECIPES: dict[str, type[Recipe]] = {"ppo": PPO, "grpo": GRPO}
 
@@ -199,6 +200,7 @@ async def _start(config: RunConfig, placement: Placement, material: Material, sa
         tokenizer=material.tokenizer,
         stop_tokens=material.stop_tokens,
         reward=material.reward,
+        reward_model=await RewardModel.create(placement),
         say=say,
     )
     return await RECIPES[config.recipe].create(placement, actor, source)
@@ -365,7 +367,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
     validation = folder.data / "validation.parquet"
-    if found and validation.is_file():
+    if found and validation.is_file() and config.reward.function is not None:
         commands["evaluate"] = f"rally eval {found[-1]} {validation}"
     predicted = make_plan(config)
     return Summary.from_metrics(

@@ -19,9 +19,9 @@ from rallypoint.data import (
     make_digits,
     make_digits_tokenizer,
 )
-from rallypoint.environments.reward import RewardFunction, load_reward
+from rallypoint.environments.reward import RewardFunction, load_reward, no_function
 from rallypoint.errors import DataError, ModelError
-from rallypoint.models import create_model, load_critic, load_policy
+from rallypoint.models import create_model, load_critic, load_policy, load_reward_model
 from rallypoint.models.load import quiet_transformers, read_config
 from rallypoint.observability.disk import naming
 from rallypoint.recipes.run_folder import RunFolder
@@ -62,11 +62,11 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
 
     Raises:
         DataError: a data set has bad rows, or prompts that are too long.
-        ModelError: the model folder or its tokenizer cannot be used.
+        ModelError: the model folder, that of the reward model, or a tokenizer of theirs cannot be used.
         RewardError: the reward function cannot be loaded.
     """
     quiet_transformers()
-    reward = load_reward(config.reward.function)
+    reward = no_function if config.reward.function is None else load_reward(config.reward.function)
     train_paths, validation_paths = _data_paths(config, folder)
     model_path = config.model.path or str(_created_model(config, folder))
     trust = config.model.trust_remote_code
@@ -79,6 +79,8 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
         check_vocabulary(config.critic.path, tokenizer, critic)
         limits.append(Limits.of(critic, "the critic"))
     num_ids = [each.num_ids for each in limits if each.num_ids is not None]
+    if config.reward.path is not None:
+        check_reward_model(config.reward.path, config, model_path, tokenizer, limits[0])
     train, validation = (
         encode_all(
             tokenizer,
@@ -106,8 +108,9 @@ def check_weights(config: RunConfig) -> None:
     Raises:
         ModelError: a run would refuse them too.
     """
-    policy, critic = config.model.path, config.critic.path if config.recipe == "ppo" else None
-    for path, load in ((policy, load_policy), (critic, load_critic)):
+    critic = config.critic.path if config.recipe == "ppo" else None
+    folders = (config.model.path, load_policy), (critic, load_critic), (config.reward.path, load_reward_model)
+    for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code)
 
@@ -169,6 +172,47 @@ def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model:
         raise ModelError(
             f"{model_path}: the tokenizer has {len(tokenizer)} ids, but the embedding only {vocab_size} rows; "
             "use the tokenizer that the model was trained with"
+        )
+
+
+def check_reward_model(
+    path: str, config: RunConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> None:
+    """Refuse a reward model that cannot read the policy's rows: it is given their token ids as they are.
+
+    Args:
+        path: of the reward model.
+        config: of the run.
+        model_path: of the policy.
+        tokenizer: of the policy.
+        limits: of the policy.
+
+    Raises:
+        ModelError: it is no reward model, another tokenizer was used for it, or its rows are shorter.
+    """
+    trust = config.model.trust_remote_code
+    found = read_config(path, trust)
+    load_reward_model.check_config(path, found)
+    own, theirs = load_tokenizer(path, trust_remote_code=trust, for_chat=False).get_vocab(), tokenizer.get_vocab()
+    if others := [token for token, number in theirs.items() if own.get(token) != number]:
+        example = min(others, key=theirs.__getitem__)
+        raise ModelError(
+            f"{path}: {len(others)} of the {len(theirs)} tokens of {model_path} are others in its tokenizer, or none: "
+            f"{example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; a reward model "
+            "reads the policy's token ids, so give one that was trained with the same tokenizer"
+        )
+    check_vocabulary(path, tokenizer, found)
+    reads = Limits.of(found)
+    if reads.num_ids is not None and limits.num_ids is not None and reads.num_ids < limits.num_ids:
+        raise ModelError(
+            f"{path}: its embedding has {reads.num_ids} rows, but the policy can sample {limits.num_ids} ids; "
+            "give a reward model whose vocab_size is at least the policy's"
+        )
+    longest = min(config.max_row_tokens, limits.max_positions or config.max_row_tokens)
+    if reads.max_positions is not None and reads.max_positions < longest:
+        raise ModelError(
+            f"{path}: the reward model supports rows of {reads.max_positions} tokens, but prompt and response may have "
+            f"{longest}; lower data.max_prompt_tokens or rollout.max_response_tokens"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
 from rallypoint.config.memory import cache_bytes_per_token
+from rallypoint.config.sections import RewardConfig
 from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
@@ -66,15 +67,20 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             find_engine(config.rollout.engine)
         except EngineError as error:
             yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
-    reward = check_reward_spec(config.reward.function)
-    if reward is not None:
-        yield Problem(("reward.function",), f"reward.function={config.reward.function!r}: {reward}")
+    yield from _reward(config.reward)
     runs = Path(config.trainer.runs_dir).expanduser()
     if runs.exists() and not runs.is_dir():
         yield Problem(("trainer.runs_dir",), f"trainer.runs_dir={str(runs)!r} is a file; expected a folder")
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
         yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
+
+
+def _reward(reward: RewardConfig) -> Iterator[Problem]:
+    if reward.function is not None and (problem := check_reward_spec(reward.function)) is not None:
+        yield Problem(("reward.function",), f"reward.function={reward.function!r}: {problem}")
+    if reward.path is not None:
+        yield from _model("reward.path", reward.path)
 
 
 def is_hub_name(path: str) -> bool:

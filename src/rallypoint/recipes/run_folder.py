@@ -171,14 +171,15 @@ def write_config(folder: RunFolder, config: RunConfig) -> None:
 def anchored(config: RunConfig) -> RunConfig:
     """Return a config whose paths hold from any working directory, those of workers on other nodes included."""
     values = config.model_dump(mode="json")
-    for section, name in (("model", "path"), ("critic", "path"), ("trainer", "runs_dir")):
+    for section, name in (("model", "path"), ("critic", "path"), ("reward", "path"), ("trainer", "runs_dir")):
         values[section][name] = _absolute(values[section][name])
     if config.model.lora is not None:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
     for name in ("train", "validation"):
         values["data"][name] = [_absolute(path) for path in values["data"][name]]
-    file, colon, function = values["reward"]["function"].rpartition(":")
-    values["reward"]["function"] = f"{_absolute(file)}:{function}" if colon else function
+    file, colon, function = (config.reward.function or "").rpartition(":")
+    if colon:
+        values["reward"]["function"] = f"{_absolute(file)}:{function}"
     return RunConfig.model_validate(values)
 
 

@@ -177,6 +177,11 @@ def _reward_of(trained: Trained) -> str:
     if trained.config is None:
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
     spec, run = trained.config.reward.function, Path(trained.path).resolve().parent.parent
+    if spec is None:
+        raise RewardError(
+            f"the run of {trained.path} has a reward model, which is asked in training only, and no function; "
+            "name one: --reward file.py:function"
+        )
     file, colon, _ = spec.rpartition(":")
     # A folder that somebody else made must not choose what runs here.
     if colon and (not Path(file).is_absolute() or Path(file).resolve().is_relative_to(run)):

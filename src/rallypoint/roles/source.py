@@ -2,7 +2,8 @@
 
 One object owns the order in which prompts are admitted, the random numbers of their rollouts, and the
 reward. Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order
-of admission. Waits for: the rollout role. Unblocked by: a publish, which brings the next version.
+of admission. Waits for: the rollout role, and the reward model. Unblocked by: a publish, which brings the next
+version.
 
 The state to be saved is one number, of prompts admitted; everything else follows from it and the seed.
 """
@@ -18,10 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import EncodedPrompts, Example, PromptStream
 from rallypoint.environments.reward import RewardFunction
-from rallypoint.environments.scoring import Scored, describe_failures, score_rollouts
+from rallypoint.environments.scoring import ModelScores, Scored, describe_failures, score_rollouts
 from rallypoint.errors import RewardError, StalenessError
 from rallypoint.generation import SamplingParams
 from rallypoint.observability import span
+from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.types import (
     Maximum,
@@ -74,6 +76,7 @@ class RolloutSource:
         tokenizer: PreTrainedTokenizerBase,
         stop_tokens: tuple[int, ...],
         reward: RewardFunction,
+        reward_model: RewardModel,
         say: Callable[[str], None],
     ) -> None:
         self.rollouts = rollouts
@@ -81,17 +84,18 @@ class RolloutSource:
         self.records: tuple[RolloutRecord, ...] = ()
         """The first few rollouts of the newest batch."""
         self._config, self._train, self._validation = config, train, validation
-        self._tokenizer, self._reward, self._say = tokenizer, reward, say
+        self._tokenizer, self._say = tokenizer, say
+        self._reward, self._reward_model = reward, reward_model
         self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
 
     async def next_batch(self) -> Sampled:
-        """Return B scored rollouts of the next P prompts, fewer when the reward function failed on some.
+        """Return B scored rollouts of the next P prompts, fewer when reward function or model failed on some.
 
         Raises:
-            RewardError: it failed on all of them.
+            RewardError: they failed on all of them.
             StalenessError: a rollout was sampled from weights that are not the newest.
         """
         first = self.num_admitted
@@ -105,7 +109,7 @@ class RolloutSource:
             raise StalenessError(f"sampled from version {int(batch.versions.min())}, newest {self.rollouts.version}")
         with span("reward"):
             examples = [self._train.examples[rows[int(index) - first]] for index in batch.prompt_index]
-            sampled = self._score(batch, examples)
+            sampled = await self._score(batch, examples)
         self.records = sampled.records
         return sampled
 
@@ -122,7 +126,7 @@ class RolloutSource:
             temperature=self._config.validation.temperature,
         )
         batch = await self._sample(_prompts(token_ids, 0), params)
-        return self._score(batch, [examples[int(index)] for index in batch.prompt_index])
+        return await self._score(batch, [examples[int(index)] for index in batch.prompt_index])
 
     async def _sample(self, prompts: Prompts, params: SamplingParams) -> RolloutBatch:
         batch = await self.rollouts.sample(prompts, params)
@@ -130,11 +134,13 @@ class RolloutSource:
             self._say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
         return batch
 
-    def _score(self, batch: RolloutBatch, examples: Sequence[Example]) -> Sampled:
+    async def _score(self, batch: RolloutBatch, examples: Sequence[Example]) -> Sampled:
         texts = self._tokenizer.batch_decode(
             [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
         )
-        scored = score_rollouts(batch, examples, texts, self._reward, warn=self._say)
+        scores = await self._reward_model.scores(batch)
+        model = None if scores is None else ModelScores(scores, self._config.reward.weight)
+        scored = score_rollouts(batch, examples, texts, self._reward, model=model, warn=self._say)
         if scored.failures:
             self._say(describe_failures(scored.failures))
         if not len(scored.batch):

@@ -12,7 +12,7 @@ from rallypoint.types.batch import (
     ValuedBatch,
 )
 from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
-from rallypoint.types.metrics import Last, Maximum, Mean, Metric, Metrics, Sum, merge
+from rallypoint.types.metrics import Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
 
 __all__ = [
     "ActorBatch",
@@ -24,6 +24,7 @@ __all__ = [
     "Mean",
     "Metric",
     "Metrics",
+    "Minimum",
     "PerToken",
     "Prompts",
     "RolloutBatch",

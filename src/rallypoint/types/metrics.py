@@ -56,6 +56,19 @@ class Maximum:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Minimum:
+    """The smallest value seen."""
+
+    scalar: float
+
+    def merge(self, other: Minimum) -> Minimum:
+        """Keep the smaller; NaN counts as smallest, so that it is not lost."""
+        if math.isnan(self.scalar) or math.isnan(other.scalar):
+            return Minimum(math.nan)
+        return Minimum(min(self.scalar, other.scalar))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Last:
     """A value that is the same everywhere, such as a learning rate; the latest counts."""
 
@@ -66,7 +79,7 @@ class Last:
         return other
 
 
-Metric = Mean | Sum | Maximum | Last
+Metric = Mean | Sum | Maximum | Minimum | Last
 
 
 class Metrics(Mapping[str, Metric]):

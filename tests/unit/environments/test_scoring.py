@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.data import Example, Message
-from rallypoint.environments.scoring import describe_failures, score_rollouts
-from rallypoint.types import Mean, RolloutBatch, offsets_from_lengths
+from rallypoint.environments.reward import no_function
+from rallypoint.environments.scoring import ModelScores, describe_failures, score_rollouts
+from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, offsets_from_lengths
 
 PROMPT = 2
 
@@ -43,7 +44,7 @@ def make_examples(count):
     ]
 
 
-def score(results, response_lengths=None, truncated=None):
+def score(results, response_lengths=None, truncated=None, model=None):
     """Score one row for each result; an exception is raised instead of returned."""
     response_lengths = [3] * len(results) if response_lengths is None else response_lengths
 
@@ -55,7 +56,7 @@ def score(results, response_lengths=None, truncated=None):
 
     texts = [f"text {row}" for row in range(len(results))]
     batch = make_batch(response_lengths, truncated)
-    return score_rollouts(batch, make_examples(len(results)), texts, reward, warn=pytest.fail)
+    return score_rollouts(batch, make_examples(len(results)), texts, reward, model=model, warn=pytest.fail)
 
 
 def rewards(scored):
@@ -271,3 +272,42 @@ def test_the_sum_of_a_rows_rewards_is_what_the_function_said_and_nothing_moves_b
     assert [failure.row for failure in scored.failures] == [row for row in range(len(rows)) if row not in kept]
     assert scored.batch.scores.tolist() == pytest.approx([sum(rows[row][0]) for row in kept], rel=1e-5, abs=1e-4)
     assert scored.batch.lengths.tolist() == [len(rows[row][0]) + PROMPT for row in kept]
+
+
+def score_with_model(results, scores, weight=1.0, **rows):
+    return score(results, **rows, model=ModelScores(torch.tensor(scores), weight))
+
+
+def test_a_reward_models_score_is_added_on_the_last_token_times_its_weight():
+    scored = score_with_model([0.5, [0.1, 0.2, 0.25]], [2.0, -1.0], weight=0.5)
+    assert rewards(scored) == [[0.0, 0.0, 1.5], pytest.approx([0.1, 0.2, -0.25])]
+    assert dict(scored.metrics) == {
+        "reward/model_mean": Mean(1.0, 2),
+        "reward/model_min": Minimum(-1.0),
+        "reward/model_max": Maximum(2.0),
+    }
+
+
+def test_without_a_reward_function_the_models_score_is_the_reward():
+    batch = make_batch([3, 2])
+    model = ModelScores(torch.tensor([0.75, -3.0]), 1.0)
+    scored = score_rollouts(batch, make_examples(2), ["a", "b"], no_function, model=model, warn=pytest.fail)
+    assert rewards(scored) == [[0.0, 0.0, 0.75], [0.0, -3.0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_models_score_that_is_not_finite_is_a_failure_and_never_a_reward_of_0(bad):
+    scored = score_with_model([1.0, 1.0, None], [bad, 3.0, 5.0])
+    assert rewards(scored) == [[0.0, 0.0, 4.0]]
+    assert [failure.row for failure in scored.failures] == [0, 2]
+    assert scored.failures[0].reason == f"the reward model's score is {bad}, expected a finite number"
+    assert scored.metrics.scalars() == {"reward/model_mean": 4.0, "reward/model_min": 3.0, "reward/model_max": 5.0}
+    assert score_with_model([1.0], [bad]).metrics == {}
+
+
+def test_a_sum_that_is_no_float32_and_a_response_without_tokens_are_failures():
+    failed = score_with_model([3e38], [3e38]).failures[0].reason
+    assert failed.startswith("the score with that of the reward model is 6.0")
+    assert failed.endswith("e+38, expected a finite number")
+    failed = score_with_model([[]], [1.0], response_lengths=[0]).failures[0].reason
+    assert failed == "the response has no token that a score could be placed on"

@@ -117,11 +117,12 @@ def test_paths_in_a_config_hold_from_any_working_directory_and_hub_names_stay(tm
 
 def test_paths_that_workers_get_hold_from_their_own_working_directory(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("model", "critic", "adapter"):
+    for name in ("model", "critic", "adapter", "scorer"):
         (tmp_path / name).mkdir()
-    own = ["data.train=x.jsonl", "reward.function=rewards.py:f", "model.lora={path: adapter}", "critic.path=critic"]
+    own = ["data.train=x.jsonl", "reward.path=scorer", "model.lora={path: adapter}", "critic.path=critic"]
     config = anchored(load_config("ppo", [*own, "model.path=model"]).config)
     assert (config.model.path, config.critic.path) == (f"{tmp_path}/model", f"{tmp_path}/critic")
+    assert (config.reward.path, config.reward.function) == (f"{tmp_path}/scorer", None)
     assert config.model.lora is not None
     assert config.model.lora.path == f"{tmp_path}/adapter"
     (tmp_path / "logs").mkdir()

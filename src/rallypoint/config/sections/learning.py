@@ -103,7 +103,7 @@ class KLConfig(Section):
 
 
 class EngineConfig(Section):
-    """The training engine of actor, critic and reference."""
+    """The training engine of actor, critic, reference and reward model."""
 
     max_tokens_per_micro_batch: int = key(
         16_384, at_least=1, unit="tokens", help="Hard cap of one forward pass; bounds the activations."

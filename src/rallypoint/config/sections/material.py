@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rallypoint.config.fields import Section, Texts, key, section
+from rallypoint.config.sections.places import MeshConfig, PlacementConfig
 
 OnTooLong = Literal["error", "drop", "truncate"]
 
@@ -66,6 +67,10 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """How rollouts are scored."""
+    """How rollouts are scored: by a function, by a reward model, or by the sum of both."""
 
-    function: str = key(help="`file.py:compute_score`, or `digits` for the one that ships.")
+    function: str | None = key(None, help="`file.py:compute_score`, or `digits` for the one that ships; null for none.")
+    path: str | None = key(None, help="Hugging Face folder of a sequence classifier with one label; null for none.")
+    weight: float = key(1.0, above=0, at_most=1e6, help="Factor of the reward model's score in the reward.")
+    placement: PlacementConfig = section(PlacementConfig, help="Where the reward model runs.")
+    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")

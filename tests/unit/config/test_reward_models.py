@@ -1,0 +1,88 @@
+"""What the config says of a reward model: roles, plan, and what cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_reward_model
+from transformers import AutoModelForSequenceClassification
+
+from rallypoint.config import load_config, make_plan
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.preflight import load_checked
+
+ALONE = ("reward.function=null", "reward.path=scorer")
+
+
+@pytest.fixture
+def scorer(here: Path) -> Path:
+    make_tiny_reward_model(here / "scorer")
+    return here / "scorer"
+
+
+def test_a_reward_model_is_a_role_beside_the_reward_function_or_in_its_place(scorer):
+    config = load_checked("base.yaml", ["reward.path=scorer"]).config
+    assert list(config.roles) == ["actor", "rollout", "reward", "reference", "critic"]
+    assert (config.reward.function, config.reward.weight) == ("digits", 1.0)
+    assert load_checked("base.yaml", ALONE).config.reward.function is None
+
+
+def test_the_plan_has_the_weights_of_the_reward_model_and_nothing_that_is_trained(scorer):
+    model = AutoModelForSequenceClassification.from_pretrained(scorer)
+    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    plan = make_plan(load_config("base.yaml", [*ALONE, "model.lora={}"]).config)
+    memory = next(memory for memory in plan.memory if memory.role == "reward")
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.cache) == (num_bytes, 0, 0, 0)
+    assert memory.activations > 0
+    assert (memory.pool, memory.num_ranks, memory.held) == ("main", 2, num_bytes)
+    without = make_plan(load_config("base.yaml", ["model.lora={}"]).config)
+    assert [other for other in plan.memory if other.role != "reward"] == list(without.memory)
+
+
+def test_nothing_is_said_of_memory_while_the_reward_model_is_on_the_hub(here):
+    assert make_plan(load_config("base.yaml", ["reward.path=some/model"]).config).memory == ()
+
+
+def test_a_reward_model_that_sleeps_holds_nothing_while_others_have_their_turn(scorer):
+    config = load_config("base.yaml", ["reward.path=scorer", "cluster.device=cuda", "engine.sleep=true"]).config
+    assert "reward" in config.sleeping
+    memory = next(memory for memory in make_plan(config).memory if memory.role == "reward")
+    assert memory.held == 0 < memory.weights
+
+
+WRONG = {
+    "neither": ("reward.function=null", "reward.function: required, but not set; expected `file.py:compute_score`, or"),
+    "no folder": ("reward.path=scorrer", "reward.path='scorrer': no such folder"),
+    "no weight": ("reward.path=scorer reward.weight=0", "reward.weight=0 (command line): expected a number above 0"),
+    "a weight of nothing": ("reward.weight=2", "reward.weight=2.0 has no effect: with reward.path=null nothing reads"),
+    "a mesh of nothing": ("reward.mesh.tp=2", "reward.mesh.tp=2 has no effect: with reward.path=null nothing reads it"),
+    "another pool": ("reward.path=scorer reward.placement.pool=b", "reward.placement.pool='b' is not in cluster.pools"),
+    "ranks": ("reward.path=scorer reward.mesh.tp=4", "reward.mesh: tp=4 makes 4 ranks, but the role has 2"),
+    "heads of its own": (
+        "reward.path=scorer reward.mesh.tp=2",
+        "reward.mesh.tp=2 does not divide 1 key/value heads; choose 1",
+    ),
+    "threads": (
+        "reward.path=scorer reward.mesh.dp_shard=2 cluster.runtime=inline",
+        "reward.mesh.dp_shard=2 needs a process for every rank",
+    ),
+    "sleep in shards": (
+        "reward.path=scorer reward.mesh.dp_shard=2 cluster.device=cuda engine.sleep=true",
+        "reward.mesh.dp_shard=2 cannot be combined with engine.sleep=true yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_reward_section_is_refused_with_key_value_and_remedy(scorer, case):
+    overrides, problem = WRONG[case]
+    with pytest.raises(ConfigError) as raised:
+        load_checked("base.yaml", overrides.split())
+    assert problem in str(raised.value)
+
+
+def test_a_folder_without_weights_is_refused(scorer):
+    (scorer / "model.safetensors").unlink()
+    (scorer / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match=r"reward\.path='scorer': no \*\.safetensors in it"):
+        load_checked("base.yaml", ALONE)
