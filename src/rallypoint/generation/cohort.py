@@ -9,28 +9,38 @@ nothing. So rows get memory for some tokens ahead, and one that has ended stays 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rallypoint.generation.blocks import BlockPool
 from rallypoint.generation.drawing import Drawing
 from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.pages import PagedRows
 from rallypoint.generation.passes import Passes
 from rallypoint.generation.row import BLOCK_TOKENS, Row
 from rallypoint.generation.sampling import Draws
-from rallypoint.generation.seats import Integers
+from rallypoint.generation.seats import Integers, Seats
 
 
 class Cohort:
     """Some rows that have tokens."""
 
-    def __init__(self, rows: Sequence[Row], layouts: Sequence[QueryRows], passes: Passes) -> None:
+    def __init__(self, rows: Sequence[Row], layouts: Sequence[QueryRows | PagedRows], passes: Passes) -> None:
         """Begin with what the newest tokens of rows look at, in the order of the rows."""
         self.rows = rows
         """Those that have left among them."""
         self._layouts, self._passes = layouts, passes
         self._drawing = Drawing([(row.request, row.tokens) for row in rows], layouts[0].tokens.device)
+
+    @classmethod
+    def of(cls, passes: Passes, pool: BlockPool, seats: Seats, num_steps: int, rows: Sequence[Row]) -> Self:
+        """Lay out for some steps what the newest tokens of rows look at."""
+        numbers = [(row.seat, row.tokens[-1], len(row.request.tokens) + len(row.tokens) - 1) for row in rows]
+        queries = seats.queries(*np.array(numbers).T)
+        return cls(rows, passes.lay_out(pool, queries, num_steps), passes)
 
     @property
     def max_steps_at_once(self) -> int:
@@ -40,7 +50,7 @@ class Cohort:
 
     def draw(self, num_steps: int) -> list[Draws]:
         """Send the newest token of every row through the model, and draw the next, that often."""
-        if num_steps > 1:
+        if num_steps > 1 or (self._passes.is_in_pages and self._drawing.is_the_same_for_all_tokens):
             return self._passes.draw_ahead(self._layouts, self._drawing.rules, self._drawing.numbers(num_steps))
         draws = self._drawing.draw(self._passes.logits(self._passes.decode(self._layouts)))
         newest = draws.tokens.split([layout.num_queries for layout in self._layouts])

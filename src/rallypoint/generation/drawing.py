@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rallypoint.generation.protocol import Request
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampling import Draws, Rules, penalise, sample
+from rallypoint.generation.sampling import Draws, Raw, Rules, penalise, sample
 
 _NUMBERS_AHEAD = 16
 """Tokens of a row whose random numbers are made at once, at least as many as are drawn at once."""
@@ -48,6 +48,7 @@ class Drawing:
             for row, params in enumerate(self._params)
             if params.stop_tokens and params.min_new_tokens > len(rows[row][1])
         }
+        self._find_changed()
 
     @property
     def is_the_same_for_all_tokens(self) -> bool:
@@ -65,7 +66,10 @@ class Drawing:
 
     def draw(self, logits: Tensor) -> Draws:
         """Draw the next token of every row: [B, V] -> [B]."""
-        adjusted = logits
+        adjusted, raw = logits, None
+        if self._changed is not None:
+            # Of these rows only: what is reported of another one must not depend on their company.
+            raw = Raw(self._changed, logits.index_select(0, self._changed))
         if self._penalised is not None:
             chosen = logits.index_select(0, self._penalised).float()
             adjusted = logits.float().index_copy(0, self._penalised, penalise(chosen, self._seen, self._penalty))
@@ -73,9 +77,17 @@ class Drawing:
             adjusted = adjusted.clone()
             for row in self._bans:
                 adjusted[row, list(self._params[row].stop_tokens)] = float("-inf")
-        raw = None if adjusted is logits else logits
         draws = sample(adjusted, self.rules, self.numbers(1)[0], raw)
         if self._penalised is not None:
             self._seen = torch.cat([self._seen, draws.tokens[self._penalised].unsqueeze(1)], 1)
-        self._bans = {row: left - 1 for row, left in self._bans.items() if left > 1}
+        if self._bans:
+            num_bans = len(self._bans)
+            self._bans = {row: left - 1 for row, left in self._bans.items() if left > 1}
+            if len(self._bans) != num_bans:
+                self._find_changed()
         return draws
+
+    def _find_changed(self) -> None:
+        """Find the rows whose logits are changed before the next token is drawn."""
+        changed = [row for row, params in enumerate(self._params) if params.repetition_penalty != 1 or row in self._bans]
+        self._changed = torch.tensor(changed, device=self._positions.device) if changed else None

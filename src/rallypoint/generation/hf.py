@@ -17,7 +17,7 @@ from rallypoint.errors import NotFiniteError
 from rallypoint.generation.protocol import FinishReason, Piece, Request
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
-from rallypoint.generation.sampling import Rules, penalise, sample
+from rallypoint.generation.sampling import Raw, Rules, penalise, sample
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.models import ATTENTION
 
@@ -140,7 +140,8 @@ class _Draw(LogitsProcessor):
             logits = penalise(logits, input_ids.cpu(), torch.tensor([[params.repetition_penalty]]))
         if position < params.min_new_tokens and params.stop_tokens:
             logits = logits.index_fill(1, torch.tensor(params.stop_tokens), float("-inf"))
-        draws = sample(logits, self._rules, uniform(self._key, position), None if logits is raw else raw)
+        before = None if logits is raw else Raw(torch.tensor([0]), raw)
+        draws = sample(logits, self._rules, uniform(self._key, position), before)
         if bool(draws.logprobs.isnan()):
             raise not_finite(self._request, position)
         token = int(draws.tokens)

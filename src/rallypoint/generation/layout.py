@@ -1,8 +1,7 @@
 """What the newest tokens of rows look at, laid out for attention over blocks of keys and values.
 
-Owns: which numbers each query looks at, and how that moves from step to step. On a CPU they are bags, see
-`rallypoint.generation.bags`; accelerators are slow at short bags, and for them keys and values are gathered, for
-batched products in one class.
+Owns: which numbers each query looks at, and how that moves from step to step. They are bags, see
+`rallypoint.generation.bags`; accelerators are slow at short ones, see `rallypoint.generation.pages`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from rallypoint.generation.bags import Bags, Moves, advance, attend
 from rallypoint.generation.blocks import BlockPool
 from rallypoint.generation.seats import Integers, Queries
 from rallypoint.models.attention import NO_LIMITS, Limits
-from rallypoint.models.head import soft_capped
 
 _SLOTS_OF_A_CLASS = 64
 """Blocks of one head that may be computed for nothing; another class of lengths costs about as much."""
@@ -32,27 +30,24 @@ class QueryRows:
         queries: what they look at; no two have a place in common that they are written to.
         heads: of a layer's queries.
         tile: fill up to so many queries with the last one.
-        in_bags: sum in bags, so that no bit of a query depends on its company, rather than in batched products.
         num_steps: for how many tokens of each row, the first included. They lie in the block of the first one and in
             the one behind it; for rows whose blocks end before, what is computed is of no use.
     """
 
-    def __init__(
-        self, pool: BlockPool, queries: Queries, heads: int, *, tile: int, in_bags: bool, num_steps: int = 1
-    ) -> None:
+    def __init__(self, pool: BlockPool, queries: Queries, heads: int, *, tile: int, num_steps: int = 1) -> None:
         self.num_queries = len(queries.tokens)
         """Without what fills up a tile."""
         if tile > self.num_queries:
             queries = queries.lines(np.minimum(np.arange(tile), self.num_queries - 1))
-        self._pool, self._device, self._in_bags = pool, pool.keys.device, in_bags
+        self._pool, self._device = pool, pool.keys.device
         self._heads, self._share = heads, heads // pool.keys.shape[2]
         self._windows: dict[int, Tensor] = {}
         self._moving: list[tuple[Tensor, Tensor]] = []
         self.num_moves = 0
         """From step to step, that have been made."""
-        slots, places = _ways(queries, num_steps)
+        slots, places = queries.ways(num_steps)
         lines = np.arange(len(queries.tokens))
-        order = np.argsort(-queries.num_blocks, kind="stable") if in_bags else lines
+        order = np.argsort(-queries.num_blocks, kind="stable")
         self._bags = Bags(
             # Copies, as they change.
             tokens=self._tensor(queries.tokens.copy()),
@@ -69,9 +64,9 @@ class QueryRows:
         """From step to step, all of them."""
 
     @property
-    def bags(self) -> Bags | None:
-        """What `attend` works with, where it sums in bags."""
-        return self._bags if self._in_bags else None
+    def bags(self) -> Bags:
+        """What `attend` works with."""
+        return self._bags
 
     @property
     def tokens(self) -> Tensor:
@@ -101,22 +96,7 @@ class QueryRows:
     ) -> Tensor:
         """See `Rows.attend`."""
         bags, bias = self._bags, self._bias_of(limits.window)
-        if self._in_bags:
-            return attend(bags, layer, query, key, value, scaling, limits.softcap, bias).view(query.shape)
-        self._pool.write(layer, bags.key_places, bags.value_places, key, value)
-        return self._gathered(query, bags.keys[layer], bags.values[layer], scaling, limits, bias)
-
-    def _gathered(
-        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, limits: Limits, bias: Tensor
-    ) -> Tensor:
-        """Return the same from copies of keys, [B, K, D, tokens], and of values, [B, K, tokens, D]."""
-        kv_heads, dim, size = keys.shape[1:]
-        shape = (len(query), self._num_slots, kv_heads)
-        keys = keys.index_select(0, self._table).view(*shape, dim, size).permute(0, 2, 3, 1, 4).flatten(3)
-        values = values.index_select(0, self._table).view(*shape, size, dim).transpose(1, 2).flatten(2, 3)
-        scores = (query.view(len(query), kv_heads, self._share, dim) @ keys).mul_(scaling)
-        weights = soft_capped(scores, limits.softcap).add_(bias.view(scores.shape)).softmax(-1)
-        return (weights @ values).view(query.shape)
+        return attend(bags, layer, query, key, value, scaling, limits.softcap, bias).view(query.shape)
 
     def _bias_of(self, window: int | None) -> Tensor:
         """Return what is added to the scores, [slots of all heads, tokens]: -inf where a query may not look, else 0."""
@@ -145,21 +125,20 @@ class QueryRows:
         return {"key_places": key_places, "value_places": value_places}
 
     def _look(self, queries: Queries, lines: Integers, slots: Integers, places: Integers) -> dict[str, Any]:
-        """Lay out what is looked at, in the order (query, head, slot), as fields of `Bags`; for bags the longest first.
+        """Lay out what is looked at, in the order (query, head, slot), the longest first, as fields of `Bags`.
 
         `lines` says which query each is.
         """
         kv_heads, dim, size = self._pool.keys.shape[2:]
         heads, head = self._heads, np.arange(self._heads)
-        classes = list(_classes(queries.num_blocks, heads)) if self._in_bags else [(0, len(lines))]
+        classes = list(_classes(queries.num_blocks, heads))
         widths = [int(queries.num_blocks[start:stop].max()) for start, stop in classes]
-        self._num_slots = max(widths)
-        slot = np.arange(self._num_slots)
+        slot = np.arange(max(widths))
         fills_up = slot >= queries.num_blocks[:, None]
         # What fills up must be finite too, so it is of the query itself.
-        blocks = np.where(fills_up, queries.blocks[:, :1], queries.blocks[:, : self._num_slots])
-        first_positions = queries.first_positions[:, : self._num_slots]
-        seen = (queries.positions[:, None] + 1 - first_positions).clip(0, queries.sizes[:, : self._num_slots])
+        blocks = np.where(fills_up, queries.blocks[:, :1], queries.blocks[:, : len(slot)])
+        first_positions = queries.first_positions[:, : len(slot)]
+        seen = (queries.positions[:, None] + 1 - first_positions).clip(0, queries.sizes[:, : len(slot)])
         visible = np.where(fills_up, 0, seen)
 
         def of_slots(numbers: Integers) -> Tensor:
@@ -173,7 +152,6 @@ class QueryRows:
         within = torch.arange(max(dim, size), dtype=torch.int32, device=self._device)
         tables = of_slots(blocks[:, None] * kv_heads + head[:, None] // self._share)
         in_memory = tables.view(-1).argsort(stable=True)
-        self._table = self._tensor(blocks.flatten())
         counts = np.repeat(widths, [(stop - start) * heads for start, stop in classes])
         ends = counts.cumsum()
         starts = ends - counts
@@ -202,19 +180,6 @@ class QueryRows:
 
     def _tensor(self, values: Integers) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-
-
-def _ways(queries: Queries, num_steps: int) -> tuple[Integers, Integers]:
-    """Return in which slot each query's row is at every step, and at which place in there: [steps, B] both.
-
-    A row without a block for what comes stays at its last place.
-    """
-    lines, first, own = np.arange(len(queries.tokens)), queries.first_positions, queries.own_slots
-    last = (first + queries.sizes)[lines, queries.num_blocks - 1] - 1
-    positions = np.minimum(queries.positions + np.arange(num_steps)[:, None], last)
-    is_behind = positions >= (first + queries.sizes)[lines, own]
-    slots = own + is_behind
-    return slots, positions - first[lines, slots]
 
 
 def _classes(num_blocks: Integers, heads: int) -> Iterator[tuple[int, int]]:

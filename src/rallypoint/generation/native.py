@@ -60,6 +60,7 @@ class NativeEngine:
         on_load: Literal["keep", "recompute"] = "keep",
         decode: Decode | None = None,
         version: int = 0,
+        passes: Passes | None = None,
     ) -> None:
         """Sample from a model that `load_policy` made.
 
@@ -71,6 +72,7 @@ class NativeEngine:
             on_load: whether rows that run go on with their old keys and values under new weights.
             decode: turns token ids into text, for stop strings.
             version: of the model's weights.
+            passes: ways through the model; None: those for its device and the mode.
 
         Raises:
             ValueError: one of these is none of what it can be.
@@ -78,7 +80,8 @@ class NativeEngine:
         check_settings(max_rows, cache_tokens, mode, on_load)
         self.model, self.version, self.is_asleep = model, version, False
         self._max_rows, self._is_exact, self._recomputes = max_rows, mode == "exact", on_load == "recompute"
-        self._passes, self._lanes = Passes(model, is_exact=self._is_exact), Lanes(model.device)
+        self._passes = passes or Passes(model, is_exact=self._is_exact)
+        self._lanes = Lanes(model.device)
         self._decode = decode
         self._num_blocks = -(-cache_tokens // BLOCK_TOKENS)
         # A prompt and its response begin a block each.
@@ -186,6 +189,7 @@ class NativeEngine:
         """See `GenerationEngine.sleep`."""
         self._set_back(self._running)
         self._pool = None
+        self._passes.forget()
         self.is_asleep = True
 
     def wake(self) -> None:
@@ -298,14 +302,9 @@ class NativeEngine:
         self._pool.clean()
         rows.sort(key=lambda row: -len(row.prompt_blocks) - len(row.own_blocks))
         num, self._num_threads_each = self._passes.parts(len(rows), self._lanes.num)
-        jobs = [partial(self._make_cohort, rows[first::num], num_steps) for first in range(num)]
+        make = partial(Cohort.of, self._passes, self._pool, self._seats, num_steps)
+        jobs = [partial(make, rows[first::num]) for first in range(num)]
         self._cohorts = self._lanes.run(jobs, self._num_threads_each)
-
-    def _make_cohort(self, rows: Sequence[Row], num_steps: int) -> Cohort:
-        assert self._pool is not None, "rows run"
-        numbers = [(row.seat, row.tokens[-1], len(row.request.tokens) + len(row.tokens) - 1) for row in rows]
-        queries = self._seats.queries(*np.array(numbers).T)
-        return Cohort(rows, self._passes.lay_out(self._pool, queries, num_steps), self._passes)
 
     def _hand_out(self, rows: Sequence[Row], draws: Draws) -> list[Piece]:
         """Give rows the tokens that were drawn for them, and end those that are done."""

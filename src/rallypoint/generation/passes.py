@@ -20,7 +20,10 @@ from transformers import PreTrainedModel
 from rallypoint.generation.ahead import draw_ahead
 from rallypoint.generation.blocks import Block, BlockPool
 from rallypoint.generation.decoder import Backbone, PlainDecoder, RowsWithIds, ShapeProbe, check_decoder, is_plain
+from rallypoint.generation.graphs import Capture, Steps, captures_on, num_filled_up
+from rallypoint.generation.kernels import PageKernel, find_kernel
 from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.pages import PagedRows, is_right
 from rallypoint.generation.plain import Linear
 from rallypoint.generation.prefill import Stretch, StretchRows
 from rallypoint.generation.sampling import Draws, Rules
@@ -40,7 +43,8 @@ _WIDTH_OF_SEVERAL_THREADS = 1024
 """Of hidden states, at least, for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
 _STEPS_AT_ONCE = 8
 """Tokens of each row that are drawn without a look at them, of models below that width: their steps are short, so that
-nobody waits long, and what Python does between two of them counts."""
+nobody waits long, and what Python does between two of them counts. Of all models on accelerators, which wait while the
+host looks."""
 
 _WASTE, _WIDTH_OF_WASTE = 1 / 16, 128
 """Of a step's rows, see `waste_that_pays`. To make cohorts takes about as long for any model. At 1M it is worth as many
@@ -50,9 +54,29 @@ rows as a step has; the model's own code takes longer for each row."""
 class Passes:
     """The ways through one model."""
 
-    def __init__(self, model: PreTrainedModel, *, is_exact: bool) -> None:
-        """Take a model whose weights may change, and move, but are parameters of the same modules for good."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        is_exact: bool,
+        in_pages: bool | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """Take a model whose weights may change, and move, but are parameters of the same modules for good.
+
+        Args:
+            model: through which tokens go.
+            is_exact: see the module.
+            in_pages: see `rallypoint.generation.pages`; None: as the model's device is, and the mode.
+            capture: captures steps of decoding; None: as torch does on the model's device.
+        """
         self._model, self._is_exact = model, is_exact
+        self.is_in_pages = (model.device.type != "cpu" and not is_exact) if in_pages is None else in_pages
+        """Whether rows that run are laid out as accelerators like it."""
+        self._capture = capture
+        self._steps: Steps | None = None
+        self._kernel: PageKernel | None = None
+        self._weights: list[Tensor] = []
         self._own_code = Backbone(model)
         self._plain: PlainDecoder | None = None
         self._heads = 0
@@ -63,6 +87,8 @@ class Passes:
         None is its share. The model's own code is one part, as it may keep a state, and ranks that compute together
         need one order.
         """
+        if self.is_in_pages:
+            return 1, None
         if self._is_exact:  # in several threads, a product might round in another way
             return (min(num_lanes, -(-num_rows // _TILE)) if self._is_plain else 1), 1
         size = self._size
@@ -85,8 +111,15 @@ class Passes:
     @property
     def max_steps_at_once(self) -> int:
         """How many tokens of each row `draw_ahead` should draw at most."""
+        if self.is_in_pages:
+            return _STEPS_AT_ONCE
         is_short = self._is_plain and not self._is_exact and self._size < _WIDTH_OF_SEVERAL_THREADS
         return _STEPS_AT_ONCE if is_short and self._model.device.type == "cpu" and is_plain(self._head) else 1
+
+    def forget(self) -> None:
+        """Let go of memory of a pool that is no longer used, and of steps that were captured with it."""
+        if self._steps is not None:
+            self._steps.forget()
 
     @property
     def waste_that_pays(self) -> float:
@@ -112,30 +145,50 @@ class Passes:
         self._model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
         (self._heads, kv_heads, head_dim, like), *others = probe.layers
         assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
+        self._prepare_pages(like)
         return BlockPool(num_blocks, block_tokens, len(probe.layers), kv_heads, head_dim, like)
 
-    def lay_out(self, pool: BlockPool, queries: Queries, num_steps: int = 1) -> list[QueryRows]:
+    def _prepare_pages(self, like: Tensor) -> None:
+        """Find out once what there is for rows in pages: a kernel, and whether steps can be captured."""
+        if not self.is_in_pages or self._steps is not None:
+            return
+        heads, kv_heads, head_dim = self._heads, like.shape[-2], like.shape[-1]
+        self._kernel = find_kernel(
+            like.device, like.dtype, lambda kernel: is_right(kernel, heads, kv_heads, head_dim, like)
+        )
+        # Only of what launches the same kernels in every step: a model's own code may look at numbers.
+        may_capture = self._is_plain and is_plain(self._head)
+        self._steps = Steps(self._logits, (self._capture or captures_on(like.device)) if may_capture else None)
+        self._weights = [*self._model.parameters(), *self._model.buffers()]
+
+    def lay_out(self, pool: BlockPool, queries: Queries, num_steps: int = 1) -> Sequence[QueryRows | PagedRows]:
         """Return layouts for some tokens of a clean pool, in parts that go through the model together."""
+        if self.is_in_pages:
+            tile = num_slots = 1
+            if self._steps is not None and self._steps.captures:
+                tile = num_filled_up(len(queries.tokens))
+                num_slots = 1 << (int(queries.num_blocks.max()) - 1).bit_length()
+            options = {"tile": tile, "num_slots": num_slots, "num_steps": num_steps}
+            return [PagedRows(pool, queries, kernel=self._kernel, **options)]
         tile = _TILE if self._is_exact else self._filled_up(len(queries.tokens))
-        in_bags = self._is_exact or self._model.device.type == "cpu"
-        return [
-            QueryRows(pool, part, self._heads, tile=tile, in_bags=in_bags, num_steps=num_steps)
-            for part in queries.parts(tile)
-        ]
+        return [QueryRows(pool, part, self._heads, tile=tile, num_steps=num_steps) for part in queries.parts(tile)]
 
     def _filled_up(self, num_tokens: int) -> int:
         return filled_up(num_tokens, self._model.dtype, self._model.device)
 
-    def decode(self, layouts: Sequence[QueryRows]) -> Tensor:
+    def decode(self, layouts: Sequence[QueryRows | PagedRows]) -> Tensor:
         """Send the tokens of layouts through the model: their last hidden states, [B, E]."""
         states = [self._decode(layout)[: layout.num_queries] for layout in layouts]
         return states[0] if len(states) == 1 else torch.cat(states)
 
-    def draw_ahead(self, layouts: Sequence[QueryRows], rules: Rules, numbers: Tensor) -> list[Draws]:
+    def draw_ahead(self, layouts: Sequence[QueryRows | PagedRows], rules: Rules, numbers: Tensor) -> list[Draws]:
         """Draw the next tokens of all rows of a layout, given the random numbers of each: [steps, B]."""
         (layout,), head = layouts, cast("nn.Linear", self._head)
+        if isinstance(layout, PagedRows):
+            assert self._steps is not None, "it lies in a pool"
+            addresses = layout.pool.keys.data_ptr(), *(weight.data_ptr() for weight in self._weights)
+            return self._steps.draw(layout, rules, numbers, addresses)
         assert self._plain is not None, "`max_steps_at_once` said so"
-        assert layout.bags is not None, "this is a CPU"
         last = Linear([head.weight], [] if head.bias is None else [head.bias])
         draw = without_python(draw_ahead, head.weight.device)
         found = draw(self._plain.network, last, layout.bags, layout.moves, layout.num_moves, rules, numbers)
@@ -163,6 +216,10 @@ class Passes:
                 queries.append((token, position, blocks))
             ends.append(len(queries) - 1)
         return self.decode(self.lay_out(pool, Queries.of(queries, pool.block_tokens)))[ends]
+
+    def _logits(self, rows: PagedRows) -> Tensor:
+        """Return the logits of all rows, filler included: [B, V]."""
+        return soft_capped(self._head(self._decode(rows)), logit_softcap(self._model.config))
 
     def logits(self, states: Tensor) -> Tensor:
         """[B, E] -> [B, V]."""

@@ -77,7 +77,16 @@ class Rules(NamedTuple):
         )
 
 
-def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = None) -> Draws:
+class Raw(NamedTuple):
+    """Some rows of logits as they were before penalties and bans; the other rows have none."""
+
+    rows: Tensor
+    """[n] int64."""
+    logits: Tensor
+    """[n, V]."""
+
+
+def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None = None) -> Draws:
     """Draw one token per row, or take the likeliest where the temperature is 0.
 
     The token is where the cumulative distribution passes the random number. It is summed in float64,
@@ -87,12 +96,12 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None = N
         logits: [B, V], any float type.
         rules: of the rows.
         numbers: [B] float64 in [0, 1).
-        raw: [B, V], the logits before penalties and bans, if there are any.
+        raw: where there are penalties or bans.
     """
     return Draws(*without_python(draw, logits.device)(logits, rules, numbers, raw))
 
 
-def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `sample` does, in Python; return the fields of `Draws`, of which TorchScript would make a new class."""
     filtered, greedy = rules.filtered, rules.greedy
     whole = _shares(logits, rules.temperature)
@@ -106,12 +115,15 @@ def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Tensor | None) -> t
     if greedy is not None:
         tokens[greedy] = logits.index_select(0, greedy).argmax(-1)
     chosen = tokens.unsqueeze(1)
-    if raw is None:
-        logprobs = _logprobs(whole, total, chosen)
-    else:  # there a token may be less likely than the smallest share that is not 0
-        logprobs = _scaled(raw, rules.temperature).log_softmax(-1).gather(1, chosen).squeeze(1)
+    logprobs = _logprobs(whole, total, chosen)
     if raw is None and filtered is None and greedy is None:
         return tokens, logprobs, logprobs
+    if raw is not None:  # there a token may be less likely than the smallest share that is not 0
+        changed, temperature = raw.rows, rules.temperature
+        if temperature is not None and len(temperature) != 1:
+            temperature = temperature.index_select(0, changed)
+        own = _scaled(raw.logits, temperature).log_softmax(-1).gather(1, chosen.index_select(0, changed))
+        logprobs = logprobs.index_copy(0, changed, own.squeeze(1))
     sampled = _logprobs(shares, sums, chosen)
     if greedy is not None:
         sampled[greedy] = torch.where(logprobs[greedy].isnan(), float("nan"), 0.0)
@@ -147,6 +159,8 @@ def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> 
 
 def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
+    if not shares.is_cpu:  # kernels of accelerators turn numbers into others while they add them up
+        return shares.view(len(shares), -1, block).sum(-1, dtype=torch.float64)
     rows_at_once = min(len(shares), max(1, chunk_bytes // (8 * shares.shape[1])))
     room = torch.empty(rows_at_once, shares.shape[1], dtype=torch.float64, device=shares.device)
     sums = [room[: len(part)].copy_(part).view(len(part), -1, block).sum(-1) for part in shares.split(rows_at_once)]

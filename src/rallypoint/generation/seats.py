@@ -53,6 +53,18 @@ class Queries:
         has_begun = (self.first_positions <= self.positions[:, None]) & self._is_there
         return has_begun.sum(1) - 1
 
+    def ways(self, num_steps: int) -> tuple[Integers, Integers]:
+        """Return in which slot each row is at every step, and at which place in there: [steps, B] both.
+
+        A row without a block for what comes stays at its last place.
+        """
+        lines, first, own = np.arange(len(self.tokens)), self.first_positions, self.own_slots
+        last = (first + self.sizes)[lines, self.num_blocks - 1] - 1
+        positions = np.minimum(self.positions + np.arange(num_steps)[:, None], last)
+        is_behind = positions >= (first + self.sizes)[lines, own]
+        slots = own + is_behind
+        return slots, positions - first[lines, slots]
+
     @property
     def _is_there(self) -> npt.NDArray[np.bool_]:
         return np.arange(self.blocks.shape[1]) < self.num_blocks[:, None]

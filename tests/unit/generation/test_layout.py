@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rallypoint.generation.blocks import BlockPool
 from rallypoint.generation.layout import QueryRows
+from rallypoint.generation.pages import PagedRows
 from rallypoint.generation.seats import Queries, Seats
 from rallypoint.models.attention import Limits
 
@@ -30,15 +31,16 @@ def reference(query, keys, values, scaling, limits):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("in_bags", [True, False], ids=["bags", "products"])
+@pytest.mark.parametrize("in_bags", [True, False], ids=["bags", "pages"])
 @pytest.mark.parametrize("limits", [Limits(), Limits(window=5), Limits(softcap=1.5)], ids=str)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.booleans()), min_size=1, max_size=6),
     share=st.sampled_from([1, 3]),
     tile=st.sampled_from([1, 8]),
+    num_slots=st.sampled_from([1, 16]),
     seed=st.integers(0, 99),
 )
-def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, share, tile, seed):
+def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, share, tile, num_slots, seed):
     """Rows of all lengths, whose prompts end within a block, for two tokens each, in two layers."""
     torch.manual_seed(seed)
     kv_heads, heads = 2, 2 * share
@@ -67,7 +69,10 @@ def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, sh
         has_memory.append(has_room or num_response % SIZE > 0)
     positions = np.array([sum(both[:2]) - 1 for both in lengths])
     lines = seats.queries(np.array(own_seats), positions, positions)
-    rows = QueryRows(pool, lines, heads, tile=tile, in_bags=in_bags, num_steps=2)
+    if in_bags:
+        rows = QueryRows(pool, lines, heads, tile=tile, num_steps=2)
+    else:
+        rows = PagedRows(pool, lines, tile=tile, num_slots=num_slots, num_steps=2)
     for step in range(2):
         if step:
             rows.advance(torch.from_numpy(positions) + 1)

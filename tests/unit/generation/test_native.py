@@ -3,8 +3,6 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
@@ -267,42 +265,6 @@ def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make
     engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
-
-
-COMPANY = st.fixed_dictionaries(
-    {
-        "order": st.permutations(range(len(LENGTHS))),
-        "num_workers": st.integers(1, 4),
-        "max_rows": st.integers(1, 30),
-        "num_blocks": st.integers(5, 40),
-    }
-)
-
-
-@pytest.mark.parametrize("mode", ["fast", "exact"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=5)
-@given(company=COMPANY, data=st.data())
-def test_rollouts_do_not_depend_on_their_company(make_policy, make_prompts, params, mode, dtype, company, data):
-    """Shuffled, split over workers, run in any number and in little memory: the same tokens; `exact`: the same bits."""
-    if (mode, dtype) == ("fast", torch.bfloat16):
-        return  # says itself that it does not promise this
-    lengths = data.draw(st.lists(st.integers(1, 80), min_size=len(LENGTHS), max_size=len(LENGTHS)))
-    prompts = make_prompts(lengths)
-    prompts.tokens[: min(lengths)] = 3
-    long = dataclasses.replace(params, max_new_tokens=50, stop_tokens=(0,))
-    model = copy.deepcopy(make_policy()).to(dtype)
-
-    def run(part, **options):
-        return through(NativeEngine(model, mode=mode, **options), part, long, version=0)
-
-    expected = rollouts(run(prompts))
-    parts = prompts.rows(company["order"]).split(company["num_workers"])
-    options = {"max_rows": company["max_rows"], "cache_tokens": company["num_blocks"] * 32}
-    actual = rollouts(RolloutBatch.join([run(part, **options) for part in parts]))
-    assert_same(actual, expected)
-    if mode == "exact":
-        assert all(torch.equal(actual[name][1], logprobs) for name, (_, logprobs, _) in expected.items())
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])

@@ -1,0 +1,112 @@
+"""Rollouts on one accelerator: tokens per second, beside what its memory would allow.
+
+    python benchmarks/accelerator_rollouts.py                  # Qwen3 shapes of 0.6B and 1.7B, random weights, bfloat16
+    python benchmarks/accelerator_rollouts.py --models 0.6B --batches 256 --no-graphs
+    python benchmarks/accelerator_rollouts.py --models tiny --device cpu --dtype float32     # whether it runs at all
+
+Every step reads all weights once and the keys and values of every row. The limit is what that takes at the rate at
+which the device copies 1 GiB, measured in the same run; all else of a step is what is lost. Prompts are computed before
+the clock starts: two runs differ in the number of their tokens, and what is between them is what one takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from accelerator import SIZES, config_of
+from transformers import Qwen3ForCausalLM
+
+from rallypoint.generation import NativeEngine, Request, SamplingParams
+from rallypoint.generation.graphs import Capture
+from rallypoint.generation.passes import Passes
+from rallypoint.models.layers import replace_layers
+
+PROMPT_TOKENS = 256
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of work that may go on when the call has returned."""
+    began = time.perf_counter()
+    work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - began
+
+
+def bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second that are read and written while memory is copied."""
+    source, into = torch.ones(2, num_bytes, dtype=torch.uint8, device=device).unbind(0)
+    times = [seconds(lambda: into.copy_(source), device) for _ in range(20)]
+    return 2 * num_bytes / statistics.median(times[5:])
+
+
+def refuse(step: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG001
+    raise RuntimeError("--no-graphs")
+
+
+def sampled(engine: NativeEngine, batch: int, num_tokens: int, seed: int) -> None:
+    """Have an engine draw so many tokens of each of so many rows, whose prompts differ."""
+    params = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, seed=seed)
+    for row in range(batch):
+        prompt = tuple((row * 31 + place * 7 + seed) % 400 for place in range(PROMPT_TOKENS))
+        engine.submit(Request(tokens=prompt, params=params, prompt_index=row))
+    while engine.has_work:
+        engine.step()
+
+
+def measure(model: Qwen3ForCausalLM, name: str, wanted: argparse.Namespace, batch: int, rate: float) -> str:
+    """Return a line of the table."""
+    few, many, config = wanted.tokens // 4, wanted.tokens, model.config
+    capture: Capture | None = refuse if wanted.no_graphs else None
+    rows_tokens = batch * (PROMPT_TOKENS + many + 64)
+    passes = Passes(model, is_exact=False, capture=capture, in_pages=True)
+    engine = NativeEngine(model, max_rows=batch, cache_tokens=rows_tokens + 1024, passes=passes)
+    differences: list[float] = []
+    for turn in range(wanted.times + 1):  # the first one warms up, and captures
+        taken = [
+            seconds(lambda num=num, turn=turn: sampled(engine, batch, num, 2 * turn + (num == few)), model.device)
+            for num in (few, many)
+        ]
+        differences.append(taken[1] - taken[0])
+    step = statistics.median(differences[1:]) / (many - few)
+    weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    cache = batch * (PROMPT_TOKENS + (few + many) / 2) * of_a_token
+    limit = (weights + cache) / rate
+    read = f"{weights / 2**30:.2f} + {cache / 2**30:.2f} | {batch / limit:,.0f} | {limit / step:.0%}"
+    return f"| {name} | {batch} | {step * 1e3:.2f} | {batch / step:,.0f} | {read} |"
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["0.6B", "1.7B"], choices=SIZES)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
+    parser.add_argument("--tokens", type=int, default=256, help="of each row; a quarter of them is taken off")
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--device", help="default: the accelerator that torch finds")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--no-graphs", action="store_true", help="launch every step kernel by kernel")
+    wanted = parser.parse_args()
+    device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
+    if device is None:
+        raise SystemExit("no accelerator was found; --models tiny --device cpu --dtype float32 shows that it runs")
+    rate = bandwidth(device, 2**26 if device.type == "cpu" else 2**30)
+    print(f"{device}, torch {torch.__version__}, copies at {rate / 1e9:,.0f} GB/s read and written\n")
+    print("| model | batch | ms a step | tokens/s | GiB read: weights + cache | limit, tokens/s | of it |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name in wanted.models:
+        with device:
+            torch.manual_seed(0)
+            model = Qwen3ForCausalLM(config_of(name)).to(getattr(torch, wanted.dtype)).eval()
+        replace_layers(model)
+        for batch in wanted.batches:
+            print(measure(model, name, wanted, batch, rate), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A kernel for single tokens that look at blocks of keys and values, read where they lie, in Triton.
+
+Triton comes with torch's builds for accelerators, and runs on those of several vendors. Programs of the grid are a row,
+a key/value head, and a part of the row's blocks: one row of a small model would leave most of a device idle. Each goes
+block by block with a running maximum and sum (Milakov, Gimelshein: arXiv 1805.02867), and a second kernel joins the
+parts, as in Flash-Decoding. The queries that share a key/value head are the rows of one product.
+
+No bit depends on the values of other rows; how many parts there are depends on how many rows and blocks there are.
+`TRITON_INTERPRET=1` has the kernels run on a CPU, which is how they are tested where there is no accelerator.
+"""
+
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rallypoint.models.attention import Limits
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.errors import TritonError
+except ImportError:
+    triton = None
+
+if TYPE_CHECKING:
+    from rallypoint.generation.pages import Pages
+
+_LOG = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PROGRAMS = 1024
+"""That a grid should have, where rows have so many blocks: some for each of about a hundred processors."""
+_LEAST = 16
+"""Rows, columns and terms of a product have at least so many."""
+
+
+class PageKernel:
+    """Stores keys and values in blocks, and lets queries look at them."""
+
+    def __init__(self) -> None:
+        """Take the kernels as they are; each is compiled when it is used first, for every type and width."""
+        assert triton is not None, "there is a kernel only where there is Triton"
+        self._write, self._attend, self._join = (triton.jit(kernel) for kernel in (_write, _attend, _join))
+
+    def write(self, pages: Pages, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store keys and values of T tokens, [T, K, D] both, in those of one layer; see `gathered`."""
+        kv_heads, dim, size = keys.shape[1:]
+        key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (key, value))
+        self._write[len(key), kv_heads](
+            *(pages.step, pages.places, keys, values, key, value),
+            *(len(key), kv_heads, dim, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+            SIZE=size,
+            DIM=_power_of_two(dim),
+        )
+
+    def attend(
+        self, pages: Pages, keys: Tensor, values: Tensor, query: Tensor, scaling: float, limits: Limits
+    ) -> Tensor:
+        """Return what queries find, [B, H, D]; see `gathered`."""
+        query = query if query.stride(2) == 1 else query.contiguous()
+        num, heads, dim = query.shape
+        kv_heads, _, size = keys.shape[1:]
+        num_slots = pages.table.shape[1]
+        parts = num_parts(num * kv_heads, num_slots)
+        out = query.new_empty(query.shape)
+        numbers = {"DIM": _power_of_two(dim), "PARTS": parts}
+        room = query.new_empty(num, heads, parts, numbers["DIM"], dtype=torch.float32) if parts > 1 else out
+        tops, sums = query.new_empty(2, num, heads, parts, dtype=torch.float32).unbind(0)
+        self._attend[num, kv_heads, parts](
+            *(out, room, tops, sums, query, keys, values),
+            *(pages.table, pages.num_blocks, pages.first_positions, pages.sizes, pages.position_ids),
+            *(scaling, limits.softcap or 0.0, limits.window or 0),
+            *(num_slots, -(-num_slots // parts), kv_heads, heads // kv_heads, dim, query.stride(0), query.stride(1)),
+            SIZE=size,
+            SHARE=_power_of_two(heads // kv_heads),
+            HAS_CAP=limits.softcap is not None,
+            HAS_WINDOW=limits.window is not None,
+            **numbers,
+        )
+        if parts > 1:
+            self._join[num, heads](out, room, tops, sums, heads, dim, **numbers)
+        return out
+
+
+def find_kernel(device: torch.device, dtype: torch.dtype, is_right: Callable[[PageKernel], bool]) -> PageKernel | None:
+    """Return the kernel where there is one for a device and a type, and it computes there what it should.
+
+    Args:
+        device: of keys and values.
+        dtype: of theirs.
+        is_right: tries it.
+    """
+    if triton is None or device.type == "cpu" or dtype not in _DTYPES:
+        return None
+    kernel = PageKernel()
+    try:
+        if is_right(kernel):
+            return kernel
+        reason = "it computes something else there"
+    except (RuntimeError, TritonError) as error:  # of torch and the driver; of the compiler
+        reason = str(error)
+    _LOG.warning("the kernel for attention over blocks is not used on %s: %s", device, reason)
+    return None
+
+
+def num_parts(num_programs: int, num_slots: int) -> int:
+    """Return into how many parts the blocks of each row are cut, where so many programs would run without that.
+
+    >>> num_parts(8, 32), num_parts(8, 1024), num_parts(2048, 32)
+    (32, 128, 1)
+    """
+    parts = 1
+    while 2 * parts <= num_slots and 2 * parts * num_programs <= _PROGRAMS:
+        parts *= 2
+    return parts
+
+
+def _power_of_two(number: int) -> int:
+    """Return the next power of two that a product may have."""
+    return max(_LEAST, 1 << (number - 1).bit_length())
+
+
+# Triton reads what follows, annotations included, of which it knows its own only. Widths are filled up to powers of
+# two, and what fills up is masked.
+
+
+def _write(
+    step,
+    places,
+    keys,
+    values,
+    key,
+    value,
+    num,
+    kv_heads,
+    dim,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    SIZE: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    place = tl.load(places + tl.load(step) * num + row)
+    start = (place // SIZE * kv_heads + head) * dim * SIZE
+    within = place % SIZE
+    number = tl.arange(0, DIM)
+    inside = number < dim
+    new = tl.load(key + row * key_row + head * key_head + number, mask=inside)
+    tl.store(keys + start + number * SIZE + within, new, mask=inside)
+    new = tl.load(value + row * value_row + head * value_head + number, mask=inside)
+    tl.store(values + start + within * dim + number, new, mask=inside)
+
+
+# fmt: off
+def _attend(
+    out, room, tops, sums, query, keys, values, table, num_blocks, first_positions, sizes, positions,
+    scaling, softcap, window, num_slots, slots_of_a_part, kv_heads, share, dim, query_row, query_head,
+    SIZE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,  # noqa: N803
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,  # noqa: N803
+):
+    # fmt: on
+    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    line, number, token = tl.arange(0, SHARE), tl.arange(0, DIM), tl.arange(0, SIZE)
+    head = kv_head * share + line
+    is_head, is_number = line < share, number < dim
+    asked = tl.load(
+        query + row * query_row + head[:, None] * query_head + number[None, :],
+        mask=is_head[:, None] & is_number[None, :],
+        other=0.0,
+    )
+    position = tl.load(positions + row)
+    top = tl.full([SHARE], float("-inf"), tl.float32)
+    total = tl.zeros([SHARE], tl.float32)
+    found = tl.zeros([SHARE, DIM], tl.float32)
+    begin = part * slots_of_a_part
+    end = tl.minimum(begin + slots_of_a_part, tl.load(num_blocks + row))
+    for slot in range(begin, end):
+        block = tl.load(table + row * num_slots + slot).to(tl.int64)
+        start = (block * kv_heads + kv_head) * dim * SIZE
+        at = tl.load(first_positions + row * num_slots + slot) + token
+        seen = (token < tl.load(sizes + row * num_slots + slot)) & (at <= position)
+        if HAS_WINDOW:
+            seen = seen & (at > position - window)
+        here = tl.load(keys + start + number[:, None] * SIZE + token[None, :], mask=is_number[:, None], other=0.0)
+        scores = tl.dot(asked, here, input_precision="ieee") * scaling
+        if HAS_CAP:
+            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        # A block of which nothing is seen has no maximum, and -inf less -inf is no number.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - level[:, None])
+        kept = tl.exp(top - level)
+        total = total * kept + tl.sum(weights, 1)
+        here = tl.load(values + start + token[:, None] * dim + number[None, :], mask=is_number[None, :], other=0.0)
+        found = found * kept[:, None] + tl.dot(weights.to(here.dtype), here, input_precision="ieee")
+        top = higher
+    at_head = row * (kv_heads * share) + head
+    if PARTS == 1:
+        result = (found / total[:, None]).to(out.dtype.element_ty)
+        inside = is_head[:, None] & is_number[None, :]
+        tl.store(out + at_head[:, None] * dim + number[None, :], result, mask=inside)
+    else:
+        at_part = at_head * PARTS + part
+        tl.store(tops + at_part, top, mask=is_head)
+        tl.store(sums + at_part, total, mask=is_head)
+        tl.store(room + at_part[:, None] * DIM + number[None, :], found, mask=is_head[:, None])
+
+
+def _join(
+    out,
+    room,
+    tops,
+    sums,
+    heads,
+    dim,
+    DIM: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+):
+    at_head = tl.program_id(0) * heads + tl.program_id(1)
+    part, number = tl.arange(0, PARTS), tl.arange(0, DIM)
+    tops_here = tl.load(tops + at_head * PARTS + part)
+    weights = tl.exp(tops_here - tl.max(tops_here, 0))  # of a part of which nothing is seen: 0
+    total = tl.sum(weights * tl.load(sums + at_head * PARTS + part), 0)
+    parts = tl.load(room + (at_head * PARTS + part)[:, None] * DIM + number[None, :])
+    result = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out + at_head * dim + number, result.to(out.dtype.element_ty), mask=number < dim)

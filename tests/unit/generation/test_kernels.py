@@ -1,0 +1,76 @@
+"""The kernel for attention over blocks, by Triton's interpreter and compiler: neither needs an accelerator.
+
+Both read an environment variable when they are imported, so they run in processes of their own. The interpreter
+multiplies bfloat16 as integers, so half precision is float16 here.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rallypoint.generation.kernels import find_kernel, num_parts
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+SHARED = Path(__file__).parents[2] / "shared"
+CASES = [
+    {"lengths": [40, 3, 64], "heads": 4, "kv_heads": 2, "dim": 16, "limits": "all", "num_slots": 8},
+    {"lengths": [40, 3, 64, 9], "heads": 4, "kv_heads": 1, "dim": 24, "limits": "window", "num_slots": 1},
+    {"lengths": [200], "heads": 2, "kv_heads": 2, "dim": 32, "limits": "softcap", "num_slots": 16},
+    {"lengths": [150, 33], "heads": 6, "kv_heads": 2, "dim": 16, "limits": "both", "num_slots": 4},
+]
+TOLERANCES = {"float32": 1e-5, "float16": 5e-3}
+
+
+def run(name, *arguments, interpret):
+    done = subprocess.run(
+        [sys.executable, SHARED / name, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_triton
+def test_the_kernel_finds_what_products_find_and_stores_the_same():
+    cases = [{**case, "dtype": dtype} for case in CASES for dtype in TOLERANCES]
+    *differences, is_right = run("kernel_in_triton.py", *map(json.dumps, cases), interpret=True)
+    for case, difference in zip(cases, differences, strict=True):
+        assert difference <= TOLERANCES[case["dtype"]], case
+    assert is_right is True
+
+
+@needs_triton
+def test_kernels_can_be_compiled_for_accelerators_of_two_vendors():
+    assert sorted(run("kernel_compiled.py", interpret=False)) == [["cuda", 90], ["hip", "gfx942"]]
+
+
+def test_where_there_is_no_kernel_rows_are_looked_up_by_products():
+    assert find_kernel(torch.device("cpu"), torch.float32, lambda _: True) is None
+    assert find_kernel(torch.device("meta"), torch.float64, lambda _: True) is None
+
+
+@pytest.mark.parametrize("num_programs", [1, 8, 100, 3000])
+@pytest.mark.parametrize("num_slots", [1, 3, 32, 5000])
+def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_are_of_use(num_programs, num_slots):
+    parts = num_parts(num_programs, num_slots)
+    assert 1 <= parts <= num_slots
+    assert parts == 1 or parts * num_programs <= 1024
+
+
+@needs_triton
+def test_a_kernel_that_is_wrong_or_raises_is_not_used_and_the_log_says_so(caplog):
+    def raises(kernel):
+        raise RuntimeError("no such device")
+
+    for is_right, reason in ((lambda kernel: False, "something else"), (raises, "no such device")):
+        assert find_kernel(torch.device("meta"), torch.float32, is_right) is None
+        assert reason in caplog.records[-1].getMessage()

@@ -1,0 +1,210 @@
+"""The way of rows that run on an accelerator, on a CPU: as its tokens, without a look in between, and captured."""
+
+import copy
+import dataclasses
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from recorded import NoLooks, Tapes
+from tiny_models import TINY, make_tiny_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from rallypoint.generation import NativeEngine, Request, Rules, SamplingParams, generate, stream
+from rallypoint.generation.passes import Passes
+from rallypoint.generation.seats import Queries
+from rallypoint.models import load_policy
+
+LENGTHS = [3, 9, 1, 40, 5, 33]
+WAYS = {
+    "likely": {},
+    "greedy": {"temperature": 0.0},
+    "narrowed": {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
+}
+
+
+def by_name(batch):
+    return {
+        (int(batch.prompt_index[row]), int(batch.sample_index[row])): (
+            batch.response(row).tolist(),
+            batch.rollout_logprobs[slice(*batch.offsets[row : row + 2].tolist())],
+        )
+        for row in range(len(batch))
+    }
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    found, expected = by_name(found), by_name(expected)
+    assert found.keys() == expected.keys()
+    for name, (tokens, logprobs) in expected.items():
+        assert found[name][0] == tokens, name
+        torch.testing.assert_close(found[name][1], logprobs, rtol=1e-4, atol=tolerance)
+
+
+def in_pages(model, capture=None):
+    return Passes(model, is_exact=False, in_pages=True, capture=capture)
+
+
+@pytest.fixture(scope="module", params=["gemma2", "llama", "qwen3"])
+def model(request, tmp_path_factory):
+    """Of Gemma 2, layers have windows and softcaps, and it goes through its own code."""
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "gemma2":
+        limits = {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
+        sizes = {**TINY, "vocab_size": 20, "max_position_embeddings": 512}
+        torch.manual_seed(0)
+        Gemma2ForCausalLM(Gemma2Config(**sizes, **limits, head_dim=8)).save_pretrained(folder)
+    else:
+        make_tiny_model(folder, architecture=request.param, max_positions=512)
+    return load_policy(str(folder), dtype="float32").model
+
+
+@pytest.fixture(scope="module")
+def plain(make_policy):
+    return make_policy("qwen3")
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_tokens_are_those_of_the_usual_way(model, make_prompts, params, dtype, way):
+    model = copy.deepcopy(model).to(dtype)
+    prompts, asked = make_prompts(LENGTHS), dataclasses.replace(params, max_new_tokens=45, **way)
+    expected = generate(NativeEngine(model), prompts, asked, version=0)
+    assert_same(generate(NativeEngine(model, passes=in_pages(model)), prompts, asked, version=0), expected)
+    little = NativeEngine(model, passes=in_pages(model), max_rows=5, cache_tokens=480)
+    assert_same(generate(little, prompts, asked, version=0), expected)
+
+
+def some_rows(passes, lengths=(3, 40, 9), num_steps=16):
+    """Rows of some lengths in a pool, laid out: each has a block more than its tokens need."""
+    pool = passes.make_pool(40, 32)
+    rows = [[pool.private() for _ in range(2 + length // 32)] for length in lengths]
+    pool.clean()
+    queries = [(5 + row, lengths[row] - 1, blocks) for row, blocks in enumerate(rows)]
+    (layout,) = passes.lay_out(pool, Queries.of(queries, 32), num_steps)
+    return layout
+
+
+def some_numbers(num_steps, num_rows=3):
+    return torch.rand(num_steps, num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@torch.no_grad()
+def test_the_host_does_not_wait_between_two_tokens(model, way):
+    passes, rules = in_pages(model), Rules.of([SamplingParams(max_new_tokens=9, **way)] * 3, torch.device("cpu"))
+    layout = some_rows(passes)
+    with NoLooks() as looks:
+        draws = passes.draw_ahead([layout], rules, some_numbers(8))
+    assert looks.num > 8 * 20
+    assert len(draws) == 8
+    assert layout.num_moves == 8
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("is_mixed", [False, True])
+@torch.no_grad()
+def test_replayed_steps_draw_what_steps_draw(plain, way, is_mixed):
+    """Five calls of three steps each; the first captures."""
+    params = [SamplingParams(max_new_tokens=9, **way)] * 3
+    params[2] = dataclasses.replace(params[2], temperature=params[2].temperature and 0.8) if is_mixed else params[2]
+    rules, found, tapes = Rules.of(params, torch.device("cpu")), [], Tapes()
+    for capture in (None, tapes):
+        passes = in_pages(plain, capture)
+        layout = some_rows(passes)
+        draws = [draw for part in some_numbers(15).split(3) for draw in passes.draw_ahead([layout], rules, part)]
+        found.append([torch.stack(drawn) for drawn in zip(*draws, strict=True)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert (len(tapes.made), tapes.num_replays) == (1, 2 + 14)
+
+
+def test_what_was_captured_serves_later_rows(plain, make_prompts, params):
+    """Rows leave, join, and are set back; those of one number of rows and blocks have one graph."""
+    tapes, asked = Tapes(), dataclasses.replace(params, max_new_tokens=60)
+    engine = NativeEngine(plain, passes=in_pages(plain, tapes), cache_tokens=960)
+    for first in (7, 20):
+        prompts = make_prompts(LENGTHS, first=first)
+        assert_same(
+            generate(engine, prompts, asked, version=0), generate(NativeEngine(plain), prompts, asked, version=0)
+        )
+    assert tapes.num_replays > 3 * len(tapes.made)
+
+
+def test_weights_that_change_in_place_are_replayed_and_those_that_move_are_captured_anew(plain, make_prompts, params):
+    model, tapes, prompts = copy.deepcopy(plain), Tapes(), make_prompts([4, 4])
+    asked = dataclasses.replace(params, stop_tokens=(), group_size=1)
+    engine = NativeEngine(model, passes=in_pages(model, tapes))
+    generate(engine, prompts, asked, version=0)
+    num = len(tapes.made)
+    for version, moves in enumerate((False, True), 1):
+        with torch.no_grad():
+            for weight in model.parameters():
+                changed = weight + 0.05 * torch.randn_like(weight)
+                if moves:
+                    weight.data = changed
+                else:
+                    weight.copy_(changed)
+        engine.load(version, None)
+        expected = generate(NativeEngine(model, version=version), prompts, asked, version=version)
+        assert_same(generate(engine, prompts, asked, version=version), expected)
+        assert (len(tapes.made) > num) is moves
+
+
+@torch.no_grad()
+def test_rows_whose_board_others_take_go_on_by_themselves(plain):
+    tapes, rules = Tapes(), Rules.of([SamplingParams(max_new_tokens=9)] * 3, torch.device("cpu"))
+    alone, passes = in_pages(plain), in_pages(plain, tapes)
+    expected = [alone.draw_ahead([layout], rules, some_numbers(6)) for layout in (some_rows(alone), some_rows(alone))]
+    one = some_rows(passes)
+    found = passes.draw_ahead([one], rules, some_numbers(6)[:3])
+    passes.draw_ahead(
+        [passes.lay_out(one.pool, Queries.of([(1, 0, [one.pool.private()])] * 3, 32), 9)[0]], rules, some_numbers(6)
+    )
+    found += passes.draw_ahead([one], rules, some_numbers(6)[3:])
+    assert torch.equal(
+        torch.stack([draws.tokens for draws in found]), torch.stack([draws.tokens for draws in expected[0]])
+    )
+
+
+def spoil(tape):
+    """Have matrix products return what they returned first."""
+    tape.calls = [call for call in tape.calls if call[0] is not torch.ops.aten.mm.default]
+
+
+def refuse(step):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"), [(refuse, "not permitted when stream is capturing"), (Tapes(spoil), "nats off")]
+)
+def test_where_capturing_fails_steps_go_on_as_usual_and_the_log_says_so(
+    plain, make_prompts, params, caplog, capture, reason
+):
+    prompts = make_prompts(LENGTHS)
+    engine = NativeEngine(plain, passes=in_pages(plain, capture))
+    with caplog.at_level(logging.WARNING):
+        found = generate(engine, prompts, params, version=0)
+    assert_same(found, generate(NativeEngine(plain), prompts, params, version=0))
+    (line,) = [record.getMessage() for record in caplog.records if "captured one failed" in record.getMessage()]
+    assert reason in line
+
+
+def test_a_sleeping_engine_holds_no_memory_of_its_blocks(plain, make_prompts, params):
+    engine = NativeEngine(plain, passes=in_pages(plain, Tapes()))
+    generate(engine, make_prompts(LENGTHS), params, version=0)
+    memory = weakref.ref(engine._pool)
+    engine.sleep()
+    gc.collect()
+    assert memory() is None
+    engine.wake()
+    generate(engine, make_prompts(LENGTHS), params, version=0)
+
+
+def test_whoever_reads_along_gets_every_token_by_itself(plain, params):
+    engine = NativeEngine(plain, passes=in_pages(plain, Tapes()))
+    asked = dataclasses.replace(params, stop_tokens=(), max_new_tokens=9)
+    request = Request(tokens=(3, 4, 5), params=asked, streamed=True)
+    assert [len(piece.tokens) for piece in stream(engine, request)] == [1] * 9
