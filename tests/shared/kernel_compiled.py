@@ -2,13 +2,9 @@
 
 import json
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from rallypoint.generation import kernels
 
-TARGETS = (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
+TARGETS = (("cuda", 90, 32), ("hip", "gfx942", 64))
 STATES = ("out", "query", "keys", "values", "key", "value")
 OTHERS = {
     **dict.fromkeys(("table", "num_blocks", "first_positions", "sizes"), "*i32"),
@@ -19,6 +15,10 @@ OTHERS = {
 
 
 def main() -> None:
+    import triton  # here, as this file is looked into for examples where there is none
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     types = {**OTHERS, **dict.fromkeys(STATES, "*bf16")}
     widths = {"SIZE": 32, "DIM": 128, "SHARE": 16, "PARTS": 8, "HAS_CAP": True, "HAS_WINDOW": True}
     for target in TARGETS:
@@ -27,8 +27,8 @@ def main() -> None:
             fixed = {name: width for name, width in widths.items() if name in function.arg_names}
             signature = {name: types.get(name, "i32") for name in function.arg_names}
             signature |= dict.fromkeys(fixed, "constexpr")
-            triton.compile(ASTSource(function, signature, constexprs=fixed), target=target)
-        print(json.dumps([target.backend, target.arch]), flush=True)
+            triton.compile(ASTSource(function, signature, constexprs=fixed), target=GPUTarget(*target))
+        print(json.dumps(target[:2]), flush=True)
 
 
 if __name__ == "__main__":

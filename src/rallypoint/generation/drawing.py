@@ -89,7 +89,5 @@ class Drawing:
 
     def _find_changed(self) -> None:
         """Find the rows whose logits are changed before the next token is drawn."""
-        changed = [
-            row for row, params in enumerate(self._params) if params.repetition_penalty != 1 or row in self._bans
-        ]
+        changed = [row for row, one in enumerate(self._params) if one.repetition_penalty != 1 or row in self._bans]
         self._changed = torch.tensor(changed, device=self._positions.device) if changed else None

@@ -24,7 +24,7 @@ from rallypoint.models.load import (
     value_head,
 )
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
-from rallypoint.models.part import Part
+from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
@@ -59,6 +59,7 @@ __all__ = [
     "open_adapter",
     "outline_policy",
     "read_adapter",
+    "rectangles_of",
     "reload",
     "save_adapter",
     "save_model",

@@ -1,44 +1,64 @@
 """Whole tensors from the parts that ranks hold, one tensor at a time.
 
-Owns: what travels to rank 0. Must not know: what becomes of it there. No rank but 0 ever holds more than its parts, and
-rank 0 one whole tensor beside its own.
+Owns: what travels to rank 0. Must not know: what becomes of it there. Beside its parts rank 0 has one whole tensor,
+if whoever asks lets go of one before the next, and everybody a few megabytes on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rallypoint.models.part import Part
+from rallypoint.models.part import Part, rectangles_of
 from rallypoint.parallel import DeviceMesh
 
+_ROUND_BYTES = 4 * 2**20
+"""That travel at once."""
 
-def gather(tensors: Mapping[str, Tensor], parts: Mapping[str, Part], mesh: DeviceMesh) -> Iterator[tuple[str, Tensor]]:
+
+def gather(
+    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+    mesh: DeviceMesh,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor whole, on rank 0; the other ranks yield nothing, but have to be asked until the end.
 
     Args:
         tensors: what this rank holds.
         parts: which rectangle of the whole each of them is; the names are those of all ranks, in the same order.
         mesh: the ranks.
+        dtypes: to which they are converted, one by one; None for their own.
     """
     table = _exchange_parts(parts, mesh)
     for name, tensor in tensors.items():
-        if table[0][name].is_whole:
-            if mesh.rank == 0:
-                yield name, tensor
-            continue
-        sent = [tensor.reshape(-1).view(torch.uint8), *[tensor.new_empty(0, dtype=torch.uint8)] * (len(table) - 1)]
-        if not table[mesh.rank][name].num_elements:
-            sent[0] = sent[-1]
-        sizes = [part[name].num_elements * tensor.dtype.itemsize if mesh.rank == 0 else 0 for part in table]
-        received = mesh.everyone.exchange(sent, sizes)
+        own = tensor if dtypes is None else tensor.to(dtypes[name])
+        if not table[0][name].is_whole:
+            own = _gathered(own, [part[name] for part in table], mesh)
         if mesh.rank == 0:
-            whole = tensor.new_empty(parts[name].shape)
-            for part, piece in zip(table, received, strict=True):
-                whole[part[name].within(Part.whole(whole.shape))] = piece.view(tensor.dtype).view(part[name].sizes)
-            yield name, whole
+            yield name, own
+        del own  # before there is another one
+
+
+def _gathered(tensor: Tensor, parts: Sequence[Part], mesh: DeviceMesh) -> Tensor:
+    """Return a tensor whole on rank 0, and as it is on the others."""
+    # In rounds, because gloo keeps what its threads have sent and received last.
+    most = max(1, _ROUND_BYTES // len(parts) // tensor.itemsize)
+    cuts = [list(rectangles_of(part, most)) if part.num_elements else [] for part in parts]
+    whole = tensor.new_empty(parts[0].shape) if mesh.rank == 0 else tensor
+    for turn in itertools.zip_longest(*cuts):
+        sent = [tensor.new_empty(0, dtype=torch.uint8)] * len(parts)
+        if (own := turn[mesh.rank]) is not None:
+            sent[0] = tensor[own.within(parts[mesh.rank])].reshape(-1).view(torch.uint8)
+        arriving = turn if mesh.rank == 0 else [None] * len(parts)
+        sizes = [0 if part is None else part.num_elements * tensor.itemsize for part in arriving]
+        for part, piece in zip(arriving, mesh.everyone.exchange(sent, sizes), strict=True):
+            if part is not None:
+                whole[part.within(Part.whole(whole.shape))] = piece.view(tensor.dtype).view(part.sizes)
+    return whole
 
 
 def _exchange_parts(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str, Part]]:

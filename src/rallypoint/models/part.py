@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 
@@ -128,3 +128,20 @@ class Part:
     @property
     def _stops(self) -> tuple[int, ...]:
         return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
+
+
+def rectangles_of(part: Part, max_elements: int) -> Iterator[Part]:
+    """Cut a part into rectangles of a limited size, along its first dimensions.
+
+    >>> [(cut.starts, cut.sizes) for cut in rectangles_of(Part.whole([5, 3]), 6)]
+    [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((4, 0), (1, 3))]
+    >>> [(cut.starts, cut.sizes) for cut in rectangles_of(Part.whole([1, 5]), 2)]
+    [((0, 0), (1, 2)), ((0, 2), (1, 2)), ((0, 4), (1, 1))]
+    """
+    if part.num_elements <= max_elements:
+        yield part
+        return
+    dim = next(dim for dim, size in enumerate(part.sizes) if size > 1)
+    step = max(1, max_elements // (part.num_elements // part.sizes[dim]))
+    for start in range(0, part.sizes[dim], step):
+        yield from rectangles_of(part.narrow(dim, start, min(step, part.sizes[dim] - start)), max_elements)

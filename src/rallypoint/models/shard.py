@@ -71,12 +71,10 @@ class ModelShard:
         found = dict(saved_tensors(self.model))
         return {name: held(found[name]) for name in self.parts}
 
-    def rounded(self) -> dict[str, Tensor]:
-        """Return `tensors` in the precision of the model: what is published and written, also of masters."""
-        if (half := self.sharding.half) is None:
-            return self.tensors()
-        weights = {name for name, _ in self.model.named_parameters()}
-        return {name: tensor.to(half) if name in weights else tensor for name, tensor in self.tensors().items()}
+    def written_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the type in which each of `tensors` is written: that of the model, also of masters."""
+        half, weights = self.sharding.half, {name for name, _ in self.model.named_parameters()}
+        return {name: half if half and name in weights else tensor.dtype for name, tensor in self.tensors().items()}
 
 
 def build(

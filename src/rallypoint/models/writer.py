@@ -72,13 +72,13 @@ def save_model(
     Raises:
         CheckpointError: the disk is full or not writable; no partial file stays behind.
     """
-    tensors = shard.rounded()
+    dtypes = shard.written_dtypes()
     specs = {
-        piece.tensor: Spec(tensors[name].dtype, piece.stored_shape)
+        piece.tensor: Spec(dtypes[name], piece.stored_shape)
         for name, part in shard.parts.items()
         for piece in shard.sources(name, part.shape)
     }
-    stored = _stored(shard, gather(tensors, shard.parts, shard.mesh))
+    stored = _stored(shard, gather(shard.tensors(), shard.parts, shard.mesh, dtypes))
     if shard.mesh.rank == 0:
         with _explained(folder, stored):
             folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +120,7 @@ def _stored(shard: ModelShard, weights: Iterable[tuple[str, Tensor]]) -> Iterato
     for name, weight in weights:
         for piece in shard.sources(name, weight.shape):
             yield piece.tensor, weight[piece.part.within(Part.whole(weight.shape))].reshape(piece.stored_shape)
+        del weight  # before the next one is gathered
 
 
 def _save_config(shard: ModelShard, folder: Path) -> None:
@@ -180,6 +181,7 @@ def _write(files: Mapping[Path, Mapping[str, Spec]], tensors: Iterable[tuple[str
                 data = memoryview(b"")
             if how.seen is not None:
                 how.seen(name, data)
+            del tensor, data  # before the next one is gathered
         assert not places, f"tensors that did not come: {sorted(places)[:5]}"
         for descriptor in descriptors.values():
             if how.durable:

@@ -29,7 +29,7 @@ import xxhash
 from torch import Tensor
 
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.models import Part
+from rallypoint.models import Part, rectangles_of
 
 HEADER_BYTES = 4096
 """Of a bucket, before its rectangles."""
@@ -297,23 +297,6 @@ def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Recta
             end = _aligned(end + num_bytes)
     if rectangles:
         yield tuple(rectangles)
-
-
-def rectangles_of(part: Part, max_elements: int) -> Iterator[Part]:
-    """Cut a part into rectangles of a limited size, along its first dimensions.
-
-    >>> [(cut.starts, cut.sizes) for cut in rectangles_of(Part.whole([5, 3]), 6)]
-    [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((4, 0), (1, 3))]
-    >>> [(cut.starts, cut.sizes) for cut in rectangles_of(Part.whole([1, 5]), 2)]
-    [((0, 0), (1, 2)), ((0, 2), (1, 2)), ((0, 4), (1, 1))]
-    """
-    if part.num_elements <= max_elements:
-        yield part
-        return
-    dim = next(dim for dim, size in enumerate(part.sizes) if size > 1)
-    step = max(1, max_elements // (part.num_elements // part.sizes[dim]))
-    for start in range(0, part.sizes[dim], step):
-        yield from rectangles_of(part.narrow(dim, start, min(step, part.sizes[dim] - start)), max_elements)
 
 
 def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:

@@ -10,11 +10,13 @@ from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
+from rallypoint.models import trained_weights
 from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
+from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE
 from rallypoint.roles.reference import ReferenceWorker
-from rallypoint.roles.rollout import RolloutWorker
+from rallypoint.roles.rollout import ROLLOUT_MODEL, RolloutWorker
 from rallypoint.types import ActorBatch, Prompts, Sequences
 
 
@@ -90,6 +92,29 @@ def test_long_work_shows_that_it_gets_on_so_that_its_deadline_does_not_end_it(wo
     params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
     RolloutWorker(context, spec, shares_actor=True).sample(prompts, params, version=0)
     assert len(ticks) == 5
+
+
+def test_beside_an_unsharded_actor_rollouts_are_sampled_from_its_own_memory_and_nothing_is_published(
+    worker, context, spec
+):
+    def send():
+        raise AssertionError("nothing is sent")
+
+    context.shared[SOURCE] = context.shared[EXPOSED] = send
+    rollout = RolloutWorker(context, spec, shares_actor=True)
+    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
+    params = SamplingParams(group_size=4, max_new_tokens=9, temperature=1.0, seed=0)
+    before = rollout.sample(prompts, params, version=0)
+    worker.train(cut(judged(worker), num_epochs=3), 20)
+    rollout.load(3, None)
+    owned, sampled = worker.engine.shard.trained(), trained_weights(context.shared[ROLLOUT_MODEL])
+    assert owned.keys() == sampled.keys()
+    for name, weight in owned.items():
+        assert (weight.data_ptr(), weight.shape) == (sampled[name].data_ptr(), sampled[name].shape)
+    assert not (spec.folder.path / PUBLISHED).exists()
+    after = rollout.sample(prompts, params, version=3)
+    assert (after.rollout_logprobs - worker.logprobs([after])[0].values).abs().max() < 1e-5
+    assert not torch.equal(after.rollout_logprobs, before.rollout_logprobs)
 
 
 def test_another_ratio_in_the_first_update_is_refused_and_names_prompt_sample_and_token(worker):
