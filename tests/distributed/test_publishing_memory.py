@@ -37,6 +37,6 @@ def test_a_publish_takes_a_few_buckets_beside_the_own_model_everywhere(told, way
     *senders, taker = (one[f"{way}, {turn}"] for one in told)
     assert senders[0]["peak"] < FEW_BYTES + (LARGEST_BYTES if way.startswith("folder") else 0)
     assert senders[1]["peak"] < FEW_BYTES
-    assert taker["peak"] - taker["mapped"] < FEW_BYTES
+    assert taker["peak"] - taker["mapped"] < FEW_BYTES + 2 * 4 * 2**20  # its reader has some on their way, too
     assert taker["mapped"] < (told[2]["own"] + FEW_BYTES if (way, turn) == ("memory", "first") else FEW_BYTES)
     assert all(one[f"{way}, {turn}"]["kept"] < FEW_BYTES for one in told)

@@ -67,12 +67,13 @@ def print_recipes() -> None:
 def print_plan(recipe: str, overrides: Sequence[str]) -> None:
     """Print batch arithmetic, placement and memory, unless the weights that the config names could not be loaded."""
     loaded = load_checked(recipe, overrides)
-    if loaded.config.model.path is not None:
+    config = loaded.config
+    if any((config.model.path, config.critic.path, config.reward.path)):
         from rallypoint.recipes.material import check_weights  # only now torch, and the seconds that it takes
 
-        check_weights(loaded.config)
-    plan, console = make_plan(loaded.config), _console()
-    for title, lines in (_batches(loaded, plan), _placement(loaded.config, plan)):
+        check_weights(config)
+    plan, console = make_plan(config), _console()
+    for title, lines in (_batches(loaded, plan), _placement(config, plan)):
         _print_line(console, title, "bold")
         for line in lines:
             _print_line(console, f"  {line}".rstrip())

@@ -25,7 +25,7 @@ from rallypoint.config.lanes import max_lanes
 from rallypoint.data.packing import pad_rows
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
-from rallypoint.engine.passes import Lane, plan_lanes
+from rallypoint.engine.passes import Lane, check_tokens, plan_lanes
 from rallypoint.engine.sleep import Sleeper
 from rallypoint.engine.stream import Stream, trained_positions
 from rallypoint.engine.sums import GradientSums
@@ -296,7 +296,7 @@ class Engine(Generic[BatchT]):
     def _plan(self, batch: Sequences, *, gradient_bytes: int) -> list[Lane]:
         """Return the lanes, with micro-batches that have something to train; ranks that share passes get as many.
 
-        Raises what `plan_lanes` and `trained_positions` raise, and:
+        Raises what `plan_lanes`, `check_tokens` and `trained_positions` raise, and:
 
         Raises:
             PeerFailedError: one of the ranks that share passes raised that.
@@ -304,6 +304,7 @@ class Engine(Generic[BatchT]):
         most = max_lanes(self._lanes.num, gradient_bytes) if self._may_have_lanes else 1
         try:
             positions = trained_positions(batch)
+            check_tokens(batch, self.model.config.get_text_config().vocab_size)
             if self._padded:
                 lanes = [pad_rows(batch.lengths.tolist(), self._max_tokens)]
             else:

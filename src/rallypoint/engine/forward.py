@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rallypoint.engine.stream import Stream, whole_rows
 from rallypoint.errors import ModelError
@@ -54,8 +55,7 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
     The ranks along `sp` share the work, and each returns all numbers.
     """
     stream = Stream(shard, batch, positions)
-    values = value_head(shard.model)(stream.states()).squeeze(-1)
-    return stream.join(values.to(torch.promote_types(values.dtype, torch.float32)))
+    return stream.join(_one_number(value_head(shard.model), stream.states()))
 
 
 def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
@@ -92,5 +92,16 @@ def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
     The ranks along `sp` share the work, and each returns all numbers.
     """
     stream = Stream(shard, batch, positions, whole_rows)
-    scores = value_head(shard.model)(stream.states()).squeeze(-1)
-    return stream.join(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+    return stream.join(_one_number(value_head(shard.model), stream.states()))
+
+
+def _one_number(head: nn.Module, states: Tensor) -> Tensor:
+    """Return what a head with one output says of states, [n, E], in float32 at least: [n].
+
+    In bfloat16 two rows whose scores are less than a percent apart would have the same one.
+    """
+    exact = torch.promote_types(states.dtype, torch.float32)
+    if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight
+        return head(states).to(exact).squeeze(-1)
+    bias = None if head.bias is None else head.bias.to(exact)
+    return functional.linear(states.to(exact), head.weight.to(exact), bias).squeeze(-1)

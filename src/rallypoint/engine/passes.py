@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from rallypoint.data.balance import balance_groups, cost_together, row_costs
 from rallypoint.data.packing import pack_groups
+from rallypoint.errors import ModelError
 from rallypoint.types import Sequences
 
 Lane: TypeAlias = list[list[int]]
@@ -22,6 +23,27 @@ Lane: TypeAlias = list[list[int]]
 
 _WORTH = 1.2
 """How much more the costliest lane may have to do than its share: what lanes save beside operations that are cut."""
+
+
+def check_tokens(batch: Sequences, num_ids: int) -> None:
+    """Refuse tokens that a model has no row of its embedding for, as a policy with a larger one may sample.
+
+    Args:
+        batch: any rows.
+        num_ids: that the model knows, from 0.
+
+    Raises:
+        ModelError: there is one; its place is named.
+    """
+    unknown = (batch.tokens < 0) | (batch.tokens >= num_ids)
+    if unknown.any():
+        place = int(unknown.nonzero()[0])
+        row = int(batch.row_of_token[place])
+        raise ModelError(
+            f"sample {int(batch.sample_index[row])} of prompt {int(batch.prompt_index[row])} has the token "
+            f"{int(batch.tokens[place])}, but this model's embedding has {num_ids} rows; what reads the rows of a "
+            "policy needs an embedding that is as large"
+        )
 
 
 def plan_lanes(batch: Sequences, max_tokens: int, *, most: int, attention_cost: float = 0.0) -> list[Lane]:

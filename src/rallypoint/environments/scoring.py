@@ -37,6 +37,8 @@ from rallypoint.types.batch import RolloutBatch, ScoredBatch
 from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, merge
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
+_TAKEN = frozenset({"mean", "std", "failed", "memory_gib", "model_mean", "model_min", "model_max"})
+"""Metrics of every run under `reward/`, or of a run with a reward model."""
 _NO_TOKEN = "the response has no token that a score could be placed on"
 
 
@@ -217,6 +219,10 @@ def _read_result(value: object, num_tokens: int, ended: bool) -> _Result:
         if "score" not in entries:
             raise _NotAScoreError(f"expected the key 'score', found {', '.join(map(repr, entries)) or 'no key'}")
         value = entries["score"]
+        if taken := sorted(_TAKEN.intersection(map(str, entries))):
+            raise _NotAScoreError(
+                f"found the key {taken[0]!r}, but reward/{taken[0]} is a metric of every run; call it something else"
+            )
         numbers = {str(key): _number(entry) for key, entry in entries.items() if key != "score"}
         extras = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
     value = _unwrap(value)

@@ -5,8 +5,10 @@ Owns: how requests become rollouts and streams. Must not know: which engine answ
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -18,9 +20,6 @@ from rallypoint.generation.protocol import GenerationEngine, Piece, Request, Sam
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 ResultT = TypeVar("ResultT")
-
-_MOST_FAILURES = 2
-"""Steps in a row that fail before an engine is given up."""
 
 
 def generate(
@@ -95,8 +94,8 @@ class EngineThread:
     Consumes: requests. Produces: calls of `deliver`, from the engine's thread. Waits for: requests, while there are
     none. Unblocked by: `submit`, `call` and `close`.
 
-    A step that fails costs the requests that are open then, and the engine goes on. It is given up when another step
-    fails before one has sampled.
+    A step that fails costs the requests that are open then. Whether the engine goes on is up to a short request of our
+    own: it is given up when a step with this one alone fails, too. So requests that it cannot bear never end it.
     """
 
     def __init__(
@@ -107,14 +106,12 @@ class EngineThread:
         Args:
             engine: that nobody else steps.
             on_failure: called after a step that failed with what its requests are told, whose cause is what the step
-                raised; must neither block nor raise.
+                raised, until it returns; must not block.
         """
         self._engine, self._on_failure = engine, on_failure
         self.has_failed = False
         """Whether the engine was given up."""
-        self._num_failures = 0
-        """Steps that failed since one that sampled."""
-        self._lock = threading.RLock()  # a step may be over before its callback is added
+        self._lock = threading.RLock()  # a call may be over before its callback is added
         self._deliver: dict[int, Callable[[Piece], None]] = {}
         self._is_stepping = False
         self._failure: GenerationError | None = None
@@ -183,31 +180,30 @@ class EngineThread:
         """Have a step taken, unless one is coming anyway; the lock is held."""
         if not self._is_stepping and self._failure is None:
             self._is_stepping = True
-            self._executor.submit(self._step).add_done_callback(self._after_step)
+            self._executor.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Take a step, and see to it that there will be others, whatever comes of it."""
+        try:
+            error = _error_of(self._step)
+            if error is not None:
+                self._survive(error)
+        finally:
+            with self._lock:
+                self._is_stepping = False
+                # A request may have come since. One that sleeps has work and no pieces; `call` with its `wake` comes
+                # back.
+                if self._engine.has_work and not self._engine.is_asleep:
+                    self._keep_stepping()
 
     def _step(self) -> None:
-        with self._lock:
-            sampled = set[int]() if self._engine.is_asleep else set(self._deliver)
-        pieces = self._engine.step()
-        if sampled.difference(piece.request_id for piece in pieces if piece.finish_reason == "cancelled"):
-            self._num_failures = 0
-        for piece in pieces:
+        for piece in self._engine.step():
             with self._lock:
                 deliver = self._deliver.get(piece.request_id)
                 if piece.finish_reason is not None:
                     self._deliver.pop(piece.request_id, None)
-            if deliver is not None:  # after `close` nobody listens
-                deliver(piece)
-
-    def _after_step(self, step: Future[None]) -> None:
-        error = step.exception()
-        if error is not None:
-            self._survive(error)
-        with self._lock:
-            self._is_stepping = False
-            # A request may have come since. One that sleeps has work and no pieces; `call` with its `wake` comes back.
-            if self._engine.has_work and not self._engine.is_asleep:
-                self._keep_stepping()
+            if deliver is not None:  # after `close`, and to the probe, nobody listens
+                _hand_over(deliver, piece)
 
     def _after_call(self, done: Future[ResultT]) -> None:
         """Have a step taken: the engine may have been woken, and an end of what was cancelled may be due."""
@@ -216,21 +212,34 @@ class EngineThread:
             self._keep_stepping()
 
     def _survive(self, error: BaseException) -> None:
-        """Have the requests under way fail, and the engine forget them; give it up if it fails again and again."""
-        self._num_failures += 1
-        self.has_failed = self._num_failures >= _MOST_FAILURES
-        said = f"{type(error).__name__}: {first_line(error)}"
-        failure = GenerationError(
-            f"the engine failed again, and is given up: {said}"
-            if self.has_failed
-            else f"the engine failed and its requests are lost: {said}"
-        )
-        failure.__cause__ = error
-        if self.has_failed:
-            self._fail(failure)
-        else:
+        """Have the requests under way fail, and the engine forget them; give it up if it cannot sample any more."""
+        failure = _failure_of("the engine failed and its requests are lost", error)
+        self._tell(failure)
+        with self._lock:  # until it is known whether there is sense in requests, none comes: it could fail the probe
             self._end_all(failure)
-        self._on_failure(failure)
+            problem = None if self._engine.is_asleep or self._failure is not None else _error_of(self._probe)
+            if problem is None:
+                return
+            failure = _failure_of("the engine failed again, and is given up", problem)
+            self.has_failed = True
+            self._fail(failure)
+        self._tell(failure)
+
+    def _probe(self) -> None:
+        """Take a step with a request that every engine can answer, alone; the lock is held.
+
+        Raises:
+            Exception: whatever the engine raises.
+        """
+        request_id = self._engine.submit(Request(tokens=(0,), params=SamplingParams(max_new_tokens=1)))
+        if not any(piece.request_id == request_id and piece.finish_reason for piece in self._engine.step()):
+            self._engine.cancel(request_id)
+
+    def _tell(self, failure: GenerationError) -> None:
+        """Have it known what has failed, and keep nothing of it."""
+        with contextlib.suppress(Exception):  # such as a full disk: requests are answered all the same
+            self._on_failure(failure)
+        failure.__cause__ = None
 
     def _fail(self, failure: GenerationError) -> None:
         """Refuse everything from now on, and end what is under way."""
@@ -245,7 +254,8 @@ class EngineThread:
             for request_id in open_requests:
                 self._engine.cancel(request_id)
         for request_id, deliver in open_requests.items():
-            deliver(
+            _hand_over(
+                deliver,
                 Piece(
                     request_id=request_id,
                     tokens=(),
@@ -254,8 +264,37 @@ class EngineThread:
                     version=self._engine.version,
                     finish_reason="failed",
                     error=failure,
-                )
+                ),
             )
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    """Do something, and return what it raises, without what was computed on the way there."""
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for what is done about it
+        seen: list[BaseException] = []
+        rest: BaseException | None = error
+        while rest is not None and rest not in seen:
+            # A device that has no memory left would not get back what the step that failed has taken.
+            traceback.clear_frames(rest.__traceback__)
+            seen.append(rest)
+            rest = rest.__cause__ or rest.__context__
+        return error
+    return None
+
+
+def _failure_of(what: str, error: BaseException) -> GenerationError:
+    """Return what requests are told about an error, which is its cause."""
+    failure = GenerationError(f"{what}: {type(error).__name__}: {first_line(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def _hand_over(deliver: Callable[[Piece], None], piece: Piece) -> None:
+    """Deliver a piece; who cannot take it must not keep others from theirs."""
+    with contextlib.suppress(Exception):
+        deliver(piece)
 
 
 def _check_awake(engine: GenerationEngine) -> None:

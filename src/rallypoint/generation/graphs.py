@@ -108,6 +108,8 @@ class Steps:
         """Take what computes logits of rows, [B, V], and what captures a step; None: nothing is captured."""
         self._logits, self._capture = logits, capture
         self._captured: OrderedDict[Hashable, tuple[Board, Callable[[], None]]] = OrderedDict()
+        self._too_large: set[Hashable] = set()
+        """Shapes that there was no memory to capture."""
         self._addresses: Hashable = None
         self._current: tuple[PagedRows, Rules, Board, Callable[[], None] | None] | None = None
 
@@ -124,6 +126,7 @@ class Steps:
     def forget(self) -> None:
         """Let go of all memory."""
         self._captured.clear()
+        self._too_large.clear()
         self._current = None
 
     @torch.no_grad()
@@ -187,7 +190,8 @@ class Steps:
         """Say whether a step of these rows can be captured, and others will be like it; there is another one to try."""
         num = len(board.sources)
         is_for_all = all(len(at) == num for at in (board.rules.greedy, board.rules.filtered) if at is not None)
-        return self.captures and rows.num_queries <= _MOST_ROWS and is_for_all and rows.has_moves
+        is_small = rows.num_queries <= _MOST_ROWS and board.shape not in self._too_large
+        return self.captures and is_small and is_for_all and rows.has_moves
 
     def _try(self, rows: PagedRows, board: Board, lines: slice) -> Callable[[], None] | None:
         """Make a step, and return it captured; None where that fails. The one behind it is made for comparison only."""
@@ -212,11 +216,15 @@ class Steps:
                     self._captured.popitem(last=False)
                 return replay
             reason = f"its logprobs are {gap:.2g} nats off"
+        except torch.OutOfMemoryError:
+            self._too_large.add(board.shape)
+            reason = ""
         except RuntimeError as error:  # of torch and the driver
             reason = str(error)
-        _LOG.warning("steps of decoding are launched kernel by kernel from now on: a captured one failed: %s", reason)
-        self._captured.clear()
-        self._capture = None
+        if reason:
+            _LOG.warning("steps of decoding are launched one by one from now on: a captured one failed: %s", reason)
+            self._captured.clear()
+            self._capture = None
         board.go_back(before)
         self._step(rows, board)
         return None
@@ -231,13 +239,14 @@ def captures_on(device: torch.device) -> Capture | None:
     except ImportError:
         _LOG.warning("torch %s captures nothing on any accelerator, 2.13 does: decoding is slower", torch.__version__)
         return None
+    stream = torch.Stream(device)  # one, as libraries keep memory for each that they have worked on
     pools: list[tuple[int, int]] = []
     """The memory of all graphs: nothing in it is of use when a replay has ended, and there is one at a time."""
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
         # Other threads may do what they like meanwhile.
         graph = Graph(pool=pools[0] if pools else None, capture_error_mode="thread_local")
-        with torch.Stream(device), graph:
+        with stream, graph:
             step()
         pools.append(graph.pool())
         return graph.replay

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PROGRAMS = 1024
+MANY_PROGRAMS = 1024
 """That a grid should have, where rows have so many blocks: some for each of about a hundred processors."""
+_MOST_PARTS = 64
+"""Of a row: one program joins them, and has all of them at hand."""
 _LEAST = 16
 """Rows, columns and terms of a product have at least so many."""
 
@@ -113,10 +115,10 @@ def num_parts(num_programs: int, num_slots: int) -> int:
     """Return into how many parts the blocks of each row are cut, where so many programs would run without that.
 
     >>> num_parts(8, 32), num_parts(8, 1024), num_parts(2048, 32)
-    (32, 128, 1)
+    (32, 64, 1)
     """
     parts = 1
-    while 2 * parts <= num_slots and 2 * parts * num_programs <= _PROGRAMS:
+    while 2 * parts <= min(num_slots, _MOST_PARTS) and 2 * parts * num_programs <= MANY_PROGRAMS:
         parts *= 2
     return parts
 

@@ -10,6 +10,7 @@ copied, and all queries looked up in batched products of one class.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.generation.blocks import BlockPool
-from rallypoint.generation.kernels import PageKernel
+from rallypoint.generation.kernels import MANY_PROGRAMS, PageKernel
 from rallypoint.generation.row import BLOCK_TOKENS
 from rallypoint.generation.seats import Integers, Queries
 from rallypoint.models.attention import NO_LIMITS, Limits
@@ -201,7 +202,8 @@ def gathered(
 def is_right(kernel: PageKernel, heads: int, kv_heads: int, dim: int, like: Tensor) -> bool:
     """Say whether a kernel finds what is found without, for queries of such a shape on the device of a tensor.
 
-    One row has more blocks than the other, and one of them is not full.
+    One row has more blocks than the other, and one of them is not full. The two are computed alone, where a kernel cuts
+    rows into parts, and many times over, where it does not.
     """
     generator = torch.Generator().manual_seed(0)
     pool = BlockPool(12, BLOCK_TOKENS, 1, kv_heads, dim, like)
@@ -215,9 +217,12 @@ def is_right(kernel: PageKernel, heads: int, kv_heads: int, dim: int, like: Tens
     states = torch.randn(3, 2, heads, dim, generator=generator).to(like)
     query, key, value = states[0], states[1, :, :kv_heads], states[2, :, :kv_heads]
     tolerance = 1e-4 if like.dtype == torch.float32 else 3e-2
-    for limits in (NO_LIMITS, Limits(window=50, softcap=20.0)):
+    few, many = np.arange(2), np.arange(MANY_PROGRAMS // kv_heads + 1) % 2
+    for limits, lines in itertools.product((NO_LIMITS, Limits(window=50, softcap=20.0)), (few, many)):
         found, expected = (
-            PagedRows(pool, queries, kernel=way).attend(0, query, key, value, dim**-0.5, limits)
+            PagedRows(pool, queries.lines(lines), kernel=way).attend(
+                0, query[lines], key[lines], value[lines], dim**-0.5, limits
+            )
             for way in (kernel, None)
         )
         if not float((found - expected).abs().max()) <= tolerance:

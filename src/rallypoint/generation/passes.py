@@ -24,7 +24,7 @@ from rallypoint.generation.graphs import Capture, Steps, captures_on, num_filled
 from rallypoint.generation.kernels import PageKernel, find_kernel
 from rallypoint.generation.layout import QueryRows
 from rallypoint.generation.pages import PagedRows, is_right
-from rallypoint.generation.plain import Linear
+from rallypoint.generation.plain import Linear, Network
 from rallypoint.generation.prefill import Stretch, StretchRows
 from rallypoint.generation.sampling import Draws, Rules
 from rallypoint.generation.script import without_python
@@ -77,6 +77,7 @@ class Passes:
         self._steps: Steps | None = None
         self._kernel: PageKernel | None = None
         self._weights: list[Tensor] = []
+        self._network: Network | None = None
         self._own_code = Backbone(model)
         self._plain: PlainDecoder | None = None
         self._heads = 0
@@ -186,7 +187,9 @@ class Passes:
         (layout,), head = layouts, cast("nn.Linear", self._head)
         if isinstance(layout, PagedRows):
             assert self._steps is not None, "it lies in a pool"
-            addresses = layout.pool.keys.data_ptr(), *(weight.data_ptr() for weight in self._weights)
+            # Kept, as what it has made itself has an address too, and another one's may be the same later.
+            network = self._network = None if self._plain is None else self._plain.network
+            addresses = id(network), layout.pool.keys.data_ptr(), *(weight.data_ptr() for weight in self._weights)
             return self._steps.draw(layout, rules, numbers, addresses)
         assert self._plain is not None, "`max_steps_at_once` said so"
         last = Linear([head.weight], [] if head.bias is None else [head.bias])

@@ -18,6 +18,7 @@ A request whose response is 7 8 <eos>, in two pieces:
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypeAlias
 
@@ -63,6 +64,9 @@ class SamplingParams:
     """Logits of tokens that the prompt or the response has are divided by it, or multiplied where negative."""
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "seed", "group_size", "top_k"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        object.__setattr__(self, "stop_tokens", _plain_ids(self.stop_tokens))
         longest = self.max_new_tokens
         problems = [
             f"{name}={value!r}: expected {expected}"
@@ -71,7 +75,7 @@ class SamplingParams:
                 (
                     "min_new_tokens",
                     self.min_new_tokens,
-                    _is_whole(self.min_new_tokens) and 0 <= self.min_new_tokens <= longest,
+                    _is_whole(self.min_new_tokens, 0, longest if _is_whole(longest) else _INT64[1]),
                     f"0 to max_new_tokens={longest}",
                 ),
                 ("seed", self.seed, _is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
@@ -135,7 +139,10 @@ class Request:
     """Whether pieces come token by token; otherwise one at the end, or one for each version of the weights."""
 
     def __post_init__(self) -> None:
-        for name, value in (("prompt_index", self.prompt_index), ("sample_index", self.sample_index)):
+        object.__setattr__(self, "tokens", _plain_ids(self.tokens))
+        for name in ("prompt_index", "sample_index"):
+            value = _plain(getattr(self, name))
+            object.__setattr__(self, name, value)
             if not _is_whole(value):
                 raise ValueError(f"{name}={value!r}: expected a whole number of at most 64 bits, with its sign")
 
@@ -220,6 +227,23 @@ class GenerationEngine(Protocol):
     def wake(self) -> None:
         """Go on after `sleep`."""
         ...
+
+
+def _plain(value: object) -> object:
+    """Return an integer of another library, such as numpy's, as Python's own; leave everything else as it is."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType] - this is what is found out here
+    except TypeError:
+        return value
+
+
+def _plain_ids(ids: object) -> object:
+    """Do the same with those of a tuple."""
+    if type(ids) is not tuple or set(map(type, ids)) <= {int}:
+        return ids
+    return tuple(map(_plain, ids))
 
 
 def _is_whole(value: object, least: int = _INT64[0], most: int = _INT64[1]) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForTokenClassification, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from rallypoint.errors import ModelError
@@ -139,6 +139,15 @@ def explained(path: str, config: PreTrainedConfig | None = None) -> Iterator[Non
     ) as error:
         reason = None if config is None else _unknown_type(error, config) or _unknown_value(error, config)
         raise ModelError(f"{path}: {reason or f'transformers cannot load it: {error}'}") from error
+    except AssertionError as error:
+        # Of torch's embedding. Not looked at before: a model that has no use for its padding may say anything.
+        if config is None or not str(error).startswith("Padding_idx"):
+            raise
+        text = config.get_text_config()
+        raise ModelError(
+            f"{path}: config.json says pad_token_id={text.pad_token_id}, but vocab_size={text.vocab_size}: set "
+            "pad_token_id to a token of the vocabulary there, or to null"
+        ) from error
 
 
 def _unknown_type(error: Exception, config: PreTrainedConfig) -> str | None:
@@ -152,6 +161,11 @@ def _unknown_type(error: Exception, config: PreTrainedConfig) -> str | None:
             f"transformers has no token classifier for models of type {config.model_type!r}, so that they cannot be a "
             f"critic; set critic.path to a model of another type with the same tokenizer, or recipe=grpo, which has no "
             f"critic; {known}"
+        )
+    if AutoModelForSequenceClassification.__name__ in text:
+        return (
+            f"transformers has no sequence classifier for models of type {config.model_type!r}, so that they cannot be "
+            f"a reward model; set reward.path to a model of another type, or use a reward.function; {known}"
         )
     return (
         f"models of type {config.model_type!r} are no causal language models in transformers, and nothing else can be "

@@ -95,9 +95,8 @@ class _Loader(abc.ABC):
         if adapters is not None:
             fill_adapters(shard, adapters, seed=seed)
         _read_generation_config(path, shard.model)
-        if mesh.shard.size > 1:
-            check_finite(path, shard.tensors())
-        else:
+        check_finite(path, shard.tensors(), mesh.tp)
+        if mesh.shard.size == 1:
             check_agreement(path, shard.model, head)
         return shard
 
@@ -193,7 +192,11 @@ class _CriticLoader(_Loader):
         """Take every kind."""
 
     def head(self, path: str, model: PreTrainedModel) -> nn.Module:
-        del path
+        _check_value_head(
+            path,
+            model,
+            "set critic.path to a model of another type with the same tokenizer, or recipe=grpo, which has no critic",
+        )
         return value_head(model)
 
     def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
@@ -221,7 +224,7 @@ class _RewardLoader(_Loader):
             )
 
     def head(self, path: str, model: PreTrainedModel) -> nn.Module:
-        del path
+        _check_value_head(path, model, "set reward.path to a model of another type, or use a reward.function")
         return value_head(model)
 
     def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
@@ -266,17 +269,8 @@ def reload(path: str, shard: ModelShard) -> None:
 
 
 def value_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into values, or scores.
-
-    Raises:
-        ModelError: the family names it otherwise.
-    """
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Module):
-        raise ModelError(
-            f"{type(model).__name__} has no `score` head; its family cannot be a critic or reward model yet"
-        )
-    return head
+    """Return the layer that turns hidden states into values, or scores; loading refuses a model without one."""
+    return model.get_submodule("score")
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
@@ -374,6 +368,11 @@ def _read_generation_config(path: str, model: PreTrainedModel) -> None:
         return
     with explained(path) if folder.is_dir() else contextlib.suppress(OSError):  # a repository need not have one
         model.generation_config = GenerationConfig.from_pretrained(folder if folder.is_dir() else path)
+
+
+def _check_value_head(path: str, model: PreTrainedModel, remedy: str) -> None:
+    if "score" not in dict(model.named_children()):
+        raise ModelError(f"{path}: {type(model).__name__} has no `score` head, where values come from; {remedy}")
 
 
 def _check_attention(path: str, model: PreTrainedModel) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.models.shard import ModelShard, allocate, build
 from rallypoint.parallel import DeviceMesh
@@ -22,11 +24,12 @@ _LEAST_LAYERS = 2
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def sketch_of(config: PreTrainedConfig) -> PreTrainedConfig:
+def sketch_of(config: PreTrainedConfig, least_layers: int = _LEAST_LAYERS) -> PreTrainedConfig:
     """Return the config of a model of the same kind with a layer or more of every type, and narrow MLPs.
 
     Args:
         config: stays as it is.
+        least_layers: how many it has at least, if the large one has; of types that the config lists it has all anyway.
     """
     sketch = copy.deepcopy(config)
     text: Any = sketch.get_text_config()
@@ -41,7 +44,7 @@ def sketch_of(config: PreTrainedConfig) -> PreTrainedConfig:
     if type(num_layers) is not int:
         return sketch
     per_layer = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == num_layers}
-    kept = min(num_layers, max([_LEAST_LAYERS, *map(_first_of_every_kind, per_layer.values())]))
+    kept = min(num_layers, max([least_layers, *map(_first_of_every_kind, per_layer.values())]))
     text.num_hidden_layers = kept
     for name, value in per_layer.items():
         setattr(text, name, value[:kept])
@@ -60,7 +63,12 @@ def make_sketch(
         device: where it will be.
         trust_remote_code: see `build`.
     """
-    shard = build(sketch_of(config), factory, dtype=dtype, mesh=DeviceMesh.solo(), trust_remote_code=trust_remote_code)
+
+    def built(config: PreTrainedConfig) -> ModelShard:
+        return build(config, factory, dtype=dtype, mesh=DeviceMesh.solo(), trust_remote_code=trust_remote_code)
+
+    kinds = _kinds_of_layers(built(copy.deepcopy(config)).model)
+    shard = built(sketch_of(config, max(_LEAST_LAYERS, _first_of_every_kind(kinds))))
     allocate(shard, device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -72,10 +80,17 @@ def make_sketch(
     return shard
 
 
+def _kinds_of_layers(model: PreTrainedModel) -> list[Any]:
+    """Return of what modules each layer is made, which a config may say by a number: "the first three are dense"."""
+    stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
+    layers: Iterable[nn.Module] = max(stacks, key=len, default=())
+    return [[(name, type(module)) for name, module in layer.named_modules()] for layer in layers]
+
+
 def _first_of_every_kind(layers: list[Any]) -> int:
     """Return how many layers, from the first on, have one of every kind.
 
     >>> _first_of_every_kind(["sliding", "sliding", "full", "sliding", "sliding", "full"])
     3
     """
-    return max(layers.index(kind) for kind in layers) + 1
+    return max((layers.index(kind) for kind in layers), default=0) + 1

@@ -78,9 +78,9 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
         critic = read_config(config.critic.path, trust)
         check_vocabulary(config.critic.path, tokenizer, critic)
         limits.append(Limits.of(critic, "the critic"))
-    num_ids = [each.num_ids for each in limits if each.num_ids is not None]
     if config.reward.path is not None:
-        check_reward_model(config.reward.path, config, model_path, tokenizer, limits[0])
+        limits.append(check_reward_model(config.reward.path, model_path, tokenizer, trust_remote_code=trust))
+    num_ids = [each.num_ids for each in limits if each.num_ids is not None]
     train, validation = (
         encode_all(
             tokenizer,
@@ -108,7 +108,7 @@ def check_weights(config: RunConfig) -> None:
     Raises:
         ModelError: a run would refuse them too.
     """
-    critic = config.critic.path if config.recipe == "ppo" else None
+    critic = (config.critic.path or config.model.path) if config.recipe == "ppo" else None
     folders = (config.model.path, load_policy), (critic, load_critic), (config.reward.path, load_reward_model)
     for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
@@ -176,24 +176,23 @@ def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model:
 
 
 def check_reward_model(
-    path: str, config: RunConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
-) -> None:
-    """Refuse a reward model that cannot read the policy's rows: it is given their token ids as they are.
+    path: str, model_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> Limits:
+    """Refuse a reward model that cannot read the policy's rows, as it is given their token ids; return its limits.
 
     Args:
         path: of the reward model.
-        config: of the run.
         model_path: of the policy.
         tokenizer: of the policy.
-        limits: of the policy.
+        trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        ModelError: it is no reward model, another tokenizer was used for it, or its rows are shorter.
+        ModelError: it is no reward model, or another tokenizer was used for it.
     """
-    trust = config.model.trust_remote_code
-    found = read_config(path, trust)
+    found = read_config(path, trust_remote_code)
     load_reward_model.check_config(path, found)
-    own, theirs = load_tokenizer(path, trust_remote_code=trust, for_chat=False).get_vocab(), tokenizer.get_vocab()
+    own = load_tokenizer(path, trust_remote_code=trust_remote_code, for_chat=False).get_vocab()
+    theirs = tokenizer.get_vocab()
     if others := [token for token, number in theirs.items() if own.get(token) != number]:
         example = min(others, key=theirs.__getitem__)
         raise ModelError(
@@ -202,18 +201,7 @@ def check_reward_model(
             "reads the policy's token ids, so give one that was trained with the same tokenizer"
         )
     check_vocabulary(path, tokenizer, found)
-    reads = Limits.of(found)
-    if reads.num_ids is not None and limits.num_ids is not None and reads.num_ids < limits.num_ids:
-        raise ModelError(
-            f"{path}: its embedding has {reads.num_ids} rows, but the policy can sample {limits.num_ids} ids; "
-            "give a reward model whose vocab_size is at least the policy's"
-        )
-    longest = min(config.max_row_tokens, limits.max_positions or config.max_row_tokens)
-    if reads.max_positions is not None and reads.max_positions < longest:
-        raise ModelError(
-            f"{path}: the reward model supports rows of {reads.max_positions} tokens, but prompt and response may have "
-            f"{longest}; lower data.max_prompt_tokens or rollout.max_response_tokens"
-        )
+    return Limits.of(found, "the reward model")
 
 
 def _data_paths(config: RunConfig, folder: RunFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
 from rallypoint.config.memory import cache_bytes_per_token
-from rallypoint.config.sections import RewardConfig
 from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
@@ -37,14 +36,14 @@ def load_checked(name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
-    if config.model.path is not None:
-        yield from _model("model.path", config.model.path)
-        yield from _positions("model.path", config.model.path, config)
+    critic = config.critic.path if config.recipe == "ppo" else None
+    models = {"model.path": config.model.path, "critic.path": critic, "reward.path": config.reward.path}
+    for name, path in models.items():
+        if path is not None:
+            yield from _model(name, path)
+            yield from _positions(name, path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
         yield from _adapter("model.lora.path", config.model.lora.path)
-    if config.critic.path is not None and config.recipe == "ppo":
-        yield from _model("critic.path", config.critic.path)
-        yield from _positions("critic.path", config.critic.path, config)
     for name, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for path in paths:
             yield from _data(name, path)
@@ -67,20 +66,15 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             find_engine(config.rollout.engine)
         except EngineError as error:
             yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
-    yield from _reward(config.reward)
+    function = config.reward.function
+    if function is not None and (problem := check_reward_spec(function)) is not None:
+        yield Problem(("reward.function",), f"reward.function={function!r}: {problem}")
     runs = Path(config.trainer.runs_dir).expanduser()
     if runs.exists() and not runs.is_dir():
         yield Problem(("trainer.runs_dir",), f"trainer.runs_dir={str(runs)!r} is a file; expected a folder")
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
         yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
-
-
-def _reward(reward: RewardConfig) -> Iterator[Problem]:
-    if reward.function is not None and (problem := check_reward_spec(reward.function)) is not None:
-        yield Problem(("reward.function",), f"reward.function={reward.function!r}: {problem}")
-    if reward.path is not None:
-        yield from _model("reward.path", reward.path)
 
 
 def is_hub_name(path: str) -> bool:

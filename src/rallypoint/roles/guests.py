@@ -162,6 +162,8 @@ class Guests:
         self._loop = asyncio.get_running_loop()
         self._counter, self._lock = itertools.count(1), threading.Lock()
         self._closed: GenerationError | None = None
+        self.has_failed = False
+        """Never: a process that fails is training's to end, or to go on with."""
         # What follows belongs to the loop's thread.
         self._open: dict[int, _Open] = {}
         self._new: list[list[tuple[int, Request]]] = [[] for _ in range(num_ranks)]
@@ -215,7 +217,8 @@ class Guests:
             except RallyError as error:
                 # Training meets what is wrong by itself, if it is more than one of these requests.
                 self._fail_all(GenerationError(f"these requests failed and are lost: {first_line(error)}"))
-                self._log(f"requests from outside failed: {error}")
+                with contextlib.suppress(Exception):  # such as a full disk: others wait for their answers
+                    self._log(f"requests from outside failed: {error}")
                 continue
             for number in served & self._open.keys():
                 self._wait_for(number)

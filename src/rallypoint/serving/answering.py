@@ -203,7 +203,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _encode(asked: Asked, codec: Codec, max_tokens: int) -> tuple[TokenIds, ...]:
-    """Return the prompts as token ids; texts that cannot be of so few tokens are refused before.
+    """Return the prompts as token ids; texts that are far too long for so few tokens are refused before.
 
     Raises:
         EndpointError: see `Codec`.

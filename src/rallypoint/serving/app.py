@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rallypoint.errors import EndpointError, RallyError
+from rallypoint.errors import EndpointError, GenerationError, RallyError
 from rallypoint.serving.answering import Answering, Model, respond
 from rallypoint.serving.answers import JSON, error_body, status_of
 from rallypoint.serving.asked import ChatAsked, CompletionAsked
@@ -75,9 +75,9 @@ def make_app(model: Model, access: Access) -> Starlette:
 
     async def health(request: Request) -> Response:
         del request
-        failure = model.bridge.failure
+        failure, has_failed = model.bridge.failure, model.bridge.has_failed
         body: JSON = {
-            "status": "ok" if failure is None else "failed",
+            "status": "failed" if has_failed else "ok",
             "error": None if failure is None else str(failure),
             "model": model.name,
             "version": model.engine.version,
@@ -85,7 +85,7 @@ def make_app(model: Model, access: Access) -> Starlette:
             "max_concurrency": model.bridge.max_concurrency,
             "max_request_tokens": model.engine.max_request_tokens,
         }
-        return respond(body, 200 if failure is None else 503)
+        return respond(body, 503 if has_failed else 200)
 
     async def models(request: Request) -> Response:
         del request
@@ -118,8 +118,11 @@ def _refused(error: RallyError) -> Response:
         401: {"www-authenticate": "Bearer"},
         429: {"retry-after": str(_RETRY_AFTER_S)},
         503: {"retry-after": str(_RETRY_WHEN_BUSY_S)},
-    }
-    return respond(error_body(error), status, headers.get(status))
+    }.get(status)
+    if isinstance(error, GenerationError):
+        # OpenAI's client sends again what was answered with 500, also what the engine cannot bear.
+        headers = {"x-should-retry": "false"}
+    return respond(error_body(error), status, headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

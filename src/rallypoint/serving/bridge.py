@@ -23,6 +23,11 @@ from rallypoint.generation import Piece, Request
 class Taker(Protocol):
     """Takes requests from any thread, as `EngineThread` does."""
 
+    @property
+    def has_failed(self) -> bool:
+        """See `EngineThread.has_failed`."""
+        ...
+
     def submit(self, request: Request, deliver: Callable[[Piece], None]) -> int:
         """See `EngineThread.submit`."""
         ...
@@ -43,6 +48,11 @@ class Bridge:
         """Responses that are under way."""
         self.failure: GenerationError | None = None
         """Why the last requests could not be answered; None after one that was."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no request will be answered any more."""
+        return self._engine.has_failed
 
     def check_room(self, num: int) -> None:
         """Say whether so many more responses may be under way.

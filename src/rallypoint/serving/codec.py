@@ -1,8 +1,8 @@
 """Text to token ids and back, beside an event loop.
 
 Owns: the tokenizer, and the one thread in which it encodes: tokenizers change their settings while they encode, and a
-long text must not hold the loop up. What is longer than any so many tokens are does not get there, or everybody else
-would wait for it. Must not know: requests, engines.
+long text must not hold the loop up. What is far longer than so many tokens are is not encoded, or everybody else would
+wait for it. Must not know: requests, engines.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from rallypoint.data import decoder, template_errors
 from rallypoint.errors import EndpointError
 
 TokenIds: TypeAlias = tuple[int, ...]
+
+_SLACK = 16
+"""Times as many characters as tokens have may be in a text: some tokenizers drop spaces, or take a word for one token
+however long it is."""
 
 
 class Codec:
@@ -35,15 +39,17 @@ class Codec:
         """Return a conversation, as roles and texts, in the chat template, with the cue for the assistant.
 
         Raises:
-            EndpointError: there is no template, it has no place for these messages, or they have more characters than
-                so many tokens.
+            EndpointError: there is no template, it has no place for these messages, or they have far more characters
+                than so many tokens.
         """
         if self._tokenizer.chat_template is None:
             raise EndpointError(400, "this model has no chat template; ask /v1/completions", param="messages")
-        self._check_length(sum(len(text) for _, text in messages), max_tokens, "messages")
         conversation = [{"role": role, "content": text} for role, text in messages]
 
         def encode() -> TokenIds:
+            # Templates may leave out much of what was said.
+            text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            self._check_length(len(text), max_tokens, "messages")
             ids: list[int] = self._tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
                 conversation, add_generation_prompt=True, return_dict=False
             )
@@ -51,6 +57,8 @@ class Codec:
 
         try:
             return await self._run(encode)
+        except EndpointError:
+            raise
         except template_errors() as error:
             message = f"the messages do not fit the model's chat template: {error}"
             raise EndpointError(400, message, param="messages") from None
@@ -59,7 +67,7 @@ class Codec:
         """Return a text with what the tokenizer puts around it, such as a token for the beginning.
 
         Raises:
-            EndpointError: it has more characters than so many tokens.
+            EndpointError: it has far more characters than so many tokens.
         """
         self._check_length(len(text), max_tokens, "prompt")
         return await self._run(lambda: tuple(self._tokenizer.encode(text)))
@@ -69,12 +77,11 @@ class Codec:
         return str(self._tokenizer.decode([token]))
 
     def _check_length(self, num_characters: int, max_tokens: int, param: str) -> None:
-        most = max_tokens * self._longest_token
-        if num_characters > most:
+        if num_characters > _SLACK * max_tokens * self._longest_token:
             raise EndpointError(
                 400,
-                f"the prompt has {num_characters} characters, but prompt and answer may have {max_tokens} tokens "
-                f"together, which are {most} characters at most",
+                f"the prompt has {num_characters} characters, which is far too much: prompt and answer may have "
+                f"{max_tokens} tokens together",
                 param=param,
                 code="context_length_exceeded",
             )

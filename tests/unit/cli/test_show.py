@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import edit_weights, make_tiny_model
+from tiny_models import edit_weights, make_tiny_model, make_tiny_reward_model
 
 from rallypoint import __version__
 from rallypoint.cluster.fit import num_cores
@@ -136,6 +136,17 @@ def test_a_plan_for_weights_that_could_not_be_loaded_is_an_error(command, tmp_pa
     weights = tmp_path / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "it is cut off: copy or download" in str(command("train", "digits", *own, "--dry-run").exception)
+
+
+def test_a_reward_model_that_could_not_be_loaded_is_found_beside_a_policy_that_is_made(command, tmp_path):
+    own = ("recipe=grpo", "grpo.token_discount=null", f"reward.path={tmp_path}/scorer")
+    make_tiny_reward_model(tmp_path / "scorer", max_position_embeddings=8)
+    said = str(command("train", "digits", *own, "--dry-run").exception)
+    assert "reward.path" in said
+    make_tiny_reward_model(tmp_path / "scorer")
+    assert "Nothing was started" in "\n".join(lines_of(command("train", "digits", *own, "--dry-run")))
+    edit_weights(tmp_path / "scorer", lambda weights: weights.pop("score.weight"))
+    assert "missing score.weight" in str(command("train", "digits", *own, "--dry-run").exception)
 
 
 SNIPPET = """

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.engine.passes import plan_lanes
-from rallypoint.errors import RowTooLongError
+from rallypoint.engine.passes import check_tokens, plan_lanes
+from rallypoint.errors import ModelError, RowTooLongError
 
 
 def sizes(batch, lanes):
@@ -56,3 +56,13 @@ def test_a_row_over_the_cap_is_named_whatever_the_number_of_lanes(make_batch):
     for most in (1, 2):
         with pytest.raises(RowTooLongError, match="row 1 has 30 tokens"):
             plan_lanes(make_batch([20, 30]), 29, most=most)
+
+
+def test_a_token_that_the_model_does_not_know_is_named_with_its_row(make_batch):
+    batch = make_batch([3, 4])
+    num_ids = int(batch.tokens.max()) + 1
+    check_tokens(batch, num_ids)
+    batch.tokens[5] = num_ids
+    place = rf"sample {int(batch.sample_index[1])} of prompt {int(batch.prompt_index[1])} has the token {num_ids}, but"
+    with pytest.raises(ModelError, match=place):
+        check_tokens(batch, num_ids)

@@ -135,6 +135,10 @@ BAD_RESULTS = [
     (torch.tensor(math.nan), "the score is nan, expected a finite number"),
     ({}, "expected the key 'score', found no key"),
     ({"reward": 1.0}, "expected the key 'score', found 'reward'"),
+    (
+        {"score": 1.0, "mean": 1.0},
+        "found the key 'mean', but reward/mean is a metric of every run; call it something else",
+    ),
     ({"score": {"score": 1.0}}, "the score is dict, expected a number"),
     ({"score": "1"}, "the score is '1', expected a number"),
     ([0.1, 0.2, math.nan], "score 2 of the list is nan, expected a finite number"),

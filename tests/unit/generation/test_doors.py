@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import queue
 import threading
+import weakref
 
 import pytest
+import torch
 
 from rallypoint.errors import GenerationError, RequestError, WeightsMismatchError
 from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, generate, stream
@@ -97,14 +100,14 @@ def test_requests_of_an_engine_that_breaks_fail_instead_of_waiting_for_ever(make
             raise OSError("out of order\nwith more to say")
 
     heard = []
-    thread = EngineThread(Broken(make_policy()), on_failure=heard.append)
+    thread = EngineThread(Broken(make_policy()), on_failure=lambda failure: heard.append(str(failure.__cause__)))
     with pytest.raises(GenerationError, match=r"its requests are lost: OSError: out of order$"):
         list(thread.stream(Request(tokens=(3, 4), params=params)))
     thread.close()
     assert thread.has_failed
     with pytest.raises(GenerationError, match=r"given up: OSError: out of order$"):
         thread.submit(Request(tokens=(3, 4), params=params), print)
-    assert [str(failure.__cause__) for failure in heard] == ["out of order\nwith more to say"] * 2
+    assert heard == ["out of order\nwith more to say"] * 2
 
 
 @pytest.fixture
@@ -151,16 +154,110 @@ def test_a_step_that_fails_costs_the_requests_under_way_and_the_engine_goes_on(f
     assert not engine.has_work
 
 
-def test_an_engine_is_given_up_when_it_fails_again_before_it_has_sampled(failing, params):
+def test_an_engine_is_given_up_when_it_cannot_answer_us_either(failing, params):
     model, errors = failing
     engine = NativeEngine(model)
     thread = EngineThread(engine)
     request = Request(tokens=(3, 4), params=params)
     assert list(thread.stream(request))
-    for said in ("are lost", "is given up"):
-        errors.append(MemoryError("of the model"))
-        with pytest.raises(GenerationError, match=f"{said}: MemoryError: of the model"):
-            list(thread.stream(request))
-    with pytest.raises(GenerationError, match="is given up"):
+    errors += [MemoryError("of the model")] * 2
+    with pytest.raises(GenerationError, match="are lost: MemoryError: of the model"):
+        list(thread.stream(request))
+    with pytest.raises(GenerationError, match="is given up: MemoryError: of the model"):
         list(thread.stream(request))
     thread.close()
+
+
+class Picky(HFEngine):
+    """An engine that fails for requests of some length, and remembers by weak references what it computed for them."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.computed, self.alive = [], []
+
+    def step(self):
+        self.alive.append([one() is not None for one in self.computed])
+        if any(len(request.tokens) > 3 and number not in self._cancelled for number, request in self._waiting.items()):
+            activations = torch.zeros(3)
+            self.computed.append(weakref.ref(activations))
+            raise MemoryError("no room")
+        return super().step()
+
+
+def test_requests_that_an_engine_cannot_bear_never_end_it_and_leave_nothing_in_memory(make_policy, params):
+    engine, heard = Picky(make_policy()), []
+    thread = EngineThread(engine, on_failure=heard.append)
+    for _ in range(5):
+        with pytest.raises(GenerationError, match="are lost: MemoryError: no room"):
+            list(thread.stream(Request(tokens=(3, 4, 5, 6), params=params)))
+    assert list(thread.stream(Request(tokens=(3, 4), params=params)))
+    thread.close()
+    assert not thread.has_failed
+    assert (len(heard), len(engine.computed)) == (5, 5)
+    assert not any(map(any, engine.alive)), "the probe has the memory already"
+
+
+def test_a_step_that_fails_without_requests_does_not_end_an_engine_that_samples(failing, params):
+    model, _ = failing
+    engine = NativeEngine(model)
+    step, errors = engine.step, [OSError("once"), None, OSError("twice")]
+
+    def failing_step():
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+        return step()
+
+    engine.step = failing_step
+    heard = threading.Semaphore(0)
+    thread = EngineThread(engine, on_failure=lambda failure: heard.release())
+    for _ in range(2):
+        thread.call(lambda engine: None)
+        heard.acquire()
+    assert list(thread.stream(Request(tokens=(3, 4), params=params)))
+    assert not errors
+    thread.close()
+    assert not thread.has_failed
+
+
+def test_an_engine_that_sleeps_is_asked_nothing_when_a_step_fails(make_policy):
+    engine = HFEngine(make_policy())
+    errors, heard, submitted = [OSError("burnt")], threading.Event(), []
+    step = engine.step
+
+    def submit(request: Request) -> int:
+        submitted.append(request)
+        return 0
+
+    def failing_step():
+        if errors:
+            raise errors.pop()
+        return step()
+
+    engine.step, engine.submit = failing_step, submit
+    engine.sleep()
+    thread = EngineThread(engine, on_failure=lambda failure: heard.set())
+    thread.call(lambda engine: None)
+    heard.wait()
+    thread.close()
+    assert (submitted, thread.has_failed) == ([], False)
+
+
+def test_who_cannot_take_a_failure_or_a_piece_holds_nobody_up(failing, params):
+    def raising(_):
+        raise OSError("the disk is full")
+
+    model, errors = failing
+    thread = EngineThread(NativeEngine(model), on_failure=raising)
+    request = Request(tokens=(3, 4), params=params)
+    pieces = queue.SimpleQueue()
+    for _ in range(3):
+        thread.call(lambda engine: engine.sleep())
+        for deliver in (raising, pieces.put):
+            thread.submit(request, deliver)
+        errors.append(MemoryError("of the model"))
+        thread.call(lambda engine: engine.wake())
+        assert "are lost" in str(pieces.get().error)
+    thread.submit(request, raising)
+    assert list(thread.stream(request))
+    thread.close()
+    assert not thread.has_failed

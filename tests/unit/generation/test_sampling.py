@@ -1,12 +1,15 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from rallypoint.config.limits import MAX_TOP_K
+from rallypoint.errors import RequestError
 from rallypoint.generation import Request, Rules, SamplingParams
 from rallypoint.generation import sample as sample_with_rules
 from rallypoint.generation.drawing import Drawing
+from rallypoint.generation.requests import check_request
 
 
 def sample(logits, temperature, numbers):
@@ -108,6 +111,7 @@ def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_r
         ({"seed": -(2**63) - 1}, "seed=-92233"),
         ({"seed": True}, "seed=True"),
         ({"max_new_tokens": 12.5}, "max_new_tokens=12.5: expected a whole number"),
+        ({"max_new_tokens": "4"}, "max_new_tokens='4': expected a whole number"),
         ({"max_new_tokens": 2**63}, "max_new_tokens=92233"),
         ({"min_new_tokens": 0.5}, "min_new_tokens=0.5"),
         ({"top_p": 0.0, "min_p": 1.5}, "top_p=0.0.*min_p=1.5"),
@@ -120,6 +124,19 @@ def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_r
 def test_params_that_mean_nothing_are_refused(params, changes, problem):
     with pytest.raises(ValueError, match=problem):
         dataclasses.replace(params, **changes)
+
+
+def test_integers_of_numpy_are_taken_for_those_that_they_are(params):
+    numbers = {"max_new_tokens": 12, "min_new_tokens": 2, "seed": 5, "group_size": 3, "top_k": 7}
+    plain = dataclasses.replace(params, **numbers, stop_tokens=(0, 3))
+    others = {name: np.int64(number) for name, number in numbers.items()}
+    found = dataclasses.replace(params, **others, stop_tokens=tuple(np.array([0, 3])))
+    request = Request(tokens=tuple(np.array([1, 2])), params=found, prompt_index=np.int32(1), sample_index=np.uint8(2))
+    assert repr(request) == repr(Request(tokens=(1, 2), params=plain, prompt_index=1, sample_index=2))
+    check_request(request, 10, 100, has_decoder=True)
+    for tokens in ((np.float64(1.0),), (np.True_,), (True,)):
+        with pytest.raises(RequestError, match="token 0 has the id"):
+            check_request(dataclasses.replace(request, tokens=tokens), 10, 100, has_decoder=True)
 
 
 def test_the_largest_numbers_that_are_taken_can_be_drawn_with(params):

@@ -105,7 +105,15 @@ def test_a_folder_that_does_not_exist_is_called_by_its_name(tmp_path):
 
 def test_weights_that_are_not_finite_are_refused(folder):
     edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
-    with pytest.raises(ModelError, match="not finite"):
+    with pytest.raises(
+        ModelError, match=r"its weights are not finite \(NaN or infinite\) in model\.norm\.weight; copy"
+    ):
+        load_policy(str(folder), dtype="float32")
+
+
+def test_a_weight_that_no_token_of_the_comparison_touches_is_looked_at_too(folder):
+    edit_weights(folder, lambda weights: weights["model.embed_tokens.weight"][-1].fill_(float("nan")))
+    with pytest.raises(ModelError, match=r"not finite \(NaN or infinite\) in model\.embed_tokens\.weight; copy"):
         load_policy(str(folder), dtype="float32")
 
 
@@ -159,8 +167,16 @@ def test_a_family_that_packed_rows_would_compute_wrongly_is_refused(tmp_path, ki
 
 def test_a_family_whose_token_classifier_names_its_head_otherwise_cannot_be_a_critic(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="GPT2ForTokenClassification has no `score` head"):
+    said = r"^/.*: GPT2ForTokenClassification has no `score` head.*; set critic\.path to .*, or recipe=grpo"
+    with pytest.raises(ModelError, match=said):
         load_critic(str(tmp_path), dtype="float32")
+
+
+def test_padding_beyond_the_vocabulary_is_named_with_its_key(folder):
+    edit_config(folder, pad_token_id=999)
+    for load in (load_policy, load_critic):
+        with pytest.raises(ModelError, match=r"^/.*config\.json says pad_token_id=999, but vocab_size=\d+: set pad_"):
+            load(str(folder), dtype="float32")
 
 
 def test_what_is_no_causal_language_model_is_refused_by_its_type_and_with_those_that_are(tmp_path):

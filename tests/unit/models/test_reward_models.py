@@ -5,40 +5,26 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from tiny_models import TINY
+from tiny_families import FAMILY_CONFIGS, SIZES
+from tiny_models import TINY, edit_config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
+    BertConfig,
+    GraniteConfig,
     LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
     Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from rallypoint.engine import Engine, reward_scores, scored_tokens
 from rallypoint.errors import ModelError, RowTooLongError
 from rallypoint.models import ModelShard, load_reward_model
+from rallypoint.models.agreement import check_agreement
 from rallypoint.models.families import FAMILIES
 from rallypoint.types import Sequences
 
-SIZES = {**TINY, "num_labels": 1}
-MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "gemma": GemmaConfig(**SIZES, head_dim=8),
-    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0),
-    "gemma3_text": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5),
-    "llama": LlamaConfig(**SIZES),
-    "mistral": MistralConfig(**SIZES, sliding_window=5),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, **MIXTURE),
-}
-PADDING = TINY["pad_token_id"]
+CONFIGS = {family: make(**SIZES, num_labels=1, initializer_range=0.3) for family, make in FAMILY_CONFIGS.items()}
+PADDING = SIZES["pad_token_id"]
 
 
 def save(config, folder):
@@ -62,9 +48,9 @@ def llama(tmp_path):
 def make_rows():
     """Rows of two groups, which begin alike; two are the same; one ends with what is padding to the model."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, 24, (length,), generator=generator) for length in (7, 3)]
+    prompts = [torch.randint(4, 23, (length,), generator=generator) for length in (7, 3)]
     lengths = (4, 1, 20, 9, 1)
-    answers = [torch.randint(1, 24, (length,), generator=generator) for length in lengths]
+    answers = [torch.randint(4, 23, (length,), generator=generator) for length in lengths]
     rows = [torch.cat([prompts[at // 3], answer]) for at, answer in enumerate(answers)]
     rows.append(rows[3])
     rows[1] = torch.cat([rows[1], torch.tensor([PADDING])])
@@ -162,10 +148,30 @@ def test_a_head_that_is_missing_is_named_and_never_made_up(llama):
 
 
 def test_a_head_under_another_name_is_refused(tmp_path):
-    from transformers import BertConfig
-
-    AutoModelForSequenceClassification.from_config(
-        BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
-    ).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="BertForSequenceClassification has no `score` head"):
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    save(BertConfig(**sizes, num_labels=1), tmp_path)
+    with pytest.raises(
+        ModelError, match=r"^/.*: BertForSequenceClassification has no `score` head.*; set reward\.path to"
+    ):
         load_reward_model(str(tmp_path), dtype="float32")
+
+
+def test_a_type_without_a_sequence_classifier_is_refused_as_a_reward_model(tmp_path):
+    AutoModelForCausalLM.from_config(GraniteConfig(**TINY, num_labels=1)).save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=["GraniteForSequenceClassification"])
+    with pytest.raises(ModelError, match=r"no sequence classifier for models of type 'granite'.*; set reward\.path to"):
+        load_reward_model(str(tmp_path), dtype="float32")
+
+
+def test_scores_that_are_near_zero_by_chance_are_no_reason_to_refuse_a_model_in_bfloat16(tmp_path):
+    config = Qwen2Config(**SIZES | {"hidden_size": 128, "num_hidden_layers": 16}, num_labels=1, initializer_range=0.1)
+    model = load_reward_model(save(config, tmp_path), dtype="bfloat16").model
+    for seed in range(50):
+        with torch.no_grad():
+            model.score.weight.normal_(generator=torch.Generator().manual_seed(seed))
+        check_agreement(f"seed {seed}", model, model.score)
+
+
+def test_scores_of_a_model_in_bfloat16_are_not_rounded_to_it(llama):
+    scores = our_scores(load_reward_model(str(llama), dtype="bfloat16"), make_rows())
+    assert not torch.equal(scores, scores.bfloat16().float())

@@ -56,6 +56,19 @@ def test_a_sketch_has_a_layer_of_every_kind():
     assert sketch_of(CONFIGS["llama"]).num_hidden_layers == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (Qwen3MoeConfig(**LARGE, **MIXTURE, mlp_only_layers=[0, 1, 2]), ["GatedMLP"] * 3 + ["Qwen3MoeSparseMoeBlock"]),
+        (Qwen3MoeConfig(**LARGE, **MIXTURE, decoder_sparse_step=4), ["GatedMLP"] * 3 + ["Qwen3MoeSparseMoeBlock"]),
+        (Qwen3MoeConfig(**LARGE, **MIXTURE), ["Qwen3MoeSparseMoeBlock"] * 2),
+    ],
+    ids=["listed by number", "every fourth", "all alike"],
+)
+def test_a_sketch_has_a_layer_of_every_kind_that_the_config_says_by_a_number(config, kinds):
+    assert [type(layer.mlp).__name__ for layer in sketch(config).model.layers] == kinds
+
+
 def test_every_rank_has_the_same_sketch():
     first, second = (dict(sketch(CONFIGS["llama"]).named_parameters()) for _ in range(2))
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())

@@ -8,8 +8,7 @@ from tiny_models import make_tiny_model, make_tiny_reward_model
 from rallypoint.config import load_config
 from rallypoint.data import load_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.models.load import read_config
-from rallypoint.recipes.material import Limits, check_reward_model
+from rallypoint.recipes.material import check_reward_model
 
 CONFIG = load_config("digits", ["reward.path=some/model"]).config
 
@@ -19,9 +18,8 @@ def check(tmp_path):
     """Look at a reward model beside a policy of 20 ids and 64 positions."""
     policy = make_tiny_model(tmp_path / "policy")
 
-    def look(path, config=CONFIG):
-        limits = Limits.of(read_config(policy, trust_remote_code=False))
-        check_reward_model(path, config, policy, load_tokenizer(policy), limits)
+    def look(path):
+        return check_reward_model(path, policy, load_tokenizer(policy), trust_remote_code=False)
 
     return look
 
@@ -40,8 +38,8 @@ def edit_tokens(folder, change):
         json.dump(content, stream)
 
 
-def test_a_model_with_the_policys_tokenizer_is_taken(check, scorer):
-    check(scorer)
+def test_a_model_with_the_policys_tokenizer_is_taken_with_its_limits(check, scorer):
+    assert check(scorer).whose == "the reward model"
 
 
 def test_tokens_that_only_the_reward_model_has_are_no_reason_to_refuse_it(check, tmp_path):
@@ -69,16 +67,10 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_both_numbers(c
         check(folder)
 
 
-def test_ids_that_the_policy_can_sample_and_the_model_cannot_read_are_refused(scorer):
-    tokenizer = load_tokenizer(scorer)
-    with pytest.raises(ModelError, match="its embedding has 20 rows, but the policy can sample 24 ids"):
-        check_reward_model(scorer, CONFIG, "policy", tokenizer, Limits(24, 64))
-
-
 def test_rows_longer_than_the_model_supports_are_refused(check, tmp_path):
     folder = make_tiny_reward_model(tmp_path / "short", max_position_embeddings=15)
-    with pytest.raises(ModelError, match="supports rows of 15 tokens, but prompt and response may have 16; lower"):
-        check(folder)
+    with pytest.raises(ModelError, match=r"the reward model supports rows of 15 tokens, but .* = 16; lower one"):
+        check(folder).max_prompt_tokens(CONFIG)
 
 
 def test_a_policy_is_no_reward_model_and_neither_is_a_classifier_with_two_labels(check, tmp_path):

@@ -61,7 +61,7 @@ def meet(script, *, patience_s=60.0):
             max_request_tokens=9,
             ready=ranks.may_work.wait,
             version=lambda: 7,
-            log=ranks.logged.append,
+            log=lambda said: ranks.logged.append(said),
             patience_s=patience_s,
         )
         running = asyncio.create_task(guests.run())
@@ -149,6 +149,20 @@ def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
         assert str(pieces[0].error) == said
         await until(lambda: ranks.logged)
         assert "MemoryError: full\n\nTraceback ...\n  File native.py, line 3" in ranks.logged[0]
+
+    meet(script)
+
+
+def test_a_log_that_cannot_be_written_ends_no_answers():
+    async def script(ranks, guests):
+        ranks.logged = None
+        ranks.error = WorkerDiedError("guests", 0, "answer", "it was killed")
+        first, second = [], []
+        guests.submit(REQUEST, first.append)
+        await until(lambda: first)
+        guests.submit(REQUEST, second.append)
+        await until(lambda: second and second[-1].finish_reason)
+        assert second[-1].finish_reason == "stop"
 
     meet(script)
 
