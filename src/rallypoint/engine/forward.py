@@ -55,7 +55,8 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
     The ranks along `sp` share the work, and each returns all numbers.
     """
     stream = Stream(shard, batch, positions)
-    return stream.join(_one_number(value_head(shard.model), stream.states()))
+    values = value_head(shard.model)(stream.states()).squeeze(-1)
+    return stream.join(values.to(torch.promote_types(values.dtype, torch.float32)))
 
 
 def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
