@@ -90,19 +90,13 @@ def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
 def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Return a reward model's score of rows up to and with the token at each position: [N], as `critic_values`.
 
+    Computed in float32 at least: in bfloat16 rows whose scores are less than a percent apart would have the same one.
     The ranks along `sp` share the work, and each returns all numbers.
     """
-    stream = Stream(shard, batch, positions, whole_rows)
-    return stream.join(_one_number(value_head(shard.model), stream.states()))
-
-
-def _one_number(head: nn.Module, states: Tensor) -> Tensor:
-    """Return what a head with one output says of states, [n, E], in float32 at least: [n].
-
-    In bfloat16 two rows whose scores are less than a percent apart would have the same one.
-    """
+    stream, head = Stream(shard, batch, positions, whole_rows), value_head(shard.model)
+    states = stream.states()
     exact = torch.promote_types(states.dtype, torch.float32)
     if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight
-        return head(states).to(exact).squeeze(-1)
+        return stream.join(head(states).to(exact).squeeze(-1))
     bias = None if head.bias is None else head.bias.to(exact)
-    return functional.linear(states.to(exact), head.weight.to(exact), bias).squeeze(-1)
+    return stream.join(functional.linear(states.to(exact), head.weight.to(exact), bias).squeeze(-1))

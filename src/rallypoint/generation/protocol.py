@@ -71,15 +71,15 @@ class SamplingParams:
         problems = [
             f"{name}={value!r}: expected {expected}"
             for name, value, fits, expected in (
-                ("max_new_tokens", longest, _is_whole(longest, 1), "a whole number of at least 1"),
+                ("max_new_tokens", longest, is_whole(longest, 1), "a whole number of at least 1"),
                 (
                     "min_new_tokens",
                     self.min_new_tokens,
-                    _is_whole(self.min_new_tokens, 0, longest if _is_whole(longest) else _INT64[1]),
+                    is_whole(self.min_new_tokens, 0, longest if is_whole(longest) else _INT64[1]),
                     f"0 to max_new_tokens={longest}",
                 ),
-                ("seed", self.seed, _is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
-                ("group_size", self.group_size, _is_whole(self.group_size, 1), "a whole number of at least 1"),
+                ("seed", self.seed, is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
+                ("group_size", self.group_size, is_whole(self.group_size, 1), "a whole number of at least 1"),
                 (
                     "temperature",
                     self.temperature,
@@ -89,7 +89,7 @@ class SamplingParams:
                 (
                     "top_k",
                     self.top_k,
-                    self.top_k is None or _is_whole(self.top_k, 1, MAX_TOP_K),
+                    self.top_k is None or is_whole(self.top_k, 1, MAX_TOP_K),
                     f"a whole number from 1 to {MAX_TOP_K}, or None for all tokens",
                 ),
                 ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)"),
@@ -143,7 +143,7 @@ class Request:
         for name in ("prompt_index", "sample_index"):
             value = _plain(getattr(self, name))
             object.__setattr__(self, name, value)
-            if not _is_whole(value):
+            if not is_whole(value):
                 raise ValueError(f"{name}={value!r}: expected a whole number of at most 64 bits, with its sign")
 
 
@@ -246,7 +246,7 @@ def _plain_ids(ids: object) -> object:
     return tuple(map(_plain, ids))
 
 
-def _is_whole(value: object, least: int = _INT64[0], most: int = _INT64[1]) -> bool:
+def is_whole(value: object, least: int = _INT64[0], most: int = _INT64[1]) -> bool:
     """Whether it is an integer within bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.errors import RequestError
-from rallypoint.generation.protocol import Request
+from rallypoint.generation.protocol import Request, is_whole
 from rallypoint.generation.row import BLOCK_TOKENS
 
 _LEAST_CACHE_TOKENS = 2 * BLOCK_TOKENS
@@ -25,11 +25,11 @@ def check_settings(max_rows: object, cache_tokens: object, mode: object, on_load
     problems = [
         f"{name}={value!r}: expected {expected}"
         for name, value, fits, expected in (
-            ("max_rows", max_rows, _is_whole(max_rows, 1), "a whole number of at least 1"),
+            ("max_rows", max_rows, is_whole(max_rows, 1), "a whole number of at least 1"),
             (
                 "cache_tokens",
                 cache_tokens,
-                _is_whole(cache_tokens, _LEAST_CACHE_TOKENS),
+                is_whole(cache_tokens, _LEAST_CACHE_TOKENS),
                 f"a whole number of at least {_LEAST_CACHE_TOKENS}, a block each for a prompt and its response",
             ),
             ("mode", mode, mode in ("fast", "exact"), "'fast' or 'exact'"),
@@ -59,7 +59,3 @@ def check_room(request: Request, max_new_tokens: int, num_blocks: int) -> None:
             f"{max_new_tokens}, which takes {needed} blocks of {BLOCK_TOKENS} tokens, but the cache has "
             f"{num_blocks}; give it more memory, or shorten one of them"
         )
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -13,7 +13,7 @@ from rallypoint.models.folder import SINGLE
 from rallypoint.models.load import quiet_transformers
 from rallypoint.observability.disk import naming, naming_tensors
 
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
 def create_model(
@@ -51,7 +51,7 @@ def create_model(
         DiskError: the disk is full or not writable.
     """
     quiet_transformers()
-    make_config, make_model = FAMILIES[architecture]
+    make_config, make_model = ARCHITECTURES[architecture]
     config = make_config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
