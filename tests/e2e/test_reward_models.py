@@ -40,7 +40,6 @@ def test_a_policy_learns_what_a_reward_model_prefers(runs, scorer):
         assert record["reward/mean"] == pytest.approx(record["reward/model_mean"])
         assert record["reward/model_min"] <= record["reward/model_mean"] <= record["reward/model_max"]
         assert record["reward/failed"] == 0
-        assert record["reward/memory_gib"] > 0
     validated = [r["validation/score"] for r in read_metrics(run.metrics) if "validation/score" in r]
     assert validated[-1] > validated[0]
     # Nothing of it is state of the run.
@@ -63,13 +62,13 @@ def test_a_policy_learns_what_a_reward_model_prefers(runs, scorer):
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "grpo"])
-def test_a_models_score_is_added_to_the_functions_times_its_weight(runs, scorer, recipe):
+def test_a_models_score_is_added_to_the_functions(runs, scorer, recipe):
     one = (f"recipe={recipe}", "trainer.num_steps=1", *INLINE)
     (without,) = steps_of(runs.run("without", *one))
-    (both,) = steps_of(runs.run("both", *one, f"reward.path={scorer}", "reward.weight=0.25"))
+    (both,) = steps_of(runs.run("both", *one, f"reward.path={scorer}"))
     assert both["rollout/num_tokens"] == without["rollout/num_tokens"]
     added = both["reward/mean"] - without["reward/mean"]
-    assert added == pytest.approx(0.25 * both["reward/model_mean"], abs=1e-6)
+    assert added == pytest.approx(both["reward/model_mean"], abs=1e-6)
     assert both["reward/model_mean"] > 0
 
 
@@ -88,6 +87,8 @@ def test_scores_do_not_depend_on_the_mesh_of_the_reward_model(runs, tmp_path, wh
     (found,) = steps_of(runs.run("split", *one, *where, f"reward.mesh={mesh}"))
     for name in ("mean", "min", "max"):
         assert found[f"reward/model_{name}"] == pytest.approx(alone[f"reward/model_{name}"], rel=1e-5, abs=1e-5)
+    if where is PROCESSES:  # here the process of the tests itself was larger before
+        assert found["reward/memory_gib"] > 0
 
 
 def test_a_folder_that_is_no_reward_model_is_refused_before_any_step(runs, tmp_path):

@@ -23,6 +23,7 @@ from rallypoint.config.sections import (
     KLConfig,
     MeshConfig,
     ModelConfig,
+    OptimizerConfig,
     PlacementConfig,
     PPOConfig,
     ReferenceConfig,
@@ -90,6 +91,11 @@ class RunConfig(Section):
         )
 
     @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """AdamW of the critic: the actor's, at a rate of its own."""
+        return self.actor.optimizer.model_copy(update={"lr": self.critic.optimizer.lr})
+
+    @property
     def rollout_shares_actor(self) -> bool:
         """Whether every rollout rank lives in a process that has an actor rank, and samples from its weights."""
         return self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
@@ -135,7 +141,7 @@ def unread_sections(config: RunConfig) -> dict[str, str]:
     if config.kl is None:
         unread["reference"] = "kl=null"
     if config.reward.path is None:
-        unread |= dict.fromkeys(("reward.weight", "reward.placement", "reward.mesh"), "reward.path=null")
+        unread |= dict.fromkeys(("reward.placement", "reward.mesh"), "reward.path=null")
     return unread
 
 

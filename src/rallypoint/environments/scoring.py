@@ -12,7 +12,7 @@ What a result means, for a response of the three tokens 7 8 <eos>:
     [0.1, 0.2]                 0.1   0.2   0        `<eos>` may be left out where the row ended by itself
     None, "0.5", nan, [0.1]    a failure
 
-A reward model's score is added on the last token, times its weight; one that is not finite is a failure, too.
+A reward model's score is added on the last token; one that is not finite is a failure, too.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class ModelScores:
 
     scores: Tensor
     """[B] floats; not finite where it failed."""
-    weight: float
-    """Factor of the scores in the reward."""
 
     def metrics(self) -> Metrics:
         """Return mean, smallest and largest of the finite scores; nothing without one."""
@@ -145,7 +143,7 @@ def score_rollouts(
             watchdog.watch(f"{example.name}, sample {sample_index}")
             result = _score_row(example, text, reward, int(num_response_tokens[row]), not bool(batch.truncated[row]))
             if model is not None and isinstance(result, _Result):
-                result = _add_model_score(result, float(model.scores[row]), model.weight)
+                result = _add_model_score(result, float(model.scores[row]))
             if isinstance(result, _Result):
                 results[row] = result
             else:
@@ -193,14 +191,14 @@ def _score_row(
         return str(error), ""
 
 
-def _add_model_score(result: _Result, score: float, weight: float) -> _Result | tuple[str, str]:
+def _add_model_score(result: _Result, score: float) -> _Result | tuple[str, str]:
     """Return the result with a reward model's score on the last token, or the reason why it has none."""
     if not math.isfinite(score):
         return f"the reward model's score is {score}, expected a finite number", ""
     if not result.token_scores:
         return _NO_TOKEN, ""
     try:
-        last = _read_score(result.token_scores[-1] + weight * score, "the score with that of the reward model")
+        last = _read_score(result.token_scores[-1] + score, "the score with that of the reward model")
     except _NotAScoreError as error:
         return str(error), ""
     return dataclasses.replace(result, token_scores=[*result.token_scores[:-1], last])

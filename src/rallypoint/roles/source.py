@@ -139,7 +139,7 @@ class RolloutSource:
             [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
         )
         scores = await self._reward_model.scores(batch)
-        model = None if scores is None else ModelScores(scores, self._config.reward.weight)
+        model = None if scores is None else ModelScores(scores)
         scored = score_rollouts(batch, examples, texts, self._reward, model=model, warn=self._say)
         if scored.failures:
             self._say(describe_failures(scored.failures))

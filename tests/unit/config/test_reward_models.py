@@ -23,7 +23,7 @@ def scorer(here: Path) -> Path:
 def test_a_reward_model_is_a_role_beside_the_reward_function_or_in_its_place(scorer):
     config = load_checked("base.yaml", ["reward.path=scorer"]).config
     assert list(config.roles) == ["actor", "rollout", "reward", "reference", "critic"]
-    assert (config.reward.function, config.reward.weight) == ("digits", 1.0)
+    assert config.reward.function == "digits"
     assert load_checked("base.yaml", ALONE).config.reward.function is None
 
 
@@ -53,8 +53,6 @@ def test_a_reward_model_that_sleeps_holds_nothing_while_others_have_their_turn(s
 WRONG = {
     "neither": ("reward.function=null", "reward.function: required, but not set; expected `file.py:compute_score`, or"),
     "no folder": ("reward.path=scorrer", "reward.path='scorrer': no such folder"),
-    "no weight": ("reward.path=scorer reward.weight=0", "reward.weight=0 (command line): expected a number above 0"),
-    "a weight of nothing": ("reward.weight=2", "reward.weight=2.0 has no effect: with reward.path=null nothing reads"),
     "a mesh of nothing": ("reward.mesh.tp=2", "reward.mesh.tp=2 has no effect: with reward.path=null nothing reads it"),
     "another pool": ("reward.path=scorer reward.placement.pool=b", "reward.placement.pool='b' is not in cluster.pools"),
     "ranks": ("reward.path=scorer reward.mesh.tp=4", "reward.mesh: tp=4 makes 4 ranks, but the role has 2"),

@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "type: object of python": ("seed=!!python/object:os.system", ("seed (command line)", "python/object:os.system")),
     "type: number for two": ("actor.optimizer.betas=0.9", ("betas=0.9", "such as [0.9, 0.95]")),
     "type: one of two": ("actor.optimizer.betas=[0.9]", ("betas=[0.9]", "2 numbers, each from 0 to 0.99999")),
-    "type: text in a list": ("critic.optimizer.betas=[0.9,high]", ("betas=[0.9, 'high']", "2 numbers")),
+    "type: text in a list": ("actor.optimizer.betas=[0.9,high]", ("betas=[0.9, 'high']", "2 numbers")),
     # Out of range.
     "range: one of two": ("actor.optimizer.betas=[0.9,1]", ("betas=[0.9, 1]", "each from 0 to 0.99999")),
     "range: below": ("actor.num_epochs=0", ("actor.num_epochs=0", "from 1 to 100")),

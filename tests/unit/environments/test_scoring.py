@@ -278,13 +278,13 @@ def test_the_sum_of_a_rows_rewards_is_what_the_function_said_and_nothing_moves_b
     assert scored.batch.lengths.tolist() == [len(rows[row][0]) + PROMPT for row in kept]
 
 
-def score_with_model(results, scores, weight=1.0, **rows):
-    return score(results, **rows, model=ModelScores(torch.tensor(scores), weight))
+def score_with_model(results, scores, **rows):
+    return score(results, **rows, model=ModelScores(torch.tensor(scores)))
 
 
-def test_a_reward_models_score_is_added_on_the_last_token_times_its_weight():
-    scored = score_with_model([0.5, [0.1, 0.2, 0.25]], [2.0, -1.0], weight=0.5)
-    assert rewards(scored) == [[0.0, 0.0, 1.5], pytest.approx([0.1, 0.2, -0.25])]
+def test_a_reward_models_score_is_added_on_the_last_token():
+    scored = score_with_model([0.5, [0.1, 0.2, 0.25]], [2.0, -1.0])
+    assert rewards(scored) == [[0.0, 0.0, 2.5], pytest.approx([0.1, 0.2, -0.75])]
     assert dict(scored.metrics) == {
         "reward/model_mean": Mean(1.0, 2),
         "reward/model_min": Minimum(-1.0),
@@ -294,7 +294,7 @@ def test_a_reward_models_score_is_added_on_the_last_token_times_its_weight():
 
 def test_without_a_reward_function_the_models_score_is_the_reward():
     batch = make_batch([3, 2])
-    model = ModelScores(torch.tensor([0.75, -3.0]), 1.0)
+    model = ModelScores(torch.tensor([0.75, -3.0]))
     scored = score_rollouts(batch, make_examples(2), ["a", "b"], no_function, model=model, warn=pytest.fail)
     assert rewards(scored) == [[0.0, 0.0, 0.75], [0.0, -3.0]]
 

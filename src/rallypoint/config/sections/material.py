@@ -71,6 +71,5 @@ class RewardConfig(Section):
 
     function: str | None = key(None, help="`file.py:compute_score`, or `digits` for the one that ships; null for none.")
     path: str | None = key(None, help="Hugging Face folder of a sequence classifier with one label; null for none.")
-    weight: float = key(1.0, above=0, at_most=1e6, help="Factor of the reward model's score in the reward.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the reward model runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
