@@ -15,9 +15,9 @@ from rallypoint.models import save_model
 from rallypoint.models.shard import allocate, build
 from rallypoint.parallel import DeviceMesh
 
-MODEL_MIB = 94
+MODEL_MIB = 172
 BOUND_MIB = 32
-"""Less than half of the model: a rank that reads all of it on the way needs more."""
+"""Much less than half of the model: a rank that reads all of it on the way needs more."""
 
 
 def make_model(path, num_layers):
@@ -35,7 +35,7 @@ def make_model(path, num_layers):
 def ranks(tmp_path_factory):
     """What each rank measured: way -> "part" and "beyond" in MiB, and whether the weights are "right"."""
     path, into = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("loaded")
-    make_model(path, 12)
+    make_model(path, 24)
     make_model(path / "small", 1)
     run_ranks("loading_rank.py", str(path), into, statuses=[0] * NUM_RANKS, limit_s=200)
     return [json.loads((into / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
@@ -59,8 +59,9 @@ def test_this_torch_is_without_the_bug_of_2_6_that_every_rank_held_the_whole_mod
     # torch 2.6 gave each rank a view of every tensor that it was sent, which kept the whole tensor until the last one
     # was there (`_distribute_tensors` in torch/distributed/_state_dict_utils.py; pytorch issue 149640): every rank held
     # the whole model, and one larger than a device could not be loaded. 2.7 copies the part; frameworks that work with
-    # 2.6 carry a copy of 2.7's files. With the lines of 2.6 in their place a rank needs 94 MiB beyond its part here,
-    # and 47 from the meta device. Rank 0, which reads the file, holds the whole model all the same.
+    # 2.6 carry a copy of 2.7's files. With the lines of 2.6 in their place a rank needs 172 MiB beyond its part here,
+    # and 86 from the meta device. What it needs without them, up to 33 MiB, are holes that a heap has between clones.
+    # Rank 0, which reads the file, holds the whole model all the same.
     first, other = (rank[way]["beyond"] for rank in ranks)
-    assert other < BOUND_MIB
+    assert other < MODEL_MIB / 4
     assert first < MODEL_MIB + BOUND_MIB

@@ -1,7 +1,11 @@
 """What only one kind of place can do: refuse strangers, listen, be somewhere else, leave nothing behind."""
 
+import os
 import pickle
+import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -37,6 +41,49 @@ def test_tcp_listens_on_the_interface_that_it_was_given_and_frees_the_port():
     rendezvous.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port), timeout=5)
+
+
+KEEPER = """
+import pickle, sys
+from rallypoint.cluster.rendezvous import open_rendezvous
+with open_rendezvous("tcp", "run", lease_s=1) as rendezvous:
+    print(pickle.dumps(rendezvous).hex(), flush=True)
+    sys.stdin.read()
+"""
+LEAVER = """
+import pickle, sys, time
+class Lingering:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+membership = pickle.loads(bytes.fromhex(sys.argv[1])).join("room", rank=0, world_size=1, timeout_s=30)
+print("joined", flush=True)
+sys.stdin.read()
+lingering = Lingering()
+"""
+
+
+def test_a_process_ends_as_it_wants_to_though_its_lease_is_being_renewed():
+    def start(*program: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", *program]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start(KEEPER) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdin is not None
+        with start(LEAVER, keeper.stdout.readline().strip()) as leaver:
+            assert leaver.stdout is not None
+            assert leaver.stdin is not None
+            assert leaver.stdout.readline() == "joined\n"
+            os.kill(keeper.pid, signal.SIGSTOP)  # so that the next renewal takes long
+            try:
+                time.sleep(1)
+                leaver.stdin.close()
+                time.sleep(1)
+            finally:
+                os.kill(keeper.pid, signal.SIGCONT)
+            assert leaver.wait(30) == 0
+        keeper.stdin.close()
+        assert keeper.wait(30) == 0
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:0", "127.0.0.1", "127.0.0.1:many"])

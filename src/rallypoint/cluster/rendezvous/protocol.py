@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, Self, TypeAlias
 
+from rallypoint.cluster.rendezvous import background
 from rallypoint.cluster.rendezvous.address import own_address
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
 from rallypoint.cluster.rendezvous.room import Member, Room
@@ -260,8 +261,9 @@ class _Renewal:
         self._closing = threading.Event()
         weakref.finalize(self, self._closing.set)
         rooms.renew(name, incarnation)
-        arguments = (self._closing, rooms, name, incarnation)
-        threading.Thread(target=_renew_until, args=arguments, name=f"lease of {name}", daemon=True).start()
+        background.start(
+            partial(_renew_until, self._closing, rooms, name, incarnation), self._closing, f"lease of {name}"
+        )
 
     def close(self) -> bool:
         """Stop renewing; return whether it was this call that did it."""

@@ -20,6 +20,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from rallypoint.cluster.rendezvous import background
 from rallypoint.cluster.rendezvous.address import listening_socket
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE, Leases
 from rallypoint.cluster.rendezvous.protocol import Change
@@ -55,7 +56,7 @@ class TcpRooms:
         rooms = cls(host.strip("[]"), listening.getsockname()[1], lease_s)
         fd = listening.detach()
         rooms._server = TCPStore(rooms.towards, rooms._port, None, True, _CONNECT_S, False, master_listen_fd=fd)
-        threading.Thread(target=rooms._keep, name="leases", daemon=True).start()
+        background.start(rooms._keep, rooms._closing, "leases")
         return rooms
 
     def __reduce__(self) -> tuple[object, ...]:
