@@ -21,7 +21,7 @@ from torch import Tensor
 from rallypoint.errors import CacheError
 from rallypoint.generation.bags import write
 
-_LARGE_BYTES = 2**26
+_LARGE_BYTES = 2**27
 """Of keys, or of values, from which on they lie in large pages, of 2 MiB mostly."""
 
 

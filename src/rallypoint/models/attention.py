@@ -25,7 +25,8 @@ ATTENTION = "rallypoint_rows"
 # What layers of some families pass along, by the names that transformers has for it.
 _UNSUPPORTED = ("s_aux", "position_bias")
 
-# Measured on CPUs: up to this length batched matrix products beat the fused kernel, forward and backward.
+# Measured on CPUs (benchmarks/attention.py): up to this length batched matrix products beat the fused kernel, forward
+# and backward. In bfloat16 longer rows do too, but a backward pass of products keeps a share for each two tokens.
 _LONGEST_FOR_PRODUCTS = 512
 
 
