@@ -63,6 +63,7 @@ def make_batch(vocabulary: int, num_rows: int, length: int) -> ActorBatch:
         loss_mask=mask.flatten(),
         prompt_index=torch.arange(num_rows) // GROUP_SIZE,
         sample_index=torch.arange(num_rows) % GROUP_SIZE,
+        rollout_logprobs=torch.zeros(num_tokens),
         old_logprobs=torch.full((num_tokens,), -float(torch.tensor(vocabulary).log())),
         reference_logprobs=None,
         advantages=torch.randn(num_tokens, generator=generator),

@@ -201,6 +201,7 @@ def make_batch(shape: Shape) -> ActorBatch:
         loss_mask=(real & (columns >= UPDATE_PROMPT_TOKENS))[real],
         prompt_index=torch.arange(len(lengths)) // GROUP_SIZE,
         sample_index=torch.arange(len(lengths)) % GROUP_SIZE,
+        rollout_logprobs=torch.zeros(int(lengths.sum())),
         old_logprobs=torch.zeros(int(lengths.sum())),
         reference_logprobs=None,
         advantages=advantages.unsqueeze(1).expand_as(tokens)[real],

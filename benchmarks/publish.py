@@ -219,6 +219,7 @@ def changes(name: str, rates: list[float], num_steps: int) -> None:
                 loss_mask=torch.arange(16 * 64) % 64 >= 32,
                 prompt_index=torch.arange(16),
                 sample_index=torch.zeros(16, dtype=torch.int64),
+                rollout_logprobs=torch.zeros(16 * 64),
                 old_logprobs=torch.zeros(16 * 64),
                 reference_logprobs=None,
                 advantages=torch.randn(16, generator=generator).repeat_interleave(64),

@@ -42,6 +42,7 @@ def make_batch(vocabulary: int) -> ActorBatch:
         loss_mask=(real & (torch.arange(tokens.shape[1]) >= PROMPT_TOKENS))[real],
         prompt_index=torch.arange(len(lengths)) // GROUP_SIZE,
         sample_index=torch.arange(len(lengths)) % GROUP_SIZE,
+        rollout_logprobs=torch.zeros(int(lengths.sum())),
         old_logprobs=torch.full((int(lengths.sum()),), -float(torch.tensor(vocabulary).log())),
         reference_logprobs=None,
         advantages=advantages.unsqueeze(1).expand_as(tokens)[real],

@@ -1,14 +1,15 @@
-"""A whole GRPO step, side by side with TRL: sample 16 prompts x 8, judge them, and take one optimizer step.
+"""A whole GRPO step, side by side with TRL: sample 16 prompts x 8, and take one optimizer step.
 
     python benchmarks/step.py --trl-python ~/trl/bin/python                        # every size; many minutes
     python benchmarks/step.py --shapes 10M --dtypes bfloat16 --times 3 --trl-python ~/trl/bin/python
+    python benchmarks/step.py --judge            # ours with the pass that several optimizer steps a batch need
 
-Each side is a process of its own that keeps one model, and they take turns. `ours` samples with our engine, judges the
-rollouts with the weights as they are, and trains with the engine that runs train with. `trl` samples with
-transformers' generate, as TRL's trainer does without vLLM, with a `--trl-cache` of its kinds, and takes TRL's loss; it
-judges nothing, because with one update for each batch TRL takes the new logprobs for the old ones. Both have the
-lengths of `training.py`, where half of the rows end early: generate goes on until the longest row is done. Tokens are
-drawn from random weights and no text is scored, so that both train on advantages that are drawn, too.
+Each side is a process of its own that keeps one model, and they take turns. `ours` samples with our engine,
+trains with the engine that runs train with, and compares its logprobs with those sampled. `trl` samples with
+transformers' generate, as TRL's trainer does without vLLM, with a `--trl-cache` of its kinds, and takes TRL's loss.
+With one update for each batch both take the new logprobs for the old ones. Both have the lengths of `training.py`,
+where half of the rows end early: generate goes on until the longest row is done. Tokens are drawn from random weights
+and no text is scored, so that both train on advantages that are drawn, too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Phases = dict[str, Callable[[], None]]
 """What a step consists of, in order."""
 
 
-def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int) -> Phases:
+def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, judges: bool) -> Phases:
     """Our engines, both on the very same model; `at_once` tokens in a micro-batch."""
     from rallypoint.algorithms import policy_loss
     from rallypoint.config import OptimizerConfig
@@ -52,7 +53,8 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int) -> Phase
     from rallypoint.generation import NativeEngine, Request, SamplingParams
     from rallypoint.models import ATTENTION, ModelShard
     from rallypoint.models.layers import replace_layers
-    from rallypoint.types import ActorBatch, Metrics, Sequences, offsets_from_lengths
+    from rallypoint.roles.judging import compare
+    from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_layers(model)
@@ -65,58 +67,49 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int) -> Phase
     offsets = offsets_from_lengths(lengths)
     is_response = torch.arange(len(row)) - offsets[row] >= PROMPT_TOKENS
     index = torch.arange(num_rows)
-    sampled: list[Sequences] = []
-    judged: list[ActorBatch] = []
+    batches: list[ActorBatch] = []
 
     def sample() -> None:
         found: dict[int, list[int]] = {}
+        logprobs: dict[int, list[float]] = {}
         for number, prompt in enumerate(tokens[:, :PROMPT_TOKENS].tolist()):
             params = SamplingParams(max_new_tokens=int(lengths[number]) - PROMPT_TOKENS, seed=sampler.version)
             place = {"prompt_index": number // GROUP_SIZE, "sample_index": number % GROUP_SIZE}
-            found[sampler.submit(Request(tokens=tuple(prompt), params=params, **place))] = list(prompt)
+            request = sampler.submit(Request(tokens=tuple(prompt), params=params, **place))
+            found[request], logprobs[request] = list(prompt), [0.0] * len(prompt)
         while sampler.has_work:
             for piece in sampler.step():
                 found[piece.request_id] += piece.tokens
-        sampled[:] = [
-            Sequences(
+                logprobs[piece.request_id] += piece.logprobs
+        batches[:] = [
+            ActorBatch(
                 offsets=offsets,
                 tokens=torch.tensor([token for response in found.values() for token in response]),
                 loss_mask=is_response,
                 prompt_index=index // GROUP_SIZE,
                 sample_index=index % GROUP_SIZE,
-            )
-        ]
-
-    def judge() -> None:
-        batch = sampled.pop()
-        old = engine.evaluate(batch, lambda rows, at: policy_outputs(engine.shard, rows, at, 1.0).logprobs)
-        judged[:] = [
-            ActorBatch(
-                offsets=batch.offsets,
-                tokens=batch.tokens,
-                loss_mask=batch.loss_mask,
-                prompt_index=batch.prompt_index,
-                sample_index=batch.sample_index,
-                old_logprobs=old.values,
+                rollout_logprobs=torch.tensor([logprob for response in logprobs.values() for logprob in response]),
+                old_logprobs=None,
                 reference_logprobs=None,
                 advantages=advantages[row],
             )
         ]
 
+    def judge() -> None:
+        engine.evaluate(batches[0], lambda rows, at: policy_outputs(engine.shard, rows, at, 1.0).logprobs)
+
     def loss(part: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        logprobs, everything = (
-            policy_outputs(engine.shard, part, at, 1.0).logprobs,
-            torch.ones(len(at), dtype=torch.bool),
-        )
+        logprobs = policy_outputs(engine.shard, part, at, 1.0).logprobs
+        old, everything = logprobs.detach(), torch.ones(len(at), dtype=torch.bool)
         clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-        return policy_loss(logprobs, part.old_logprobs[at], part.advantages[at], everything, **clips).sum, Metrics()
+        return policy_loss(logprobs, old, part.advantages[at], everything, **clips).sum, compare(part, at, old, None)
 
     def update() -> None:
-        batch = judged.pop()
+        batch = batches.pop()
         engine.train(batch, loss, denominator=batch.num_loss_tokens, step=1, num_steps=2)
         sampler.load(sampler.version + 1, None)
 
-    return {"sample": sample, "judge": judge, "update": update}
+    return {"sample": sample, "judge": judge, "update": update} if judges else {"sample": sample, "update": update}
 
 
 def trl(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, cache: str) -> Phases:
@@ -156,9 +149,10 @@ def work(side: str, shape: str, dtype: str, wanted: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not look like an answer
     what = (SHAPES[shape], getattr(torch, dtype), wanted.rows)
-    phases = (
-        ours(*what, wanted.tokens_at_once) if side == "ours" else trl(*what, wanted.trl_rows_at_once, wanted.trl_cache)
-    )
+    if side == "ours":
+        phases = ours(*what, wanted.tokens_at_once, wanted.judge)
+    else:
+        phases = trl(*what, wanted.trl_rows_at_once, wanted.trl_cache)
     loaded = memory_mib("VmRSS")
     for _ in sys.stdin:
         began, cpu_began, seconds = time.perf_counter(), time.process_time(), {}
@@ -228,6 +222,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=MAX_ROWS, help="of a step; a multiple of 8")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens-at-once", type=int, default=8192, help="tokens of a micro-batch of ours")
+    parser.add_argument("--judge", action="store_true", help="ours judges its rollouts in a pass of its own")
     parser.add_argument("--trl-python", type=Path, help="interpreter with trl")
     parser.add_argument("--trl-rows-at-once", type=int, default=16, help="rows of a micro-batch of TRL")
     parser.add_argument("--trl-cache", choices=["dynamic", "static"], default="dynamic", help="of TRL's generate")

@@ -100,6 +100,7 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
         loss_mask=loss_mask[real],
         prompt_index=torch.arange(num_rows) // (1 if apart else GROUP_SIZE),
         sample_index=torch.arange(num_rows) % GROUP_SIZE,
+        rollout_logprobs=torch.zeros(int(lengths.sum())),
         old_logprobs=torch.full((int(lengths.sum()),), -float(torch.tensor(shape.vocabulary).log())),
         reference_logprobs=None,
         advantages=advantages.unsqueeze(1).expand_as(tokens)[real],

@@ -48,7 +48,10 @@ def make_rows(lengths: Sequence[int] = LENGTHS) -> Rows:
 def make_actor_batch(lengths: Sequence[int] = LENGTHS) -> ActorBatch:
     """What an actor learns from; the numbers are far enough apart for some tokens to be clipped."""
     rows, (one, two, three) = make_rows(lengths), _numbers(lengths)
-    return rows.widen(ActorBatch, old_logprobs=one * 0.3 - 3, reference_logprobs=two * 0.3 - 3, advantages=three)
+    old, reference = one * 0.3 - 3, two * 0.3 - 3
+    return rows.widen(
+        ActorBatch, rollout_logprobs=old, old_logprobs=old, reference_logprobs=reference, advantages=three
+    )
 
 
 def make_critic_batch(lengths: Sequence[int] = LENGTHS) -> CriticBatch:

@@ -98,6 +98,8 @@ def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:
         )
     if kl is None or kl.placement == "loss":
         return batch.token_rewards
+    if batch.old_logprobs is None:
+        raise ValueError("KL in the reward is measured by old_logprobs, but nobody has judged the batch")
     penalty = kl_penalty(batch.old_logprobs, _reference_logprobs(batch), kl.estimator)
     return batch.token_rewards - kl.coef * torch.where(batch.loss_mask, penalty, 0.0)
 

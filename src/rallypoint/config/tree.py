@@ -101,6 +101,12 @@ class RunConfig(Section):
         return self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
 
     @property
+    def judges_in_update(self) -> bool:
+        """Whether a batch is for one optimizer step, and nothing before it asks for old_logprobs."""
+        in_reward = self.kl is not None and self.kl.placement == "reward"
+        return self.actor.num_epochs * self.actor.num_mini_batches == 1 and not in_reward
+
+    @property
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
         alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))

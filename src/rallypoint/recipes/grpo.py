@@ -43,7 +43,7 @@ class GRPO:
         batch = sampled.batch
 
         with span("judge"):
-            old, reference = await gather(self.actor.logprobs(batch), self.reference.logprobs(batch))
+            old, reference = await gather(self.actor.old_logprobs(batch), self.reference.logprobs(batch))
             batch = batch.judged(old_logprobs=old, reference_logprobs=reference)
             judged = check_judged(batch, self.config.checks)
 

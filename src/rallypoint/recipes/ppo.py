@@ -46,7 +46,7 @@ class PPO:
 
         with span("judge"):
             old, reference, values = await gather(
-                self.actor.logprobs(batch), self.reference.logprobs(batch), self.critic.values(batch)
+                self.actor.old_logprobs(batch), self.reference.logprobs(batch), self.critic.values(batch)
             )
             batch = batch.judged(old_logprobs=old, reference_logprobs=reference).valued(values)
             judged = check_judged(batch, self.config.checks)

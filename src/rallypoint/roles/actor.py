@@ -17,6 +17,7 @@ from rallypoint.config.plan import Way, attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import OffPolicyError, WeightsMismatchError
 from rallypoint.roles.dealing import per_token
+from rallypoint.roles.judging import check_gap, compare
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
@@ -107,9 +108,12 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         outputs = policy_outputs(self.engine.shard, part, at, self.config.rollout.temperature)
         device = outputs.logprobs.device
         everything = torch.ones(len(at), dtype=torch.bool, device=device)
+        # While the weights are those of the start their own logprobs are the old ones, and the ratio is 1 to the last
+        # bit. What another pass found is for comparison: steps are the same ones with it and without.
+        old = outputs.logprobs.detach() if on_policy else _judged(part, at).to(device)
         policy = policy_loss(
             outputs.logprobs,
-            part.old_logprobs[at].to(device),
+            old,
             part.advantages[at].to(device),
             everything,
             clip_low=actor.clip_low,
@@ -120,9 +124,11 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         total = policy.sum - actor.entropy_coef * entropy.sum
         metrics = merge(policy.metrics(), entropy.metrics())
         watched = {name: metric for name, metric in metrics.items() if name != "ratio_error"}
-        if on_policy:
-            watched["ratio_error"] = Maximum(self._check_on_policy(part, at, outputs.logprobs))
-            watched["ratio_error_max"] = metrics["ratio_error"]
+        if on_policy and part.old_logprobs is not None:
+            watched |= self._check_on_policy(part, at, old.cpu())
+        elif on_policy:
+            reference = None if part.reference_logprobs is None else part.reference_logprobs[at]
+            watched |= compare(part, at, old.cpu(), reference)
         metrics = Metrics(watched)
         if kl is not None and part.reference_logprobs is not None:
             penalty = kl_loss(
@@ -132,15 +138,15 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             metrics = merge(metrics, penalty.metrics())
         return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(at))}))
 
-    def _check_on_policy(self, part: ActorBatch, at: Tensor, logprobs: Tensor) -> float:
-        """Refuse to train when the same weights give other logprobs than a moment ago; return what was judged.
+    def _check_on_policy(self, part: ActorBatch, at: Tensor, logprobs: Tensor) -> Metrics:
+        """Refuse to train when the same weights give other logprobs than a moment ago; return by how much.
 
         In bfloat16 products round otherwise in other company, and one token in a thousand by some percent; but the
         mean of a row is as small as ever, unless the row is wrong. A loss that is NaN is the engine's to refuse.
         """
+        error = (logprobs - _judged(part, at)).expm1().abs()
         if bool(logprobs.isnan().any()):
-            return float("nan")
-        error = (logprobs.detach().cpu() - part.old_logprobs[at]).expm1().abs()
+            return _ratio_errors(error, float("nan"))
         rows = part.row_of_token[at]
         off, mean = error, ""
         if self.config.model.dtype == "bfloat16":
@@ -156,7 +162,17 @@ class ActorWorker(LearnerWorker[ActorBatch]):
                 f"(checks.ratio_tolerance={tolerance:g}) for prompt {int(part.prompt_index[row])} sample "
                 f"{int(part.sample_index[row])}, token {int(at[worst] - part.offsets[row])} of its row"
             )
-        return judged
+        return _ratio_errors(error, judged)
+
+
+def _ratio_errors(error: Tensor, judged: float) -> Metrics:
+    return Metrics({"ratio_error": Maximum(judged), "ratio_error_max": Maximum(float(error.max()))})
+
+
+def _judged(part: ActorBatch, at: Tensor) -> Tensor:
+    """Return the old logprobs of some tokens of rows that were judged."""
+    assert part.old_logprobs is not None, "a batch for more than one optimizer step is judged"
+    return part.old_logprobs[at]
 
 
 _FEWEST_TOKENS = 16
@@ -170,6 +186,7 @@ class Actor:
         self._config, self._group = config, group
         self._attention_cost = attention_cost(config)
         self._is_line_open = False
+        self._is_compared = False
         self.version = 0
         """Optimizer steps completed."""
         self.is_published = asyncio.Event()
@@ -184,12 +201,30 @@ class Actor:
         """Return the log-probability of every trained token: [T] float32."""
         return await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
 
+    async def old_logprobs(self, batch: Sequences) -> Tensor | None:
+        """Return the same at the start of an update; None where the update's own pass finds them.
+
+        It does when a batch is for one optimizer step. The first batch of a start has both passes all the same, so
+        that they are compared in every run.
+        """
+        if self._is_compared and self._config.judges_in_update:
+            return None
+        old = await self.logprobs(batch)
+        self._is_compared = True
+        return old
+
     async def update(self, batch: ActorBatch, step: int) -> Metrics:
-        """Train on a step's rollouts, mini-batch by mini-batch."""
+        """Train on a step's rollouts, mini-batch by mini-batch.
+
+        Raises:
+            OffPolicyError: the first pass gives other logprobs than the one that judged; or, in a batch that nobody
+                judged, others than the rollouts have, after the step: it is not published.
+        """
         self.is_published.clear()
         config = self._config
         batches = MiniBatches.cut(batch, config.actor, seed=config.seed, step=step, attention_cost=self._attention_cost)
         metrics = await self._group.call(ActorWorker.train, batches, step)
+        check_gap(metrics, config.checks)
         self.version += len(batches.parts)
         num_tokens = Metrics({"num_tokens": Sum(sum(batches.denominators))})
         return merge(metrics, num_tokens).prefixed("actor")

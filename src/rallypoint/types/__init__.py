@@ -12,10 +12,11 @@ from rallypoint.types.batch import (
     ValuedBatch,
 )
 from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
-from rallypoint.types.metrics import Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
+from rallypoint.types.metrics import AtMaximum, Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
 
 __all__ = [
     "ActorBatch",
+    "AtMaximum",
     "Carrier",
     "CriticBatch",
     "JudgedBatch",

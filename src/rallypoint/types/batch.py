@@ -113,7 +113,7 @@ class ScoredBatch(RolloutBatch):
         rewards = self.token_rewards.to(torch.float64)
         return torch.zeros(len(self), dtype=torch.float64).index_add_(0, self.row_of_token, rewards)
 
-    def judged(self, *, old_logprobs: Tensor, reference_logprobs: Tensor | None) -> JudgedBatch:
+    def judged(self, *, old_logprobs: Tensor | None, reference_logprobs: Tensor | None) -> JudgedBatch:
         """Return the batch with what the training forward passes say of it."""
         return self.widen(JudgedBatch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
 
@@ -122,8 +122,8 @@ class ScoredBatch(RolloutBatch):
 class JudgedBatch(ScoredBatch):
     """Trajectories beside the current policy and the reference."""
 
-    old_logprobs: Tensor = per_token()
-    """[T] float32: by the policy as it is at the start of the update."""
+    old_logprobs: Tensor | None = per_token()
+    """[T] float32: by the policy as it is at the start of the update; None where the update's own pass finds them."""
     reference_logprobs: Tensor | None = per_token()
     """[T] float32: by the frozen reference; None exactly when the run has no reference role."""
 
@@ -144,8 +144,10 @@ class ValuedBatch(JudgedBatch):
 class ActorBatch(Sequences):
     """What the actor learns from."""
 
-    old_logprobs: Tensor = per_token()
-    """[T] float32."""
+    rollout_logprobs: Tensor = per_token()
+    """[T] float32: as sampled, for comparison only."""
+    old_logprobs: Tensor | None = per_token()
+    """[T] float32, or None when the batch is for one optimizer step, whose weights are those that would judge it."""
     reference_logprobs: Tensor | None = per_token()
     """[T] float32, or None when the loss has no KL term."""
     advantages: Tensor = per_token()

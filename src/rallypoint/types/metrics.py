@@ -79,7 +79,22 @@ class Last:
         return other
 
 
-Metric = Mean | Sum | Maximum | Minimum | Last
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtMaximum:
+    """Something about the place where another number is largest, such as the id of the worst token."""
+
+    scalar: float
+    of: float
+    """The number that is compared."""
+
+    def merge(self, other: AtMaximum) -> AtMaximum:
+        """Keep that of the larger number, the first of equals; NaN counts as largest, as for `Maximum`."""
+        if math.isnan(self.of) or self.of >= other.of:
+            return self
+        return other
+
+
+Metric = Mean | Sum | Maximum | Minimum | Last | AtMaximum
 
 
 class Metrics(Mapping[str, Metric]):
@@ -105,8 +120,8 @@ class Metrics(Mapping[str, Metric]):
         return {name: metric.scalar for name, metric in self._metrics.items()}
 
     def prefixed(self, prefix: str) -> Metrics:
-        """Return the same metrics with a role's name in front."""
-        return Metrics({f"{prefix}/{name}": metric for name, metric in self._metrics.items()})
+        """Return the same metrics with a role's name in front, of those that have none yet."""
+        return Metrics({name if "/" in name else f"{prefix}/{name}": metric for name, metric in self._metrics.items()})
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Metrics:

@@ -56,6 +56,7 @@ def make_batch() -> Callable[..., ActorBatch]:
             loss_mask=loss_mask,
             prompt_index=torch.arange(len(lengths)) // 2 + 40,
             sample_index=torch.arange(len(lengths)) % 2,
+            rollout_logprobs=torch.zeros(num_tokens),
             old_logprobs=torch.randn(num_tokens, generator=generator) - 3,
             reference_logprobs=None,
             advantages=torch.randn(num_tokens, generator=generator),

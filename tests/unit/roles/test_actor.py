@@ -1,5 +1,6 @@
 """The actor's worker, called as the plain object that it is."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -11,7 +12,15 @@ from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import trained_weights
-from rallypoint.roles.actor import ActorWorker
+from rallypoint.observability.agreement import (
+    GAP_MAX,
+    GAP_MEAN,
+    WORST_PLACE,
+    WORST_PROMPT,
+    WORST_SAMPLE,
+    WORST_TOKEN,
+)
+from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE
@@ -56,7 +65,18 @@ def judged(worker, shift_at=None, by=0.0):
     old = worker.logprobs([rows])[0].values.clone()
     if shift_at is not None:
         old[shift_at] += by
-    return rows.widen(ActorBatch, old_logprobs=old, reference_logprobs=old, advantages=rows.loss_mask.float())
+    return learnt_from(rows, old)
+
+
+def learnt_from(rows, old):
+    """What an actor gets of rows that were sampled as they were judged."""
+    return rows.widen(
+        ActorBatch,
+        rollout_logprobs=old,
+        old_logprobs=old,
+        reference_logprobs=old,
+        advantages=rows.loss_mask.float(),
+    )
 
 
 def cut(batch, num_mini_batches=1, num_epochs=1, seed=0, step=1):
@@ -139,7 +159,7 @@ def off_by(worker, errors):
     old = worker.logprobs([rows])[0].values.clone()
     for place, error in errors.items():
         old[place] += error
-    return cut(rows.widen(ActorBatch, old_logprobs=old, reference_logprobs=old, advantages=mask.float()))
+    return cut(learnt_from(rows, old))
 
 
 def test_in_bfloat16_single_tokens_may_be_rounded_otherwise_and_the_largest_is_reported(half_worker, worker):
@@ -173,6 +193,84 @@ def test_logprobs_that_are_nan_are_called_so_and_not_off_policy(worker):
         worker.engine.model.get_output_embeddings().weight[0, 0] = float("nan")
     with pytest.raises(NotFiniteError, match=r"the loss is nan for prompt 4[01]"):
         worker.train(batch, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_batch_that_nobody_judged_is_learned_from_to_the_same_bits_and_compared_with_its_rollouts(
+    context, spec, dtype
+):
+    model = spec.config.model.model_copy(update={"dtype": dtype})
+    spec = dataclasses.replace(spec, config=spec.config.model_copy(update={"model": model}))
+    weights, measured = [], []
+    for is_judged in (True, False):
+        worker = ActorWorker(dataclasses.replace(context, shared={}), spec)
+        batch = judged(worker)
+        sampled = batch.rollout_logprobs.clone()
+        sampled[7] += 0.25
+        old = batch.old_logprobs if is_judged else None
+        metrics = worker.train(cut(dataclasses.replace(batch, old_logprobs=old, rollout_logprobs=sampled)), 20)
+        measured.append(metrics.scalars())
+        weights.append(worker.engine.shard.trained())
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    both = measured[0].keys() & measured[1].keys() - {"mfu"}
+    assert {name: measured[0][name] for name in both} == {name: measured[1][name] for name in both}
+    assert measured[0].keys() - both >= {"ratio_error", "ratio_error_max"}
+    found = measured[1]
+    assert found[GAP_MAX] == pytest.approx(0.25, abs=1e-2)
+    assert found[GAP_MEAN] == pytest.approx(0.25 / 5, abs=1e-2)
+    place = (found[WORST_PROMPT], found[WORST_SAMPLE], found[WORST_PLACE], found[WORST_TOKEN])
+    assert place == (41, 3, 2, 13)
+    assert found["kl/reference_mean"] == pytest.approx(0, abs=1e-4)
+
+
+class OneWorker:
+    """A group of one worker, in this process."""
+
+    def __init__(self, worker):
+        self.worker, self.mesh, self.calls = worker, worker.context.mesh, []
+
+    async def call(self, method, *arguments):
+        self.calls.append(method.__name__)
+        return method(self.worker, *arguments)
+
+
+def one_update_actor(worker, *overrides):
+    return Actor(load_config("digits", ["actor.num_mini_batches=1", *overrides]).config, OneWorker(worker))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "calls"),
+    [
+        ((), ["logprobs", "train", "train", "train"]),
+        (("kl.placement=reward",), ["logprobs", "train"] * 3),
+        (("actor.num_epochs=2",), ["logprobs", "train"] * 3),
+        (("actor.num_mini_batches=2",), ["logprobs", "train"] * 3),
+    ],
+)
+def test_the_first_batch_of_a_start_is_judged_and_others_only_where_the_update_cannot(worker, overrides, calls):
+    actor = one_update_actor(worker, *overrides)
+
+    async def three_steps():
+        for step in range(1, 4):
+            batch = judged(worker)
+            old = await actor.old_logprobs(batch)
+            assert old is None or torch.equal(old, batch.old_logprobs)
+            await actor.update(dataclasses.replace(batch, old_logprobs=old), step)
+
+    asyncio.run(three_steps())
+    assert actor._group.calls == calls
+
+
+def test_rollouts_of_another_policy_are_refused_in_a_batch_that_nobody_judged_and_the_worst_token_is_named(worker):
+    actor, batch = one_update_actor(worker), judged(worker)
+    sampled = batch.rollout_logprobs.clone()
+    sampled[4] -= 6.0
+    batch = dataclasses.replace(batch, old_logprobs=None, rollout_logprobs=sampled)
+    named = r"differ by 1\.2 nats .*; worst at prompt 40 sample 0, token 4 .*: 6 nats"
+    with pytest.raises(OffPolicyError, match=named):
+        asyncio.run(actor.update(batch, 1))
+    with pytest.raises(OffPolicyError, match="differ by nan nats"):
+        asyncio.run(actor.update(dataclasses.replace(batch, rollout_logprobs=sampled * float("nan")), 1))
 
 
 def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):

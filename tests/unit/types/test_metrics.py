@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.types import Last, Maximum, Mean, Metrics, Sum, merge
+from rallypoint.types import AtMaximum, Last, Maximum, Mean, Metrics, Sum, merge
 
 numbers = st.floats(-1e6, 1e6)
 
@@ -26,6 +26,15 @@ def test_each_kind_merges_by_its_own_rule(values):
     assert merged["sum"] == pytest.approx(math.fsum(values), abs=1e-3)
     assert merged["max"] == max(values)
     assert merged["last"] == values[-1]
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, math.nan]), min_size=1), st.data())
+def test_what_stands_at_the_maximum_does_not_depend_on_how_parts_were_cut(values, data):
+    parts = [Metrics({"max": Maximum(value), "at": AtMaximum(place, of=value)}) for place, value in enumerate(values)]
+    border = data.draw(st.integers(0, len(parts)))
+    sizes = [math.inf if math.isnan(value) else value for value in values]
+    for merged in (merge(*parts), merge(merge(*parts[:border]), merge(*parts[border:]))):
+        assert merged.scalars()["at"] == sizes.index(max(sizes))
 
 
 @pytest.mark.parametrize("order", [(1.0, math.nan), (math.nan, 1.0), (math.nan, math.nan)])
@@ -55,6 +64,7 @@ def test_one_name_for_two_kinds_is_an_error_that_names_it():
 def test_merging_and_prefixing_leave_their_arguments_alone():
     first = Metrics({"m": Sum(1)})
     assert merge(first, first).prefixed("actor").scalars() == {"actor/m": 2}
+    assert first.prefixed("actor").prefixed("critic").scalars() == {"actor/m": 1}
     assert first.scalars() == {"m": 1}
 
 

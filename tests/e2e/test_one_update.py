@@ -1,0 +1,43 @@
+"""Runs that take one optimizer step for a batch: its own pass judges it."""
+
+import signal
+
+import pytest
+
+from rallypoint.observability import read_metrics
+from rallypoint.recipes.loop import summarise
+from rallypoint.recipes.preflight import load_checked
+
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+ONE_UPDATE = ("actor.num_mini_batches=1", "model.dtype=bfloat16")
+
+
+def steps_of(run):
+    return [record for record in read_metrics(run.metrics) if "reward/mean" in record]
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_every_step_is_compared_with_its_rollouts_and_the_first_of_a_start_with_a_pass_of_its_own(runs, recipe):
+    run = runs.run("one", *INLINE, *ONE_UPDATE, f"recipe={recipe}")
+    steps = steps_of(run)
+    assert ["actor/ratio_error" in record for record in steps] == [True, False, False, False]
+    for name in ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout/worst_token", "kl/reference_mean"):
+        assert all(name in record for record in steps), name
+    assert all(0 < record["rollout/logprob_gap_mean"] < 0.02 for record in steps)
+    assert steps[0]["kl/reference_mean"] < 1e-4 < steps[-1]["kl/reference_mean"]
+    agreement = summarise(run, load_checked(str(run.path)).config).agreement
+    assert agreement is not None
+    assert agreement.largest == max(record["rollout/logprob_gap_max"] for record in steps)
+
+
+def test_a_resumed_run_judges_again_and_ends_with_the_same_weights(runs, weights_of):
+    long = (*INLINE, *ONE_UPDATE, "recipe=grpo", "trainer.num_steps=8", "checkpoint={every_steps: 1, keep: 99}")
+    whole = runs.run("whole", *long)
+    process = runs.start("train", "digits", *runs.overrides("killed", *long))
+    assert any("step 4/8" in line for line in process.stdout)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    resumed = runs.resume("killed")
+    assert weights_of(whole) == weights_of(resumed)
+    assert sum("actor/ratio_error" in record for record in steps_of(resumed)) == 2
