@@ -121,7 +121,9 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             dual_clip=actor.dual_clip,
         )
         entropy = entropy_bonus(outputs.entropy, everything)
-        total = policy.sum - actor.entropy_coef * entropy.sum
+        total = policy.sum
+        if actor.entropy_coef:  # a gradient of zeros would be a pass over all logits, too
+            total = total - actor.entropy_coef * entropy.sum
         metrics = merge(policy.metrics(), entropy.metrics())
         watched = {name: metric for name, metric in metrics.items() if name != "ratio_error"}
         if on_policy and part.old_logprobs is not None:
