@@ -41,3 +41,14 @@ def test_a_resumed_run_judges_again_and_ends_with_the_same_weights(runs, weights
     resumed = runs.resume("killed")
     assert weights_of(whole) == weights_of(resumed)
     assert sum("actor/ratio_error" in record for record in steps_of(resumed)) == 2
+
+
+@pytest.mark.parametrize("mesh", [(), ("actor.mesh.sp=2",), ("actor.mesh.tp=2",)], ids=["dp", "sp", "tp"])
+def test_ranks_compare_their_rows_together(runs, mesh):
+    alike = (INLINE[0], "actor.num_mini_batches=1", "recipe=grpo", "model.create.num_key_value_heads=2")
+    alone = steps_of(runs.run("alone", INLINE[1], *alike))
+    together = steps_of(runs.run("together", "cluster.pools={main: [2]}", *mesh, *alike))
+    for one, two in zip(alone, together, strict=True):
+        assert two["kl/reference_mean"] == pytest.approx(one["kl/reference_mean"], abs=1e-6)
+        assert 0 < two["rollout/logprob_gap_mean"] <= two["rollout/logprob_gap_max"] < 1e-5
+        assert ("actor/ratio_error" in two) == ("actor/ratio_error" in one)
