@@ -1,7 +1,7 @@
 """Memory: what `--dry-run` predicts beside what runs measure, and what each way to save some costs in time.
 
     python benchmarks/memory.py runs 1M 10M --json memory.json
-    python benchmarks/memory.py runs 10M --how LoRA tp2 shard2 --activations keep
+    python benchmarks/memory.py runs 1M --how LoRA tp2 shard2 --activations keep --steps 24
     python benchmarks/memory.py runs 1M --dtype bfloat16 --activations keep --steps 24
     python benchmarks/memory.py demo
     python benchmarks/memory.py ways 10M --dtype bfloat16

@@ -17,8 +17,9 @@ from rallypoint.config.tree import RoleName, RunConfig
 _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
 """Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
-_HEAP, _CHECKPOINTED_HEAP = 1.4, 2.0
-"""What the C library's heap takes for a pass's tensors on CPUs, over their own size; measured.
+_HEAP, _HEAP_OF_LANES, _CHECKPOINTED_HEAP = 1.4, 1.5, 2.0
+"""What the C library's heap takes for a pass's tensors on CPUs, over their own size; measured. Threads have heaps of
+their own, whose holes are of no use to the others.
 
 It aligns tensors in a way that leaves holes which the next tensor of the same size does not fit into, and the more so
 the more often layers are computed. Giving every tensor pages of its own would save that for 1.3 to 1.7 times the time.
@@ -166,7 +167,7 @@ def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     full, most_logits = _full_pass(config, role, num_parts=1, num_lanes=num_lanes), num_lanes * _CHUNK_BYTES
     states = 2 * full.num_outputs * shape.hidden_size * size
     logits = 0 if role in ("critic", "reward") else min(full.num_outputs * shape.vocab_size * size, most_logits)
-    return _on_heap(config, role, max(full.live_bytes(shape, size), states + logits))
+    return _on_heap(config, role, max(full.live_bytes(shape, size), states + logits), num_lanes=num_lanes)
 
 
 def _num_lanes(config: RunConfig, role: RoleName, gradient_bytes: int) -> int:
@@ -202,7 +203,8 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
             at_head += num_lanes * shape.vocab_size * shape.hidden_size * (4 + size)
     # Gradients of the MLP's two halves and of the residual stream.
     at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
-    return _on_heap(config, role, kept + max(at_head, at_layer), checkpointed=config.engine.activations != "keep")
+    is_checkpointed = config.engine.activations != "keep"
+    return _on_heap(config, role, kept + max(at_head, at_layer), checkpointed=is_checkpointed, num_lanes=num_lanes)
 
 
 def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -335,7 +337,9 @@ def _prompts_together(config: RunConfig) -> int:
     return max(_groups_together(config), validated)
 
 
-def _on_heap(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed: bool = False) -> int:
+def _on_heap(
+    config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed: bool = False, num_lanes: int = 1
+) -> int:
     """Return what tensors of a pass take of a process that has the role; on CPUs more than they have."""
     if config.cluster.device != "cpu":
         return num_bytes
@@ -343,4 +347,5 @@ def _on_heap(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed:
     kernels = _LIBRARY_BYTES + (_DECODER_BYTES if samples else 0)
     if config.model.dtype == "bfloat16":
         kernels += _BFLOAT16_KERNEL_BYTES + (0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES)
-    return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else _HEAP)) + kernels
+    heap = _HEAP if num_lanes == 1 else _HEAP_OF_LANES
+    return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else heap)) + kernels
