@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rallypoint.algorithms.kl import MAX_LOG_RATIO, KLEstimator, kl_penalty
-from rallypoint.types import Maximum, Mean, Metrics
+from rallypoint.types import Mean, Metrics, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,20 +32,16 @@ class PolicyLoss:
     """Tokens whose gradient was cut off by a bound, the dual one included."""
     kl_sum: Float[Tensor, ""]
     """k3 estimate of KL(old || current): how far this update has moved."""
-    ratio_error_max: Float[Tensor, ""]
-    """Largest |ratio - 1|; 0 on the first update of a step, up to rounding."""
+
+    def mean(self) -> Metrics:
+        """Return the mean of this part of the batch."""
+        return Metrics({"policy_loss": Mean(float(self.sum.detach()), float(self.num_tokens))})
 
     def metrics(self) -> Metrics:
-        """Return the means and maxima of this part of the batch."""
+        """Return that, and how far its ratios are from 1."""
         weight = float(self.num_tokens)
-        return Metrics(
-            {
-                "policy_loss": Mean(float(self.sum.detach()), weight),
-                "clip_fraction": Mean(float(self.num_clipped), weight),
-                "approx_kl": Mean(float(self.kl_sum), weight),
-                "ratio_error": Maximum(float(self.ratio_error_max)),
-            }
-        )
+        moved = {"clip_fraction": Mean(float(self.num_clipped), weight), "approx_kl": Mean(float(self.kl_sum), weight)}
+        return merge(self.mean(), moved)
 
 
 def policy_loss(
@@ -66,7 +62,7 @@ def policy_loss(
 
     Equal bounds are PPO's and GRPO's, `clip_high > clip_low` is DAPO's clip-higher (arXiv 2503.14476).
     The log-ratio is cut off at +-20 before `exp`, so that it cannot overflow; a token beyond has no
-    gradient, and shows in `ratio_error_max`.
+    gradient.
 
     Ratios 2, 2, 1/2, 1/2 with advantages of both signs: only where moving on would help is it clipped.
     The last two tokens are not trained.
@@ -95,7 +91,6 @@ def policy_loss(
         num_tokens=loss_mask.sum(),
         num_clipped=(bounded != free).sum(),
         kl_sum=kl_penalty(torch.zeros_like(log_ratio), log_ratio.detach(), "k3").sum(dtype=torch.float64),
-        ratio_error_max=torch.cat([(ratio.detach() - 1.0).abs(), ratio.new_zeros(1)]).amax(),
     )
 
 

@@ -19,7 +19,7 @@ _WIDE = 4
 """Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
 _HEAP, _HEAP_OF_LANES, _CHECKPOINTED_HEAP = 1.4, 1.5, 2.0
 """What the C library's heap takes for a pass's tensors on CPUs, over their own size; measured. Threads have heaps of
-their own, whose holes are of no use to the others.
+their own, whose holes are of no use to the others; that was fitted to passes that keep activations.
 
 It aligns tensors in a way that leaves holes which the next tensor of the same size does not fit into, and the more so
 the more often layers are computed. Giving every tensor pages of its own would save that for 1.3 to 1.7 times the time.
@@ -35,8 +35,8 @@ _DECODER_BYTES = 15 * 2**20
 _BFLOAT16_KERNEL_BYTES, _ADAPTER_KERNEL_BYTES = 85 * 2**20, 25 * 2**20
 """What oneDNN keeps on CPUs when a run has had two steps, and of the narrow products of adapters besides; measured.
 
-It compiles a kernel for every shape of a product. Which shapes a run meets in its first fifty steps makes some 40 to 80
-MiB of difference, which are not predicted.
+It compiles a kernel for every shape of a product, and two lanes keep half as many each. Which shapes a run meets in its
+first fifty steps makes some 40 to 80 MiB of difference, which are not predicted.
 """
 _SERVER_BYTES = 930 * 2**20
 """What vLLM's own processes take on CPUs, beside weights and cache; measured. What a run measures is without them."""
@@ -346,6 +346,7 @@ def _on_heap(
     samples = config.rollout.engine == "native" and config.roles[role].pool == config.roles["rollout"].pool
     kernels = _LIBRARY_BYTES + (_DECODER_BYTES if samples else 0)
     if config.model.dtype == "bfloat16":
-        kernels += _BFLOAT16_KERNEL_BYTES + (0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES)
+        kernels += _BFLOAT16_KERNEL_BYTES * max(2, num_lanes) // 2
+        kernels += 0 if config.model.lora is None else _ADAPTER_KERNEL_BYTES
     heap = _HEAP if num_lanes == 1 else _HEAP_OF_LANES
     return round(num_bytes * (_CHECKPOINTED_HEAP if checkpointed else heap)) + kernels

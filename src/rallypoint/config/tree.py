@@ -101,10 +101,14 @@ class RunConfig(Section):
         return self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
 
     @property
+    def updates_once(self) -> bool:
+        """Whether the actor takes one optimizer step for a batch."""
+        return self.actor.num_epochs * self.actor.num_mini_batches == 1
+
+    @property
     def judges_in_update(self) -> bool:
-        """Whether a batch is for one optimizer step, and nothing before it asks for old_logprobs."""
-        in_reward = self.kl is not None and self.kl.placement == "reward"
-        return self.actor.num_epochs * self.actor.num_mini_batches == 1 and not in_reward
+        """Whether old_logprobs are those of the update's own pass, and nothing before it asks for them."""
+        return self.updates_once and not (self.kl is not None and self.kl.placement == "reward")
 
     @property
     def reference_shares_actor(self) -> bool:

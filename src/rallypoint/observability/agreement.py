@@ -16,6 +16,7 @@ from rallypoint.observability.text import number
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 WORST_PROMPT, WORST_SAMPLE = "rollout/worst_prompt", "rollout/worst_sample"
 WORST_PLACE, WORST_TOKEN = "rollout/worst_place", "rollout/worst_token"
+WORST_ROLLOUT, WORST_OLD = "rollout/worst_rollout_logprob", "rollout/worst_old_logprob"
 _NUM_TOKENS = "rollout/num_tokens"
 
 

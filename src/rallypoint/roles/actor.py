@@ -15,15 +15,15 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, s
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import Way, attention_cost
 from rallypoint.engine import policy_outputs
-from rallypoint.errors import OffPolicyError, WeightsMismatchError
+from rallypoint.errors import WeightsMismatchError
 from rallypoint.roles.dealing import per_token
-from rallypoint.roles.judging import check_gap, compare
+from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
 from rallypoint.roles.turns import Turns, in_turn
-from rallypoint.types import ActorBatch, Maximum, Mean, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Exposed, Held, Plan, Source, fingerprint, folder
 
 
@@ -110,7 +110,9 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         everything = torch.ones(len(at), dtype=torch.bool, device=device)
         # While the weights are those of the start their own logprobs are the old ones, and the ratio is 1 to the last
         # bit. What another pass found is for comparison: steps are the same ones with it and without.
-        old = outputs.logprobs.detach() if on_policy else _judged(part, at).to(device)
+        own, judged = outputs.logprobs.detach(), None if part.old_logprobs is None else part.old_logprobs[at]
+        assert on_policy or judged is not None, "`Actor.update` refuses such a batch"
+        old = own if on_policy or judged is None else judged.to(device)
         policy = policy_loss(
             outputs.logprobs,
             old,
@@ -124,14 +126,14 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         total = policy.sum
         if actor.entropy_coef:  # a gradient of zeros would be a pass over all logits, too
             total = total - actor.entropy_coef * entropy.sum
-        metrics = merge(policy.metrics(), entropy.metrics())
-        watched = {name: metric for name, metric in metrics.items() if name != "ratio_error"}
-        if on_policy and part.old_logprobs is not None:
-            watched |= self._check_on_policy(part, at, old.cpu())
+        # In one step for a batch nothing has moved, and nothing is clipped.
+        metrics = merge(policy.mean() if self.config.updates_once else policy.metrics(), entropy.metrics())
+        if on_policy and judged is not None:
+            is_half = self.config.model.dtype == "bfloat16"
+            metrics = merge(metrics, check_ratio(part, at, own.cpu(), judged, self.config.checks, is_half=is_half))
         elif on_policy:
             reference = None if part.reference_logprobs is None else part.reference_logprobs[at]
-            watched |= compare(part, at, old.cpu(), reference)
-        metrics = Metrics(watched)
+            metrics = merge(metrics, compare(part, at, own.cpu(), reference))
         if kl is not None and part.reference_logprobs is not None:
             penalty = kl_loss(
                 outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator=kl.estimator
@@ -140,45 +142,9 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             metrics = merge(metrics, penalty.metrics())
         return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(at))}))
 
-    def _check_on_policy(self, part: ActorBatch, at: Tensor, logprobs: Tensor) -> Metrics:
-        """Refuse to train when the same weights give other logprobs than a moment ago; return by how much.
 
-        In bfloat16 products round otherwise in other company, and one token in a thousand by some percent; but the
-        mean of a row is as small as ever, unless the row is wrong. A loss that is NaN is the engine's to refuse.
-        """
-        error = (logprobs - _judged(part, at)).expm1().abs()
-        if bool(logprobs.isnan().any()):
-            return _ratio_errors(error, float("nan"))
-        rows = part.row_of_token[at]
-        off, mean = error, ""
-        if self.config.model.dtype == "bfloat16":
-            counts = torch.bincount(rows).clamp(min=_FEWEST_TOKENS)
-            off = (torch.bincount(rows, weights=error) / counts)[rows]
-            mean = f", and by {float(off.max()):.2g} in the mean of its row"
-        tolerance, judged = self.config.checks.ratio_tolerance, float(off.max())
-        if not judged <= tolerance:
-            row = int(rows[off.argmax()])
-            worst = int(torch.where(rows == row, error, -1.0).argmax())
-            raise OffPolicyError(
-                f"the ratio must be 1 in the first update of a step, but differs by {float(error[worst]):.2g}{mean} "
-                f"(checks.ratio_tolerance={tolerance:g}) for prompt {int(part.prompt_index[row])} sample "
-                f"{int(part.sample_index[row])}, token {int(at[worst] - part.offsets[row])} of its row"
-            )
-        return _ratio_errors(error, judged)
-
-
-def _ratio_errors(error: Tensor, judged: float) -> Metrics:
-    return Metrics({"ratio_error": Maximum(judged), "ratio_error_max": Maximum(float(error.max()))})
-
-
-def _judged(part: ActorBatch, at: Tensor) -> Tensor:
-    """Return the old logprobs of some tokens of rows that were judged."""
-    assert part.old_logprobs is not None, "a batch for more than one optimizer step is judged"
-    return part.old_logprobs[at]
-
-
-_FEWEST_TOKENS = 16
-"""A row of fewer is judged as one of so many: what rounding does to a single token is no mean."""
+_COMPARED_EVERY = 32
+"""Batches, of those that the update's own pass judges: a two-hundredth of a step's time."""
 
 
 class Actor:
@@ -188,7 +154,7 @@ class Actor:
         self._config, self._group = config, group
         self._attention_cost = attention_cost(config)
         self._is_line_open = False
-        self._is_compared = False
+        self._num_updates = 0
         self.version = 0
         """Optimizer steps completed."""
         self.is_published = asyncio.Event()
@@ -206,27 +172,30 @@ class Actor:
     async def old_logprobs(self, batch: Sequences) -> Tensor | None:
         """Return the same at the start of an update; None where the update's own pass finds them.
 
-        It does when a batch is for one optimizer step. The first batch of a start has both passes all the same, so
-        that they are compared in every run.
+        It does when a batch is for one optimizer step. The first two of a start have both passes all the same (before
+        the first, adapters are zero), and some later ones, so that they are compared in every run.
         """
-        if self._is_compared and self._config.judges_in_update:
-            return None
-        old = await self.logprobs(batch)
-        self._is_compared = True
-        return old
+        is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
+        return await self.logprobs(batch) if is_compared or not self._config.judges_in_update else None
 
     async def update(self, batch: ActorBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch.
 
         Raises:
+            ValueError: nobody judged a batch for several optimizer steps.
             OffPolicyError: the first pass gives other logprobs than the one that judged; or, in a batch that nobody
                 judged, others than the rollouts have, after the step: it is not published.
         """
         self.is_published.clear()
         config = self._config
         batches = MiniBatches.cut(batch, config.actor, seed=config.seed, step=step, attention_cost=self._attention_cost)
+        if batch.old_logprobs is None and len(batches.parts) > 1:
+            raise ValueError(
+                f"a batch for {len(batches.parts)} optimizer steps needs old_logprobs, which are None: judge it first"
+            )
         metrics = await self._group.call(ActorWorker.train, batches, step)
         check_gap(metrics, config.checks)
+        self._num_updates += 1
         self.version += len(batches.parts)
         num_tokens = Metrics({"num_tokens": Sum(sum(batches.denominators))})
         return merge(metrics, num_tokens).prefixed("actor")

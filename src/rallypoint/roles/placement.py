@@ -71,8 +71,8 @@ _KERNEL_CACHE, _KERNEL_CACHE_OF_THREAD = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU
 """Read once, at the first product in bfloat16 on a CPU, for which oneDNN compiles a kernel for every shape. The first
 is its own cache of these, the second that of what torch calls it through, which every thread has for itself; each would
 keep 1,024, and what either keeps stays in memory."""
-_FEWEST_KERNELS = 32
-"""Of a thread. With 64 instead of 128 for each of two lanes steps of 1M took as long and 45 MiB less."""
+_KERNELS_OF_THREAD = NUM_KERNELS // 2
+"""In a process with several. With 64 instead of 128 for each of two lanes steps of 1M took as long and 45 MiB less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class WorkerSpec:
         """
         torch.set_num_threads(context.num_cpus)
         os.environ.setdefault(_KERNEL_CACHE, str(NUM_KERNELS))
-        os.environ.setdefault(_KERNEL_CACHE_OF_THREAD, str(max(_FEWEST_KERNELS, NUM_KERNELS // context.num_cpus)))
+        of_thread = NUM_KERNELS if context.num_cpus == 1 else _KERNELS_OF_THREAD
+        os.environ.setdefault(_KERNEL_CACHE_OF_THREAD, str(of_thread))
         self.folder.check()
         _check_device(context.device)
 

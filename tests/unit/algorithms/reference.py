@@ -67,8 +67,8 @@ def kl(logprob, reference_logprob, estimator):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip):
-    """(sum, clipped tokens, k3 sum, largest |ratio - 1|)."""
-    total, clipped, moved, error = 0.0, 0, 0.0, 0.0
+    """(sum, clipped tokens, k3 sum)."""
+    total, clipped, moved = 0.0, 0, 0.0
     for new, old, advantage, trained in zip(logprobs, old_logprobs, advantages, mask, strict=True):
         if not trained:
             continue
@@ -79,8 +79,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
         total -= objective
         clipped += objective != ratio * advantage
         moved += kl(old, new, "k3")
-        error = max(error, abs(ratio - 1))
-    return total, clipped, moved, error
+    return total, clipped, moved
 
 
 def value_loss(values, old_values, returns, mask, clip):

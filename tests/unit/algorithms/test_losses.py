@@ -29,11 +29,10 @@ def tensors(parts):
 @given(columns(), dual_clips)
 def test_policy_loss_equals_the_formula_token_by_token(reference, parts, dual_clip):
     result = policy_loss(*tensors(parts), **BOUNDS, dual_clip=dual_clip)
-    total, clipped, moved, error = reference.policy_loss(*parts, 0.2, 0.28, dual_clip)
+    total, clipped, moved = reference.policy_loss(*parts, 0.2, 0.28, dual_clip)
     assert float(result.sum) == pytest.approx(total, rel=1e-9, abs=1e-9)
     assert int(result.num_clipped) == clipped
     assert float(result.kl_sum) == pytest.approx(moved, rel=1e-9, abs=1e-9)
-    assert float(result.ratio_error_max) == pytest.approx(error, rel=1e-9, abs=1e-9)
     assert int(result.num_tokens) == sum(parts[-1])
 
 
@@ -117,7 +116,7 @@ def test_at_ratio_one_the_gradient_is_that_of_minus_advantage_times_logprob(part
     result = policy_loss(logprobs, old, advantages, mask, **BOUNDS, dual_clip=3.0)
     result.sum.backward()
     torch.testing.assert_close(logprobs.grad, torch.where(mask, -advantages, 0.0), rtol=0, atol=0)
-    assert float(result.ratio_error_max) == float(result.kl_sum) == int(result.num_clipped) == 0
+    assert float(result.kl_sum) == int(result.num_clipped) == 0
 
 
 def test_clip_higher_leaves_more_room_above_than_below():
@@ -156,7 +155,6 @@ def test_a_huge_log_ratio_overflows_neither_loss_nor_gradient(distance, advantag
     assert result.sum.isfinite()
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
-    assert float(result.ratio_error_max) > 0.99
 
 
 def test_the_sum_alone_carries_gradient():

@@ -15,8 +15,10 @@ from rallypoint.models import trained_weights
 from rallypoint.observability.agreement import (
     GAP_MAX,
     GAP_MEAN,
+    WORST_OLD,
     WORST_PLACE,
     WORST_PROMPT,
+    WORST_ROLLOUT,
     WORST_SAMPLE,
     WORST_TOKEN,
 )
@@ -199,27 +201,32 @@ def test_logprobs_that_are_nan_are_called_so_and_not_off_policy(worker):
 def test_a_batch_that_nobody_judged_is_learned_from_to_the_same_bits_and_compared_with_its_rollouts(
     context, spec, dtype
 ):
-    model = spec.config.model.model_copy(update={"dtype": dtype})
-    spec = dataclasses.replace(spec, config=spec.config.model_copy(update={"model": model}))
+    config = load_config("digits", ["actor.num_mini_batches=1", f"model.dtype={dtype}"]).config
+    spec = dataclasses.replace(spec, config=config)
     weights, measured = [], []
     for is_judged in (True, False):
         worker = ActorWorker(dataclasses.replace(context, shared={}), spec)
         batch = judged(worker)
         sampled = batch.rollout_logprobs.clone()
         sampled[7] += 0.25
-        old = batch.old_logprobs if is_judged else None
+        # As if the pass that judged had rounded otherwise, within the tolerance.
+        old = batch.old_logprobs + 5e-3 * batch.loss_mask if is_judged else None
         metrics = worker.train(cut(dataclasses.replace(batch, old_logprobs=old, rollout_logprobs=sampled)), 20)
         measured.append(metrics.scalars())
         weights.append(worker.engine.shard.trained())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    both = measured[0].keys() & measured[1].keys() - {"mfu"}
+    both = (measured[0].keys() & measured[1].keys()) - {"mfu"}
+    assert both >= {"loss", "policy_loss", "grad_norm", "entropy", "reference_kl"}
+    assert both.isdisjoint({"clip_fraction", "approx_kl"})
     assert {name: measured[0][name] for name in both} == {name: measured[1][name] for name in both}
-    assert measured[0].keys() - both >= {"ratio_error", "ratio_error_max"}
+    assert measured[0]["ratio_error_max"] == pytest.approx(5e-3, rel=0.1)
+    assert "ratio_error" not in measured[1]
     found = measured[1]
     assert found[GAP_MAX] == pytest.approx(0.25, abs=1e-2)
     assert found[GAP_MEAN] == pytest.approx(0.25 / 5, abs=1e-2)
     place = (found[WORST_PROMPT], found[WORST_SAMPLE], found[WORST_PLACE], found[WORST_TOKEN])
     assert place == (41, 3, 2, 13)
+    assert found[WORST_ROLLOUT] - found[WORST_OLD] == pytest.approx(0.25, abs=1e-2)
     assert found["kl/reference_mean"] == pytest.approx(0, abs=1e-4)
 
 
@@ -227,7 +234,8 @@ class OneWorker:
     """A group of one worker, in this process."""
 
     def __init__(self, worker):
-        self.worker, self.mesh, self.calls = worker, worker.context.mesh, []
+        self.worker, self.mesh = worker, worker.context.mesh
+        self.calls = []
 
     async def call(self, method, *arguments):
         self.calls.append(method.__name__)
@@ -239,26 +247,38 @@ def one_update_actor(worker, *overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "calls"),
+    ("overrides", "is_rare"),
     [
-        ((), ["logprobs", "train", "train", "train"]),
-        (("kl.placement=reward",), ["logprobs", "train"] * 3),
-        (("actor.num_epochs=2",), ["logprobs", "train"] * 3),
-        (("actor.num_mini_batches=2",), ["logprobs", "train"] * 3),
+        ((), True),
+        (("kl.placement=reward",), False),
+        (("actor.num_epochs=2",), False),
+        (("actor.num_mini_batches=2",), False),
     ],
 )
-def test_the_first_batch_of_a_start_is_judged_and_others_only_where_the_update_cannot(worker, overrides, calls):
+def test_two_batches_of_a_start_and_some_later_ones_are_judged_and_all_where_the_update_cannot(
+    worker, overrides, is_rare
+):
     actor = one_update_actor(worker, *overrides)
+    steps_judged = []
 
-    async def three_steps():
-        for step in range(1, 4):
+    async def steps():
+        for step in range(1, 36):
             batch = judged(worker)
             old = await actor.old_logprobs(batch)
-            assert old is None or torch.equal(old, batch.old_logprobs)
+            if old is not None:
+                assert torch.equal(old, batch.old_logprobs)
+                steps_judged.append(step)
             await actor.update(dataclasses.replace(batch, old_logprobs=old), step)
 
-    asyncio.run(three_steps())
-    assert actor._group.calls == calls
+    asyncio.run(steps())
+    assert steps_judged == ([1, 2, 33] if is_rare else list(range(1, 36)))
+
+
+def test_a_batch_for_several_updates_that_nobody_judged_is_refused_before_the_first(worker):
+    actor = one_update_actor(worker, "actor.num_epochs=3")
+    with pytest.raises(ValueError, match="3 optimizer steps needs old_logprobs"):
+        asyncio.run(actor.update(dataclasses.replace(judged(worker), old_logprobs=None), 1))
+    assert actor._group.calls == []
 
 
 def test_rollouts_of_another_policy_are_refused_in_a_batch_that_nobody_judged_and_the_worst_token_is_named(worker):
@@ -266,7 +286,7 @@ def test_rollouts_of_another_policy_are_refused_in_a_batch_that_nobody_judged_an
     sampled = batch.rollout_logprobs.clone()
     sampled[4] -= 6.0
     batch = dataclasses.replace(batch, old_logprobs=None, rollout_logprobs=sampled)
-    named = r"differ by 1\.2 nats .*; worst at prompt 40 sample 0, token 4 .*: 6 nats"
+    named = r"differ by 1\.2 nats .*; worst at prompt 40 sample 0, token 4 .*: -8\.\d+ sampled, -2\.\d+ recomputed"
     with pytest.raises(OffPolicyError, match=named):
         asyncio.run(actor.update(batch, 1))
     with pytest.raises(OffPolicyError, match="differ by nan nats"):

@@ -20,8 +20,7 @@ class CheckConfig(Section):
     ratio_tolerance: float = key(
         1e-2,
         above=0,
-        help="Largest |ratio - 1| in the first update of a step, of a token; in bfloat16 the mean of a row, "
-        "of 16 tokens or more.",
+        help="Largest |ratio - 1| of a token in the first update of a judged batch; in bfloat16, of the mean of a row.",
     )
     rollout_gap: float = key(
         0.5, above=0, unit="nats", help="Largest mean difference between rollout_ and old_logprobs of a step."
