@@ -222,6 +222,7 @@ def _has_hooks(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
+@torch.no_grad()
 def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
     """Compare the two ways through a model on a few tokens.
 
