@@ -111,8 +111,10 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         # While the weights are those of the start their own logprobs are the old ones, and the ratio is 1 to the last
         # bit. What another pass found is for comparison: steps are the same ones with it and without.
         own, judged = outputs.logprobs.detach(), None if part.old_logprobs is None else part.old_logprobs[at]
-        assert on_policy or judged is not None, "`Actor.update` refuses such a batch"
-        old = own if on_policy or judged is None else judged.to(device)
+        old = own
+        if not on_policy:
+            assert judged is not None, "`Actor.update` refuses such a batch"
+            old = judged.to(device)
         policy = policy_loss(
             outputs.logprobs,
             old,

@@ -12,16 +12,7 @@ from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import trained_weights
-from rallypoint.observability.agreement import (
-    GAP_MAX,
-    GAP_MEAN,
-    WORST_OLD,
-    WORST_PLACE,
-    WORST_PROMPT,
-    WORST_ROLLOUT,
-    WORST_SAMPLE,
-    WORST_TOKEN,
-)
+from rallypoint.observability.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
@@ -222,10 +213,11 @@ def test_a_batch_that_nobody_judged_is_learned_from_to_the_same_bits_and_compare
     assert measured[0]["ratio_error_max"] == pytest.approx(5e-3, rel=0.1)
     assert "ratio_error" not in measured[1]
     found = measured[1]
-    assert found[GAP_MAX] == pytest.approx(0.25, abs=1e-2)
-    assert found[GAP_MEAN] == pytest.approx(0.25 / 5, abs=1e-2)
-    place = (found[WORST_PROMPT], found[WORST_SAMPLE], found[WORST_PLACE], found[WORST_TOKEN])
-    assert place == (41, 3, 2, 13)
+    agreement = Agreement.of([{"step": 20, "rollout/num_tokens": 5, **found}])
+    assert agreement is not None
+    assert agreement.largest == pytest.approx(0.25, abs=1e-2)
+    assert agreement.mean == pytest.approx(0.25 / 5, abs=1e-2)
+    assert (agreement.prompt, agreement.sample, agreement.place, agreement.token) == (41, 3, 2, 13)
     assert found[WORST_ROLLOUT] - found[WORST_OLD] == pytest.approx(0.25, abs=1e-2)
     assert found["kl/reference_mean"] == pytest.approx(0, abs=1e-4)
 
