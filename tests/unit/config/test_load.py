@@ -124,9 +124,9 @@ def test_a_config_is_frozen(here: Path):
         config.actor.optimizer.lr = 1.0
 
 
-def test_there_are_at_most_120_keys_each_with_a_meaning_and_a_default_in_one_place():
+def test_there_are_at_most_150_keys_each_with_a_meaning_and_a_default_in_one_place():
     known = leaves(RunConfig)
-    assert len(known) <= 120
+    assert len(known) <= 150
     for dotted, info in known.items():
         assert info.description, dotted
         assert info.description.endswith("."), dotted
