@@ -1,0 +1,31 @@
+"""Everything here runs on the pretend device, in a process of its own: torch has one accelerator for good.
+
+`tests/unit/test_pretend_device.py` starts one for each file. By hand:
+
+    RALLYPOINT_PRETEND=1 python -m pytest tests/pretend/test_device.py
+"""
+
+import os
+
+import pytest
+from pretend_device import install
+from tiny_runs import Runs
+
+IS_PRETEND = bool(os.environ.get("RALLYPOINT_PRETEND"))
+collect_ignore_glob = [] if IS_PRETEND else ["test_*.py"]
+if IS_PRETEND:
+    install()
+
+
+@pytest.fixture(autouse=True)
+def pretend():
+    """The device, with nothing counted yet; what went wrong on it where nothing could be raised fails the test."""
+    device = install()
+    device.reset()
+    yield device
+    device.check()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return Runs(tmp_path)
