@@ -7,11 +7,10 @@ that needs them.
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.files import check_dataset_path
+from rallypoint.data.prompts import EncodedPrompts, encode_prompts
 from rallypoint.data.stream import PromptStream
 from rallypoint.data.tokenizer import (
-    EncodedPrompts,
     decoder,
-    encode_prompts,
     load_tokenizer,
     make_digits_tokenizer,
     save_tokenizer,

@@ -12,13 +12,15 @@ exists has no bad row.
 | `ability`      | text                                                            | ""                       |
 | `extra_info`   | an object for the reward function                               | {}                       |
 
-Other columns are ignored, unless their names are nearly those of absent ones.
+Other columns are ignored, unless their names are nearly those of absent ones, or those that other data sets have for
+them (`question` and `answer`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +44,11 @@ Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
 _COLUMNS = ("prompt", "reward_model", "ground_truth", "data_source", "ability", "extra_info")
+_ELSEWHERE = {
+    "prompt": ("question", "problem", "instruction", "query", "input", "messages", "conversations"),
+    "reward_model": ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label"),
+}
+"""What other data sets call these columns, the likeliest first; the second is our `ground_truth`."""
 _KINDS: dict[type, str] = {
     str: "text",
     int: "a number",
@@ -142,6 +149,7 @@ def _load_file(path: Path, label: str, require_ground_truth: bool, problems: Pro
         example = reader.read(number, row)
         if example is not None:
             yield example
+    reader.report_columns()
 
 
 class _RowReader:
@@ -154,35 +162,65 @@ class _RowReader:
         self._require_ground_truth = require_ground_truth
         self._problems = problems
         self._checked_columns: set[tuple[str, ...]] = set()
+        self._bad_columns: dict[tuple[str, ...], tuple[list[str], int]] = {}
         self._lookalikes: set[str] = set()
         self._kinds: dict[str, tuple[str, int]] = {}
 
     def has_columns(self, names: Iterable[str], where: str) -> bool:
         """Say whether all columns are there that must be, and complain of names that are nearly right."""
         names = list(names)
-        absent = [column for column in _COLUMNS if column not in names]
-        strangers = [name for name in names if name not in _COLUMNS]
+        missing = [self._missing(column, names, where) for column in self._required(names)]
+        for problem in missing:
+            self._problems.add(problem)
+        self._find_lookalikes(names, where)
+        return not missing
+
+    def _required(self, names: Sequence[str]) -> list[str]:
         required = [] if "prompt" in names else ["prompt"]
         if self._require_ground_truth and not {"reward_model", "ground_truth"} & set(names):
             required.append("reward_model")
-        for column in required:
-            hint = suggestion(column, strangers) or f"; found {', '.join(map(repr, names)) or 'no column'}"
-            self._problems.add(f"{where}: column '{column}' is missing{hint}")
-        for column in set(absent) - set(required):
+        return required
+
+    def _missing(self, column: str, names: Sequence[str], where: str) -> str:
+        strangers = [name for name in names if name not in _COLUMNS]
+        hint = suggestion(column, strangers)
+        if not hint and (elsewhere := next((name for name in _ELSEWHERE[column] if name in names), None)):
+            own = "ground_truth" if column == "reward_model" else column
+            hint = f"; {elsewhere!r} may be it: write the file with {own!r} in its place (docs/data.md shows how)"
+        return f"{where}: column '{column}' is missing{hint or f'; found {_quoted(names)}'}"
+
+    def _find_lookalikes(self, names: Sequence[str], where: str) -> None:
+        strangers = [name for name in names if name not in _COLUMNS]
+        for column in set(_COLUMNS) - set(names) - set(self._required(names)):
             for name in difflib.get_close_matches(column, strangers, n=1, cutoff=0.85):
                 if name not in self._lookalikes:
                     self._lookalikes.add(name)
                     self._problems.add(f"{where}: unknown column '{name}'; did you mean '{column}'?")
-        return not required
+
+    def _check_columns(self, columns: tuple[str, ...], where: str) -> bool:
+        """Say whether a line has what it must; lines that lack the same are one problem."""
+        if missing := self._required(columns):
+            usual = [self._missing(column, columns, where) for column in missing], 0
+            first, count = self._bad_columns.get(columns, usual)
+            self._bad_columns[columns] = first, count + 1
+        else:
+            self._checked_columns.add(columns)
+            self._find_lookalikes(columns, where)
+        return not missing
+
+    def report_columns(self) -> None:
+        """Complain of the lines that lack a column; call it when the file has been read."""
+        for missing, count in self._bad_columns.values():
+            for problem in missing:
+                more = f" (and {count - 1:,} {self._unit}s more)" if count > 1 else ""
+                self._problems.add(problem + more)
 
     def read(self, number: int, row: Row) -> Example | None:
         """Return the example of one row; None when something is wrong with it."""
         where = f"{self._label}, {self._unit} {number}"
         columns = tuple(row)
-        if columns not in self._checked_columns:
-            if not self.has_columns(columns, where):
-                return None
-            self._checked_columns.add(columns)
+        if columns not in self._checked_columns and not self._check_columns(columns, where):
+            return None
         problems: list[tuple[str, str]] = []
         prompt = _read_prompt(row["prompt"], problems)
         data_source = row.get("data_source", self._stem)
@@ -220,6 +258,9 @@ class _RowReader:
         if value is None:
             if self._require_ground_truth:
                 problems.append((column, "expected the right answer, found null"))
+            return None
+        if not _is_finite(value):
+            problems.append((column, f"expected the right answer, found {_not_finite(value)}"))
             return None
         kind = _KINDS.get(type(value))
         if kind is None:
@@ -282,3 +323,24 @@ def _find_message_problem(message: object) -> tuple[str, str] | None:
 
 def _no_text(text: str) -> str:
     return f"expected text, found {'only blanks' if text else 'empty text'}"
+
+
+def _is_finite(value: JSONValue) -> bool:
+    """Whether no number in a value is NaN, which equals nothing and is what pandas writes for absent ones."""
+    match value:
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_finite, value))
+        case dict():
+            return all(map(_is_finite, value.values()))
+        case _:
+            return True
+
+
+def _not_finite(value: JSONValue) -> str:
+    return found(value) if isinstance(value, float) else f"{found(value)} with a NaN or an infinity in it"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "no column"

@@ -33,10 +33,15 @@ class Problems:
     shown: list[str] = dataclasses.field(default_factory=list[str])
     total: int = 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the words of another problem would be kept."""
+        return len(self.shown) < MAX_SHOWN_PROBLEMS
+
     def add(self, problem: str) -> None:
         """Count a problem, and keep its words while there is room."""
         self.total += 1
-        if len(self.shown) < MAX_SHOWN_PROBLEMS:
+        if self.has_room:
             self.shown.append(problem)
 
     def raise_any(self) -> None:
@@ -107,7 +112,7 @@ def read_jsonl(path: Path, label: str, problems: Problems) -> Iterator[tuple[int
 
 def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
     try:
-        row: object = json.loads(line, parse_constant=_refuse_constant)
+        row: object = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
         if b"\\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except json.JSONDecodeError as error:
@@ -130,6 +135,16 @@ def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make an object of its keys and values; JSON's own readers take the last of several values in silence."""
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there {names.count(twice)} times, and only one of its values can hold")
+    return row
 
 
 def parquet_columns(path: Path, label: str, problems: Problems) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Text to token ids: loading a tokenizer, making the one of the digits tasks, encoding prompts.
+"""Tokenizers: loading one, and making the one of the digits tasks.
 
 Owns: what a usable tokenizer is. Must not know: models, tensors. transformers is imported when a tokenizer
 is needed and not before.
@@ -6,14 +6,11 @@ is needed and not before.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
-from rallypoint.data.dataset import Example
-from rallypoint.data.files import Problems
-from rallypoint.errors import DataError, ModelError
+from rallypoint.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -40,7 +37,6 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "*.tiktoken",
 )
-_PROMPTS_PER_CALL = 1024
 
 
 def make_digits_tokenizer() -> PreTrainedTokenizerFast:
@@ -170,98 +166,3 @@ def _explain_load_failure(where: str, is_local: bool, error: Exception) -> str:
         f"{where!r} is neither a folder here ({Path(where).absolute()} does not exist) "
         f"nor a model that the Hugging Face hub could give us: {reason}"
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodedPrompts:
-    """Prompts that fit, as token ids, beside the examples they came from."""
-
-    token_ids: tuple[tuple[int, ...], ...]
-    examples: tuple[Example, ...]
-    """One for each entry of `token_ids`."""
-    dropped: tuple[str, ...]
-    """Names of the examples that were too long, with on_too_long="drop"."""
-    truncated: tuple[str, ...]
-    """Names of the examples whose beginning was cut off, with on_too_long="truncate"."""
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    *,
-    max_prompt_tokens: int,
-    on_too_long: Literal["error", "drop", "truncate"] = "error",
-    num_ids: int | None = None,
-) -> EncodedPrompts:
-    """Write every prompt in the tokenizer's chat template, with the cue for the assistant, as token ids.
-
-    Args:
-        tokenizer: the model's own.
-        examples: rows of a data set.
-        max_prompt_tokens: the longest that a prompt may be, template included.
-        on_too_long: what becomes of longer ones: their last tokens are kept with "truncate".
-        num_ids: that the model knows; None if that is not to be compared.
-
-    Raises:
-        DataError: a prompt has no tokens, ids that the model does not know, or more than max_prompt_tokens (with
-            on_too_long="error"), or cannot be written in the template; or none is left. All such examples are named
-            together.
-    """
-    problems = Problems()
-    kept: list[tuple[tuple[int, ...], Example]] = []
-    dropped: list[str] = []
-    truncated: list[str] = []
-    for example, ids in _encode(tokenizer, examples, problems):
-        unknown = next((place for place, token in enumerate(ids) if num_ids is not None and token >= num_ids), None)
-        if not ids:
-            problems.add(f"{example.name}: the chat template makes no token of the prompt")
-        elif unknown is not None:
-            problems.add(
-                f"{example.name}: token {unknown} of the prompt has the id {ids[unknown]}, but the model knows 0 to "
-                f"{cast('int', num_ids) - 1}; use the tokenizer that the model was trained with"
-            )
-        elif len(ids) <= max_prompt_tokens:
-            kept.append((ids, example))
-        elif on_too_long == "drop":
-            dropped.append(example.name)
-        elif on_too_long == "truncate":
-            truncated.append(example.name)
-            kept.append((ids[-max_prompt_tokens:], example))
-        else:
-            problems.add(
-                f"{example.name}: the prompt has {len(ids)} tokens, but max_prompt_tokens is {max_prompt_tokens}; "
-                "raise it, or drop or truncate such prompts"
-            )
-    problems.raise_any()
-    if not kept:
-        raise DataError(f"no prompt is left: all {len(dropped)} are longer than {max_prompt_tokens} tokens")
-    return EncodedPrompts(
-        token_ids=tuple(ids for ids, _ in kept),
-        examples=tuple(example for _, example in kept),
-        dropped=tuple(dropped),
-        truncated=tuple(truncated),
-    )
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], problems: Problems
-) -> Iterator[tuple[Example, tuple[int, ...]]]:
-    def encode(part: Sequence[Example]) -> Iterator[tuple[Example, tuple[int, ...]]]:
-        conversations = [
-            [{"role": message.role, "content": message.content} for message in example.prompt] for example in part
-        ]
-        rows = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
-        for example, row in zip(part, cast("list[list[int]]", rows), strict=True):
-            yield example, tuple(row)
-
-    for start in range(0, len(examples), _PROMPTS_PER_CALL):
-        part = examples[start : start + _PROMPTS_PER_CALL]
-        try:
-            yield from encode(part)
-        except template_errors():
-            # One of them does not fit the template; the others of this part are encoded one by one beside it.
-            for example in part:
-                try:
-                    yield from encode([example])
-                except template_errors() as error:
-                    problems.add(f"{example.name}: the prompt does not fit the chat template: {error}")

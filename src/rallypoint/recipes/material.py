@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -47,6 +47,7 @@ class Material:
         sets = [encoded for encoded in (self.train, self.validation) if encoded is not None]
         return {
             "data/num_prompts": len(self.train.examples),
+            "data/num_distinct": self.train.num_distinct,
             "data/num_dropped": sum(len(encoded.dropped) for encoded in sets),
             "data/num_truncated": sum(len(encoded.truncated) for encoded in sets),
         }
@@ -95,6 +96,8 @@ def prepare(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) ->
         for paths in (train_paths, validation_paths)
     )
     assert train is not None, "the config was checked: data.train or data.generate"
+    for line in repetitions(config, train, validation):
+        say(line)
     return Material(
         model_path, tokenizer, stop_tokens(model_path, tokenizer, limits[0].num_ids), train, validation, reward
     )
@@ -259,3 +262,26 @@ def encode_all(
             shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
             say(f"{len(names)} prompts are longer than {max_prompt_tokens} tokens and were {fate}: {shown}")
     return found
+
+
+def repetitions(config: RunConfig, train: EncodedPrompts, validation: EncodedPrompts | None) -> Iterator[str]:
+    """Yield what there is to say of prompts that a step, or training and validation, have more than once."""
+    wanted, repeats = config.rollout.num_prompts, train.repeats()
+    if repeats and config.data.generate is None:  # a small task is repeated on purpose
+        (first, again), others = repeats[0], sum(one.ground_truth != before.ground_truth for before, one in repeats)
+        yield (
+            f"{len(repeats):,} of {len(train.examples):,} prompts stand there before: the first is {again.name}, the "
+            f"same as {first.name}" + (f"; {others:,} of them with another ground truth" if others else "")
+        )
+    if train.num_distinct < wanted:
+        yield (
+            f"a step takes rollout.num_prompts={wanted} prompts, and the data have only {train.num_distinct:,} that "
+            f"differ: every step samples the same ones {-(-wanted // train.num_distinct)} times; lower "
+            "rollout.num_prompts and raise rollout.group_size, or add data"
+        )
+    if validation is not None and (shared := set(validation.token_ids) & set(train.token_ids)):
+        num_rows = sum(ids in shared for ids in validation.token_ids)
+        yield (
+            f"{num_rows:,} of {len(validation.examples):,} validation prompts are trained on too: validation/score "
+            "will say more than is true"
+        )

@@ -183,7 +183,7 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(command, rude, 
     assert sum(mark in raw for mark in CONTROL) >= 3
     options = ("--temperature", "10", "--max-response-tokens", "200")
     said = command("chat", str(rude), *options, typed="12\n" * 4).stdout
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "12\x1b[2J", "ground_truth": "12"}))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": f"12{CONTROL[0]}", "ground_truth": "12"}))
     (tmp_path / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.0")
     spec = f"{tmp_path}/rewards.py:f"
     scored = command("eval", str(rude), str(tmp_path / "train.jsonl"), "--reward", spec, *options)

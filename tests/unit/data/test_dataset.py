@@ -329,3 +329,36 @@ def test_any_json_object_is_either_an_example_or_a_data_error(tmp_path_factory, 
         assert example.ground_truth is not None
         assert all(message.content.strip() for message in example.prompt)
     assert outcome == "a.jsonl:1" or "a.jsonl, line 1" in outcome
+
+
+def test_columns_of_other_data_sets_are_named_once_with_what_they_are_called_here(tmp_path):
+    path = tmp_path / "train.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": f"So {n + 1}. #### {n + 1}"} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = refusal(path)
+    assert "2 problems" in said
+    first = "train.jsonl, line 1: column"
+    assert f"{first} 'prompt' is missing; 'question' may be it: write the file with 'prompt' in its place" in said
+    assert f"{first} 'reward_model' is missing; 'answer' may be it: write the file with 'ground_truth' in" in said
+    assert said.count("(and 2 lines more)") == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0, float("nan")]], ids=["nan", "inf", "inside"])
+def test_a_ground_truth_that_equals_nothing_is_named(tmp_path, value):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["1", "2"], "ground_truth": [value, value]}), path)
+    assert "train.parquet, row 0, column ground_truth: expected the right answer, found " in refusal(path)
+    infinite = tmp_path / "train.jsonl"
+    infinite.write_text('{"prompt": "1", "ground_truth": 1e999}\n')
+    assert "column ground_truth: expected the right answer, found number inf" in refusal(infinite)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ['"prompt": "1", "prompt": "2", "ground_truth": "3"', '"prompt": "1", "reward_model": {"prompt": 1, "prompt": 1}'],
+    ids=["column", "inside"],
+)
+def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path, row):
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"prompt": "1", "ground_truth": "1"}}\n{{{row}}}\n')
+    assert "train.jsonl, line 2: not valid JSON: the key 'prompt' is there 2 times" in refusal(path)

@@ -4,10 +4,10 @@ import pytest
 from tiny_models import make_tiny_model
 
 from rallypoint.config import load_config
-from rallypoint.data import make_digits_tokenizer
+from rallypoint.data import Example, Message, encode_prompts, make_digits_tokenizer
 from rallypoint.errors import ModelError
 from rallypoint.models.load import read_config
-from rallypoint.recipes.material import Limits, check_vocabulary
+from rallypoint.recipes.material import Limits, check_vocabulary, repetitions
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import Conversation, Trained
 
@@ -73,3 +73,43 @@ def test_rows_longer_than_the_critic_supports_are_refused(small_critic):
     limits = Limits.of(read_config(small_critic[2].split("=")[1], trust_remote_code=False), "the critic")
     with pytest.raises(ModelError, match="the critic supports rows of 32 tokens"):
         limits.max_prompt_tokens(load_config("digits", ["rollout.max_response_tokens=33"]).config)
+
+
+def encoded(*texts: str):
+    examples = [
+        Example(
+            name=f"train.jsonl:{line}",
+            data_source="d",
+            prompt=(Message("user", text.partition("=")[0]),),
+            ability="",
+            ground_truth=text.partition("=")[2],
+            extra_info={},
+        )
+        for line, text in enumerate(texts, start=1)
+    ]
+    return encode_prompts(make_digits_tokenizer(), examples, max_prompt_tokens=8)
+
+
+def notes_on(train, validation=None, *overrides: str) -> list[str]:
+    own = ("data.generate=null", "data.train=a.jsonl", "reward.function=a.py:f")
+    config = load_config("digits", [*own, "rollout.num_prompts=3", *overrides]).config
+    return list(repetitions(config, encoded(*train), encoded(*validation) if validation else None))
+
+
+def test_one_row_many_times_is_said_with_the_numbers():
+    repeated, few = notes_on(["12=1"] * 64)
+    assert repeated == ("63 of 64 prompts stand there before: the first is train.jsonl:2, the same as train.jsonl:1")
+    assert (
+        "rollout.num_prompts=3 prompts, and the data have only 1 that differ: every step samples the same ones 3" in few
+    )
+
+
+def test_repeated_prompts_with_other_answers_are_counted_and_distinct_ones_are_not_spoken_of():
+    [said] = notes_on(["1=1", "2=2", "1=3", "3=3", "2=2"])
+    assert "2 of 5 prompts stand there before: the first is train.jsonl:3, the same as train.jsonl:1; 1 of them" in said
+    assert notes_on(["1=1", "2=2", "3=3"]) == []
+
+
+def test_validation_prompts_that_are_trained_on_are_counted():
+    [said] = notes_on(["1=1", "2=2", "3=3"], ["3=3", "4=4"])
+    assert said.startswith("1 of 2 validation prompts are trained on too")

@@ -1,0 +1,153 @@
+"""Whether token ids say what a text says: no unknown token, no lost character, no control token that the text wrote.
+
+Owns: what a tokenizer makes of the text of messages. Must not know: data sets.
+
+A control token is one that decides where a message ends and whose it is: every special token (`<eos>`, `<|im_end|>`),
+and those with which the chat template frames a message, special or not (`<user>`). Other added tokens, such as
+`<think>`, are words that a prompt may use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from rallypoint.data.tokenizer import template_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST_SHOWN = 5
+_PROBE = "0"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Legibility:
+    """What is looked for in prompts that one tokenizer encodes."""
+
+    tokenizer: PreTrainedTokenizerBase
+    control: re.Pattern[str] | None
+    """Finds a control token in text; None if the tokenizer has none."""
+    unknown: dict[int, str]
+    """Id -> name of the token that stands for everything unknown."""
+    lost: frozenset[str]
+    """Visible characters, among those of the texts, that make no token by themselves."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Legibility:
+        """Ask a tokenizer about all the texts that it is to encode."""
+        unknown = _unknown_tokens(tokenizer)
+        names = sorted(_control_tokens(tokenizer) | set(unknown.values()), key=len, reverse=True)
+        control = re.compile("|".join(map(re.escape, names))) if names else None
+        return cls(tokenizer, control, unknown, _lost_characters(tokenizer, texts))
+
+    def problem(
+        self, conversation: Sequence[dict[str, str]], ids: Sequence[int], *, in_words: bool = True
+    ) -> str | None:
+        """Say what the ids of a conversation, written in the chat template, hide; None if nothing.
+
+        Args:
+            conversation: messages.
+            ids: of its tokens.
+            in_words: False: that there is something will do.
+        """
+        return self._written_control_token(conversation) or self._illegible(conversation, ids, in_words)
+
+    def _written_control_token(self, conversation: Sequence[dict[str, str]]) -> str | None:
+        for index, message in enumerate(conversation):
+            if self.control is not None and (match := self.control.search(message["content"])):
+                return (
+                    f"the text of message {index} has {match.group()!r}, which is a control token of the tokenizer: it "
+                    "would end the message or begin another one; take it out, or, if the text is in the chat template "
+                    "already, give its messages instead"
+                )
+        return None
+
+    def _illegible(self, conversation: Sequence[dict[str, str]], ids: Sequence[int], in_words: bool) -> str | None:
+        remedy = "use a model whose tokenizer knows them, or leave the row out"
+        has_unknown = not self.unknown.keys().isdisjoint(ids)
+        if has_unknown and not in_words:
+            return remedy
+        if has_unknown and (unknown := self._unknown_parts(conversation)):
+            name = next(iter(self.unknown.values()))
+            return (
+                f"the tokenizer knows no token for {_listed(unknown)}: {len(unknown)} of the prompt's {len(ids)} "
+                f"tokens are {name}; {remedy}"
+            )
+        if lost := [c for message in conversation for c in message["content"] if c in self.lost]:
+            return f"the tokenizer leaves out {_listed(lost)}, which the model would never see; {remedy}"
+        return None
+
+    def _unknown_parts(self, conversation: Sequence[dict[str, str]]) -> list[str]:
+        """Return the parts of a prompt's text that are unknown tokens."""
+        text = cast(
+            "str",
+            self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False),
+        )
+        if not self.tokenizer.is_fast:  # it does not say where in the text its tokens are
+            each = [(character, self.tokenizer.encode(character, add_special_tokens=False)) for character in text]
+            return [character for character, ids in each if not self.unknown.keys().isdisjoint(ids)]
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = cast("list[int]", encoded["input_ids"]), cast("list[tuple[int, int]]", encoded["offset_mapping"])
+        pieces = [(token, text[start:stop]) for token, (start, stop) in zip(ids, places, strict=True)]
+        # The name itself may stand in the template: some tokenizers have one token for the end and the unknown.
+        return [piece for token, piece in pieces if token in self.unknown and piece != self.unknown[token]]
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return {name for name in {*special, *tokenizer.all_special_tokens, *_frames(tokenizer)} if name.strip()}
+
+
+def _frames(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the added tokens that the chat template frames messages with."""
+    added = tokenizer.added_tokens_decoder
+    found: set[int] = set()
+    for roles in (("user",), ("system", "user")):
+        conversation = [{"role": role, "content": _PROBE} for role in roles]
+        try:
+            whole = _write(tokenizer, conversation, cue=False)
+            asked = _write(tokenizer, conversation, cue=True)
+        except template_errors():
+            continue
+        found |= {token for token in whole if token in added}
+        # Of the cue the assistant's mark alone: what follows it, such as <think>, is what prompts may speak of.
+        cue = [token for token in asked[len(whole) :] if token in added]
+        found |= set(cue[:1] if asked[: len(whole)] == whole else [])
+    return {added[token].content for token in found}
+
+
+def _write(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]], *, cue: bool) -> list[int]:
+    return cast("list[int]", tokenizer.apply_chat_template(conversation, add_generation_prompt=cue, return_dict=False))
+
+
+def _unknown_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    names = {cast("str | None", tokenizer.unk_token)}
+    if tokenizer.is_fast:
+        from tokenizers import models
+        from transformers import PreTrainedTokenizerFast
+
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        model = tokenizer.backend_tokenizer.model
+        if isinstance(model, models.BPE | models.WordLevel | models.WordPiece):
+            names.add(model.unk_token)
+    vocabulary = tokenizer.get_vocab()
+    return {vocabulary[name]: name for name in names if name is not None and name in vocabulary}
+
+
+def _lost_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> frozenset[str]:
+    # Blanks, and what cannot be seen, many tokenizers leave out on purpose.
+    visible = sorted(c for c in set[str]().union(*texts) if unicodedata.category(c)[0] not in "CZ")
+    if not visible:
+        return frozenset()
+    encoded = cast("list[list[int]]", tokenizer(visible, add_special_tokens=False)["input_ids"])
+    return frozenset(character for character, ids in zip(visible, encoded, strict=True) if not ids)
+
+
+def _listed(pieces: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(pieces))
+    shown = ", ".join(map(repr, distinct[:_MOST_SHOWN]))
+    return shown + (f" and {len(distinct) - _MOST_SHOWN} more" if len(distinct) > _MOST_SHOWN else "")

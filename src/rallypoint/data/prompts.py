@@ -1,0 +1,138 @@
+"""Prompts as token ids: the chat template, and what is refused, left out, cut or repeated.
+
+Owns: which prompts of a data set a run has. Must not know: models, tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+from rallypoint.data.dataset import Example
+from rallypoint.data.files import Problems
+from rallypoint.data.legible import Legibility
+from rallypoint.data.tokenizer import template_errors
+from rallypoint.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROMPTS_PER_CALL = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedPrompts:
+    """Prompts that fit, as token ids, beside the examples they came from."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    examples: tuple[Example, ...]
+    """One for each entry of `token_ids`."""
+    dropped: tuple[str, ...]
+    """Names of the examples that were too long, with on_too_long="drop"."""
+    truncated: tuple[str, ...]
+    """Names of the examples whose beginning was cut off, with on_too_long="truncate"."""
+
+    @property
+    def num_distinct(self) -> int:
+        """Prompts that differ in their tokens."""
+        return len(set(self.token_ids))
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.token_ids))
+
+    def repeats(self) -> list[tuple[Example, Example]]:
+        """Return every example whose prompt stood there before, after the first that has this prompt."""
+        firsts: dict[tuple[int, ...], Example] = {}
+        pairs = [(firsts.setdefault(ids, one), one) for ids, one in zip(self.token_ids, self.examples, strict=True)]
+        return [(first, one) for first, one in pairs if first is not one]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    max_prompt_tokens: int,
+    on_too_long: Literal["error", "drop", "truncate"] = "error",
+    num_ids: int | None = None,
+) -> EncodedPrompts:
+    """Write every prompt in the tokenizer's chat template, with the cue for the assistant, as token ids.
+
+    Args:
+        tokenizer: the model's own.
+        examples: rows of a data set.
+        max_prompt_tokens: the longest that a prompt may be, template included.
+        on_too_long: what becomes of longer ones: their last tokens are kept with "truncate".
+        num_ids: that the model knows; None if that is not to be compared.
+
+    Raises:
+        DataError: a prompt has no tokens, ids that the model does not know, or more than max_prompt_tokens (with
+            on_too_long="error"), cannot be written in the template, has text that the tokenizer does not know, or text
+            that is a control token; or none is left. All such examples are named together.
+    """
+    problems = Problems()
+    legibility = Legibility.of(tokenizer, (message.content for example in examples for message in example.prompt))
+    kept: list[tuple[tuple[int, ...], Example]] = []
+    dropped: list[str] = []
+    truncated: list[str] = []
+    for example, ids in _encode(tokenizer, examples, problems):
+        unknown = next((place for place, token in enumerate(ids) if num_ids is not None and token >= num_ids), None)
+        if not ids:
+            problems.add(f"{example.name}: the chat template makes no token of the prompt")
+        elif len(ids) > max_prompt_tokens and on_too_long == "drop":
+            dropped.append(example.name)
+        elif problem := legibility.problem(_conversation(example), ids, in_words=problems.has_room):
+            problems.add(f"{example.name}: {problem}")
+        elif unknown is not None:
+            problems.add(
+                f"{example.name}: token {unknown} of the prompt has the id {ids[unknown]}, but the model knows 0 to "
+                f"{cast('int', num_ids) - 1}; use the tokenizer that the model was trained with"
+            )
+        elif len(ids) <= max_prompt_tokens:
+            kept.append((ids, example))
+        elif on_too_long == "truncate":
+            truncated.append(example.name)
+            kept.append((ids[-max_prompt_tokens:], example))
+        else:
+            problems.add(
+                f"{example.name}: the prompt has {len(ids)} tokens, but max_prompt_tokens is {max_prompt_tokens}; "
+                "raise it, or drop or truncate such prompts"
+            )
+    problems.raise_any()
+    if not kept:
+        raise DataError(f"no prompt is left: all {len(dropped)} are longer than {max_prompt_tokens} tokens")
+    return EncodedPrompts(
+        token_ids=tuple(ids for ids, _ in kept),
+        examples=tuple(example for _, example in kept),
+        dropped=tuple(dropped),
+        truncated=tuple(truncated),
+    )
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], problems: Problems
+) -> Iterator[tuple[Example, tuple[int, ...]]]:
+    def encode(part: Sequence[Example]) -> Iterator[tuple[Example, tuple[int, ...]]]:
+        conversations = [_conversation(example) for example in part]
+        rows = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
+        for example, row in zip(part, cast("list[list[int]]", rows), strict=True):
+            yield example, tuple(row)
+
+    for start in range(0, len(examples), _PROMPTS_PER_CALL):
+        part = examples[start : start + _PROMPTS_PER_CALL]
+        try:
+            yield from encode(part)
+        except template_errors():
+            # One of them does not fit the template; the others of this part are encoded one by one beside it.
+            for example in part:
+                try:
+                    yield from encode([example])
+                except template_errors() as error:
+                    problems.add(f"{example.name}: the prompt does not fit the chat template: {error}")
+
+
+def _conversation(example: Example) -> list[dict[str, str]]:
+    """Return a prompt as chat templates take it."""
+    return [{"role": message.role, "content": message.content} for message in example.prompt]
