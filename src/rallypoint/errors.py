@@ -21,6 +21,15 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].rstrip()
 
 
+def how_to_install(extra: str) -> str:
+    """Return the command for packages that only some need; rallypoint is on no package index yet.
+
+    >>> how_to_install("serve")
+    "in a clone of rallypoint: pip install -e '.[serve]'"
+    """
+    return f"in a clone of rallypoint: pip install -e '.[{extra}]'"
+
+
 class ConfigError(RallyError, ValueError):
     """One or more keys of a config are wrong; all of them are listed."""
 

@@ -129,3 +129,10 @@ def test_every_shipped_recipe_parses():
 def test_this_very_check_finds_what_it_is_for(line: str, problem: str | None):
     found = problem_with(line)
     assert (found is None) if problem is None else (found is not None and problem in found)
+
+
+def test_nothing_tells_people_to_install_from_an_index_where_rallypoint_is_not():
+    texts = [*DOCUMENTS, *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/**/*.ipynb")]
+    assert [str(path) for path in texts if re.search(r"pip install.*rallypoint\b *[\['\"`]", path.read_text())] == []
+    extras = re.findall(r"\.\[([\w,]+)\]", "".join(path.read_text() for path in texts))
+    assert {one for extra in extras for one in extra.split(",")} <= {"ray", "plot", "serve", "dev"}

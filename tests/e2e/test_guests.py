@@ -1,4 +1,4 @@
-"""A run in training is asked over HTTP, and ends with the weights of one that nobody asked."""
+"""A run in training is asked over HTTP, also by who means harm, and ends with the weights of one that nobody asked."""
 
 import pytest
 from outsider import Caller
@@ -11,7 +11,7 @@ LONG = "trainer={num_steps: 8, num_logged_rollouts: 2}"
 @pytest.mark.parametrize("placement", [(ONE,), SPLIT], ids=["colocated", "split"])
 def test_a_run_that_is_asked_while_it_trains_ends_with_the_same_weights(runs, weights_of, placement):
     alone = runs.run("alone", *placement, LONG)
-    caller = Caller(runs.folder / "asked")
+    caller = Caller(runs.folder / "asked", num_half_open=300)
     caller.start()
     asked = runs.run("asked", *placement, LONG, "rollout.serve=0")
     caller.join(60)

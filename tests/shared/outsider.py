@@ -4,16 +4,21 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import stat
 import threading
 import time
 
 
 class Caller(threading.Thread):
-    """Asks a run as soon as it answers, again and again until it has ended."""
+    """Asks a run as soon as it answers, again and again until it has ended.
 
-    def __init__(self, folder):
+    So many connections beside it begin a request and never end it.
+    """
+
+    def __init__(self, folder, *, num_half_open=0):
         super().__init__(daemon=True)
+        self.num_half_open = num_half_open
         self.folder, self.answers, self.statuses, self.mode, self.streamed = folder, [], [], None, []
 
     def run(self):
@@ -24,7 +29,10 @@ class Caller(threading.Thread):
             time.sleep(0.02)
         self.mode, secret, port = stat.S_IMODE(key.stat().st_mode), key.read_text(), int(found.group(1))
         self.statuses.append(self.ask(port, "wrong")[0])
-        with contextlib.suppress(OSError, http.client.HTTPException):  # the run has ended
+        until_the_run_has_ended = contextlib.suppress(OSError, http.client.HTTPException)
+        with until_the_run_has_ended, contextlib.ExitStack() as half:
+            for _ in range(self.num_half_open):
+                half.enter_context(socket.create_connection(("127.0.0.1", port), 120)).sendall(b"POST /v1/chat")
             while key.is_file():
                 status, body = self.ask(port, secret)
                 self.statuses.append(status)

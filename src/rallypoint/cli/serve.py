@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from rallypoint.errors import ServingError
+from rallypoint.errors import ServingError, how_to_install
 from rallypoint.recipes.use import find_trained
 
 
@@ -35,7 +35,7 @@ def serve(
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
-        raise ServingError(f"rally serve needs {error.name}: pip install 'rallypoint[serve]'") from None
+        raise ServingError(f"rally serve needs {error.name}; {how_to_install('serve')}") from None
     console = Console(highlight=False, markup=False, soft_wrap=True)
     events: SimpleQueue[str] = SimpleQueue()  # unlike locks it may be used in a signal's handler
     options = Options(

@@ -30,7 +30,7 @@ from rallypoint.cluster.inline import InlineRuntime
 from rallypoint.cluster.manager import ResourcePoolManager
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, merge
-from rallypoint.errors import ClusterError
+from rallypoint.errors import ClusterError, how_to_install
 
 
 def open_runtime(
@@ -72,7 +72,7 @@ def open_runtime(
         if error.name != "ray":
             raise
         raise ClusterError(
-            "cluster.runtime=ray, but ray is not installed: pip install 'rallypoint[ray]', "
+            f"cluster.runtime=ray, but ray is not installed; {how_to_install('ray')}, "
             "or run everything in one process with cluster.runtime=inline"
         ) from None
     if address is None:

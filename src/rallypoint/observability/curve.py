@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rallypoint.errors import how_to_install
 from rallypoint.observability.disk import naming
 from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.reports import REWARD, VALIDATION
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLOT_HINT = "pip install 'rallypoint[plot]'"
+PLOT_HINT = how_to_install("plot")
 
 REWARD_LIGHT, REWARD_LINE, SCORE, THIRD = "#8ecae6", "#0072b2", "#d55e00", "#009e73"
 INK, FAINT = "#333333", "#b8b8b8"

@@ -1,17 +1,20 @@
 """A run in training that answers: OpenAI's API in front of its rollout role. Needs the extra `serve`.
 
-Owns: the port, the key, and that both end with the run. Must not know: how requests find their time beside training.
+Owns: the port, the key, that both end with the run, and that the run never ends with them: what becomes of the endpoint
+once the run has begun is said, and training goes on. Must not know: how requests find their time beside training.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint.data import load_tokenizer
+from rallypoint.errors import DiskError, ServingError
 from rallypoint.observability.disk import naming
 from rallypoint.recipes.material import Material
 from rallypoint.recipes.run_folder import RunFolder
@@ -40,15 +43,13 @@ class Endpoint:
         self._server: Server | None = None
         self._guests: Guests | None = None
         self._running: asyncio.Task[None] | None = None
+        self._is_closing = False
 
     async def open(self, placement: Placement, material: Material, actor: Actor, rollouts: Rollouts) -> None:
-        """Begin to answer; the weights were published.
-
-        Raises:
-            ServingError: the port is listened to by another process by now.
-        """
+        """Begin to answer; the weights were published."""
         guests = await open_to_guests(placement, actor, rollouts, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
         self._guests, self._running = guests, asyncio.create_task(guests.run())
+        self._running.add_done_callback(self._hear_guests)
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
         tokenizer = load_tokenizer(
             material.model_path, trust_remote_code=placement.config.model.trust_remote_code, for_chat=False
@@ -63,14 +64,21 @@ class Endpoint:
         )
         key = secrets.token_urlsafe(24)
         access = Access(keys=(key,), hosts=(_HOST, "localhost"), max_body_bytes=_MAX_BODY_BYTES)
-        server = Server(make_app(model, access), self._socket, grace_s=_GRACE_S, on_end=lambda: None)
-        _write_secret(self._folder.endpoint_key, key)
-        await asyncio.to_thread(server.start)
+        server = Server(
+            make_app(model, access), self._socket, grace_s=_GRACE_S, on_end=self._hear_end, say=self._write_down
+        )
+        try:
+            _write_secret(self._folder.endpoint_key, key)
+            await asyncio.to_thread(server.start)
+        except (ServingError, DiskError) as error:
+            self._say(f"no endpoint, the run goes on without: {error}")
+            return
         self._server = server
         self._say(f"answering as {name!r} at http://{_HOST}:{port}/v1; the key is in {self._folder.endpoint_key}")
 
     async def close(self) -> None:
         """Accept no more, let what is under way end for some seconds, and give the rest up."""
+        self._is_closing = True
         if self._server is not None and self._guests is not None:
             # Slices are taken in this loop meanwhile.
             await asyncio.to_thread(self._server.stop, self._guests.close)
@@ -79,8 +87,25 @@ class Endpoint:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        self._folder.endpoint_key.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._folder.endpoint_key.unlink(missing_ok=True)
         self._socket.close()
+
+    def _hear_end(self) -> None:
+        """Say so if the server has ended by itself; called in its thread."""
+        if not self._is_closing and self._server is not None:
+            self._write_down("the endpoint has ended by itself; the run goes on without")
+
+    def _hear_guests(self, running: asyncio.Task[None]) -> None:
+        """Refuse requests if what answers them has failed."""
+        if self._guests is not None and not running.cancelled() and (error := running.exception()):
+            self._write_down(f"requests are not answered any more: {error!r}")
+            self._guests.close()
+
+    def _write_down(self, line: str) -> None:
+        """Log what happens to the endpoint; where that cannot be done, the run will meet the reason itself."""
+        with contextlib.suppress(DiskError):
+            self._folder.log(f"endpoint: {line}")
 
 
 def _write_secret(path: Path, text: str) -> None:

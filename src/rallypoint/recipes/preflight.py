@@ -17,7 +17,7 @@ from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.errors import EngineError
+from rallypoint.errors import EngineError, how_to_install
 from rallypoint.install import BUILDS, find_engine
 
 
@@ -52,14 +52,14 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if config.cluster.runtime == "ray" and importlib.util.find_spec("ray") is None:
         yield Problem(
             ("cluster.runtime",),
-            "cluster.runtime=ray, but ray is not installed: pip install 'rallypoint[ray]', or run everything in one "
-            "process with cluster.runtime=inline",
+            f"cluster.runtime=ray, but ray is not installed; {how_to_install('ray')}, or run everything in one process "
+            "with cluster.runtime=inline",
         )
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if config.rollout.serve is not None and missing:
         yield Problem(
             ("rollout.serve",),
-            f"rollout.serve={config.rollout.serve} needs {' and '.join(missing)}: pip install 'rallypoint[serve]'",
+            f"rollout.serve={config.rollout.serve} needs {' and '.join(missing)}; {how_to_install('serve')}",
         )
     if config.rollout.engine in BUILDS:
         try:

@@ -111,7 +111,7 @@ class Serving:
         access = Access(
             keys=options.keys, hosts=tuple(dict.fromkeys((*_LOOPBACK, host))), max_body_bytes=options.max_body_bytes
         )
-        self._server = Server(make_app(self._model, access), bound, grace_s=options.grace_s, on_end=on_end)
+        self._server = Server(make_app(self._model, access), bound, grace_s=options.grace_s, on_end=on_end, say=say)
         self._follower = _Follower(trained, self._thread, self._dtype, say) if options.follow else None
 
     def __enter__(self) -> Serving:
@@ -165,7 +165,7 @@ class Serving:
         return (
             f"serving {model.name} (version {model.engine.version}, {self._dtype}) at {self._url}/v1\n"
             f"limits: {model.bridge.max_concurrency} responses at once, {model.engine.max_request_tokens} tokens each "
-            f"with the prompt, {self._max_body_bytes:,} bytes a request; "
+            f"with the prompt, {self._max_body_bytes:,} bytes a request, {self._server.max_connections} connections; "
             f"{'a key is needed' if self._has_keys else 'no key, this machine only'}\n"
             f"try:    curl {self._url}/v1/{path}{key} -H 'Content-Type: application/json' -d {body}\n"
             "end:    Ctrl-C"

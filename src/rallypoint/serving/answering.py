@@ -16,7 +16,7 @@ from typing import Generic, Protocol
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Call
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, RallyError
 from rallypoint.generation import Piece, Request, SamplingParams
@@ -75,7 +75,7 @@ class Answering(Generic[AskedT]):
     """One of the two routes that sample, as an ASGI application."""
 
     def __init__(self, model: Model, kind: type[AskedT], *, max_body_bytes: int, patience_s: float) -> None:
-        """Answer requests of at most so many bytes, and wait so long for a client that does not send, or not read."""
+        """Answer requests of at most so many bytes, which have to arrive within so many seconds."""
         self._model, self._kind = model, kind
         self._max_body_bytes, self._patience_s = max_body_bytes, patience_s
 
@@ -83,8 +83,7 @@ class Answering(Generic[AskedT]):
         """Read a request, sample, and answer, unless the client goes before."""
         with contextlib.suppress(ClientDisconnect):
             body = await _read_body(Call(scope, receive), self._max_body_bytes, self._patience_s)
-            asked, send = read_asked(self._kind, body), _impatient(send, self._patience_s)
-            await _while_connected(receive, self._answer(asked, scope, receive, send))
+            await _while_connected(receive, self._answer(read_asked(self._kind, body), scope, receive, send))
 
     async def _answer(self, asked: AskedT, scope: Scope, receive: Receive, send: Send) -> None:
         shape, requests = await self._plan(asked)
@@ -182,19 +181,6 @@ async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _impatient(send: Send, timeout_s: float) -> Send:
-    """Return `send`, with a client that does not read for so long taken for one that has gone."""
-
-    async def send_in_time(message: Message) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientDisconnect from None
-
-    return send_in_time
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""The endpoint as an ASGI application: OpenAI's chat and completions API, `/v1/models`, and `/health`.
+"""The endpoint as an ASGI application: OpenAI's API, `/health`, and a page that says what there is.
 
 Owns: routes, who may call, and that an error is always a status with a JSON body. Must not know: sockets, processes,
 checkpoints.
@@ -37,7 +37,7 @@ class Access:
     """Names that callers without a key may know us by; a page in a browser that was lured here knows another one."""
     max_body_bytes: int
     patience_s: float = 60.0
-    """How long a caller may take to send what it asks, or not read what it is told."""
+    """How long a caller may take to send what it asks, once its head has arrived."""
 
     def refusal(self, headers: Headers, path: str) -> EndpointError | None:
         """Say why a call is refused, if it is."""
@@ -50,7 +50,7 @@ class Access:
         kind, _, key = headers.get("authorization", "").partition(" ")
         # Every key is compared, so that the time that it takes tells nothing.
         is_known = sum(hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.keys) > 0
-        if path == "/health" or (kind.lower() == "bearer" and is_known):
+        if path in ("/", "/health") or (kind.lower() == "bearer" and is_known):
             return None
         message = "expected the header 'Authorization: Bearer KEY' with a key that this server was started with"
         return EndpointError(401, message, code="invalid_api_key")
@@ -87,6 +87,16 @@ def make_app(model: Model, access: Access) -> Starlette:
         }
         return respond(body, 503 if has_failed else 200)
 
+    async def page(request: Request) -> Response:
+        base = f"{request.url.scheme}://{request.url.netloc}"
+        key = "any key" if not access.keys else "the key that it was started with"
+        text = (
+            f"rallypoint serves {model.name!r} (version {model.engine.version} of its weights) as OpenAI's API does.\n"
+            f"Clients: base_url={base}/v1 with {key}; POST {base}/v1/chat/completions or {base}/v1/completions.\n"
+            f"State: {base}/health; the fields that it understands: docs/serve.md of rallypoint.\n"
+        )
+        return Response(text, media_type="text/plain")
+
     async def models(request: Request) -> Response:
         del request
         return respond({"object": "list", "data": [card]})
@@ -99,6 +109,7 @@ def make_app(model: Model, access: Access) -> Starlette:
     completions = Answering(model, CompletionAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
     app = Starlette(
         routes=[
+            Route("/", page),
             Route("/health", health),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
@@ -134,8 +145,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these"
     message = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 404 and request.url.path.endswith("/"):
-        message += "; ask without the slash at the end"
+    if error.status_code == 404:
+        ends_wrong = request.url.path.endswith("/")
+        message += "; ask without the slash at the end" if ends_wrong else "; GET / says what there is"
     return _refused(EndpointError(error.status_code, message))
 
 

@@ -62,7 +62,7 @@ def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> 
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
-    assert "rallypoint[plot]" in PLOT_HINT
+    assert ".[plot]" in PLOT_HINT
 
 
 def test_the_package_imports_neither_torch_nor_ray_nor_matplotlib() -> None:

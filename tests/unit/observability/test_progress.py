@@ -237,7 +237,7 @@ def test_a_summary_without_a_curve_says_how_to_get_one_and_an_empty_one_is_still
     console = terminal()
     empty = Summary(name="x", run_dir=Path("x"), num_steps=0, seconds=0.0, validations=[], phases={})
     LivePanel(console, clock=lambda: 0.0).finish(empty)
-    assert "pip install 'rallypoint[plot]'" in written(console)
+    assert "pip install -e '.[plot]'" in written(console)
 
 
 def test_many_notes_are_counted_and_cut() -> None:

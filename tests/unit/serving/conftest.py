@@ -184,6 +184,8 @@ class Served:
     engine: ScriptedEngine
     server: Server
     thread: EngineThread
+    said: list[str]
+    """Lines about clients that misbehave."""
 
 
 @pytest.fixture(scope="session")
@@ -207,6 +209,7 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             engine=None,
             grace_s=5,
             send_buffer_bytes=None,
+            **more,
         ) -> Served:
             @functools.cache
             def ids_of(text: str) -> list[int]:
@@ -225,9 +228,17 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             if send_buffer_bytes is not None:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
             port = listening.getsockname()[1]
-            server = Server(make_app(model, access), listening, grace_s=grace_s, on_end=lambda: None)
+            said_of_clients: list[str] = []
+            server = Server(
+                make_app(model, access),
+                listening,
+                grace_s=grace_s,
+                on_end=lambda: None,
+                say=said_of_clients.append,
+                **more,
+            )
             server.start()
             ends.callback(server.stop, thread.close)
-            return Served(Client(port), engine, server, thread)
+            return Served(Client(port), engine, server, thread, said_of_clients)
 
         yield start

@@ -156,7 +156,7 @@ def test_models_and_health_are_told_and_other_models_and_routes_are_not_there(se
     for answer in (client.get("/v1/models/a/b"), client.chat(model="gpt")):
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
         assert "only 'm'" in answer.error["message"]
-    assert client.get("/v2").error["message"] == "GET /v2: Not Found"
+    assert client.get("/v2").error["message"] == "GET /v2: Not Found; GET / says what there is"
     assert client.get("/v1/completions").status == 405
     assert client.get("/health").json == {
         "status": "ok", "error": None, "model": "m", "version": 7, "num_running": 0, "max_concurrency": 8,
@@ -196,3 +196,14 @@ def test_two_hundred_connections_at_once_are_all_answered(serve):
     assert statuses.count(200) >= 50
     assert all((streamed(a) if i % 2 == 0 else said(a)) == "hello" for i, a in enumerate(answers) if a.status == 200)
     client.wait_until(lambda health: health["num_running"] == 0)
+
+
+def test_a_person_who_opens_the_address_reads_what_it_is(serve):
+    answer = serve(keys=("secret",)).client.get("/")
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    lines = answer.body.decode().splitlines()
+    assert len(lines) == 3
+    assert "'m' (version 7 of its weights)" in lines[0]
+    assert lines[1].startswith("Clients: base_url=http://127.0.0.1:")
+    assert "/v1/chat/completions" in lines[1]
+    assert "/health" in lines[2]

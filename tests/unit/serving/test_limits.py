@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.errors import GenerationError, NotFiniteError
 from rallypoint.generation import Piece
-from rallypoint.serving import bind
+from rallypoint.serving import Deadlines, bind
 
 
 def accepts(port: int) -> bool:
@@ -218,7 +218,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(serve):
 
 
 def test_a_client_that_never_reads_is_taken_for_gone(serve):
-    served = serve("hello" * 70, patience_s=0.5, send_buffer_bytes=4096, max_concurrency=64)
+    served = serve("hello" * 70, deadlines=Deadlines(unread_s=0.5), send_buffer_bytes=4096, max_concurrency=64)
     asked = {"prompt": "x", "n": 64, "stream": True, "max_tokens": 300, "logprobs": 0, "return_token_ids": True}
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"

@@ -1,0 +1,230 @@
+"""How long clients may take, and how many of them there may be.
+
+Owns: a deadline for every stage of a connection, and the bound on their number. Must not know: what is answered, who
+accepts.
+
+uvicorn reads and writes HTTP, and ends connections on which no next request begins. It waits for ever for the rest of
+a head, for the rest of a body after the answer, and for a client to read; and it has no bound on connections, only on
+requests whose head is complete. These are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import heapq
+import http
+import json
+import time
+from collections.abc import Callable
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from rallypoint.errors import EndpointError
+from rallypoint.serving.answers import error_body
+from rallypoint.serving.complaints import Complaints
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds that a client may take for what it has to do before its connection is closed."""
+
+    head_s: float = 20.0
+    """For a request's head to arrive, from the connection on; on one that is kept, from its first byte on."""
+    idle_s: float = 60.0
+    """For the next request to begin."""
+    unread_s: float = 60.0
+    """For some of what we have written to be read, where the buffers are full of it."""
+    rest_s: float = 5.0
+    """For the rest of a body that was refused, or of an answer after which the connection is closed."""
+
+
+class Stage(enum.Enum):
+    """What a connection waits for."""
+
+    HEAD = "the rest of a request's head"
+    IDLE = "the next request"
+    BODY = "the rest of a request's body"
+    ANSWER = "us"
+    UNREAD = "the client to read"
+    REST = "the client to stop sending a body that was refused"
+    CLOSING = "the client to read what came before the end"
+
+
+class Room:
+    """The connections that there are, at most so many.
+
+    When a further one comes, those that have waited longest for their clients make room, a sixteenth at a time: who has
+    something to ask sends it at once. Connections whose answer we are working on stay, and where all are such, the new
+    one is refused.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        deadlines: Deadlines,
+        complain: Complaints,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without connections."""
+        self.capacity, self.deadlines, self.complain, self.clock = capacity, deadlines, complain, clock
+        self._connections: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def enter(self, connection: Connection) -> None:
+        """Take note of a new connection."""
+        self._connections.add(connection)
+
+    def leave(self, connection: Connection) -> None:
+        """Forget one that has ended."""
+        self._connections.discard(connection)
+
+    def has_place(self) -> bool:
+        """Say whether another connection may come, and make place for it if one can go."""
+        if len(self._connections) < self.capacity:
+            return True
+        waiting = [connection for connection in self._connections if connection.stage is not Stage.ANSWER]
+        if not waiting:
+            self.complain(f"all {self.capacity} connections are being answered; another one was refused with 503")
+            return False
+        for connection in heapq.nsmallest(max(1, self.capacity // 16), waiting, key=lambda one: one.since):
+            self.complain(f"{self.capacity} connections, as many as may be: one that waited for its client was closed")
+            connection.abort()
+        return True
+
+    def close_overdue(self) -> None:
+        """Close the connections whose clients have not done in time what they had to; to be called now and then."""
+        now = self.clock()
+        for connection in list(self._connections):
+            connection.look()
+            if now >= connection.deadline:
+                connection.give_up()
+        self.complain.write_due()
+
+
+class Connection(H11Protocol):
+    """uvicorn's side of a connection, with deadlines."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, room: Room) -> None:
+        super().__init__(config, state, {})
+        self.logger = room.complain.logger
+        self._room = room
+        self._at: tuple[Stage, object] = (Stage.HEAD, None)
+        self._has_begun = False
+        """Whether a part of the next request's head has come."""
+        self.since = room.clock()
+        """When it came to its stage."""
+        self.deadline = self.since + room.deadlines.head_s
+        """When it is closed, unless it comes to another stage."""
+
+    @property
+    def stage(self) -> Stage:
+        """What it waits for."""
+        return self._at[0]
+
+    def look(self) -> None:
+        """Begin the deadline of a stage that it has come to."""
+        # Stages of different requests are different stages: each request has a cycle of its own.
+        at = (self._find_stage(), self.cycle)
+        if at == self._at:
+            return
+        limits = self._room.deadlines
+        seconds = {
+            Stage.HEAD: limits.head_s,
+            Stage.IDLE: limits.idle_s,
+            Stage.BODY: float("inf"),  # the application counts, and says so to the client
+            Stage.ANSWER: float("inf"),
+            Stage.UNREAD: limits.unread_s,
+            Stage.REST: limits.rest_s,
+            Stage.CLOSING: limits.rest_s,
+        }
+        self._at, self.since = at, self._room.clock()
+        self.deadline = self.since + seconds[at[0]]
+
+    def give_up(self) -> None:
+        """Close it: its client has not done in time what it had to."""
+        if self.stage is Stage.HEAD and self._has_begun:
+            seconds = self._room.deadlines.head_s
+            self._room.complain(f"the head of a request did not arrive within {seconds:g} s; its connection is closed")
+            self.transport.write(refusal(408, f"the head of the request did not arrive within {seconds:g} s"))
+        if self.stage in (Stage.UNREAD, Stage.CLOSING):
+            self.abort()
+        else:
+            self.transport.close()
+            self.look()
+
+    def abort(self) -> None:
+        """Close it now, whatever is under way."""
+        self.transport.abort()
+        self._room.leave(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
+        """Begin."""
+        super().connection_made(transport)
+        self._room.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._room.leave(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on what the client sends."""
+        super().data_received(data)
+        self._has_begun = self.conn.their_state is h11.IDLE
+        self.look()
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read."""
+        super().pause_writing()
+        self.look()
+
+    def resume_writing(self) -> None:
+        """Go on writing."""
+        super().resume_writing()
+        self.look()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request, of which a part may have come already."""
+        super().on_response_complete()
+        self._has_begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        self.look()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say that what came is no HTTP, unless an answer is being written, and close."""
+        self._room.complain("what is no HTTP came over a connection, which is closed")
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(refusal(400, msg))
+        self.transport.close()
+
+    def _find_stage(self) -> Stage:
+        if self.transport.is_closing():
+            return Stage.CLOSING
+        if self.flow.write_paused:
+            return Stage.UNREAD
+        if self.conn.their_state is h11.IDLE:
+            return Stage.IDLE if self.cycle and not self._has_begun else Stage.HEAD
+        if self.cycle.response_complete:
+            return Stage.REST
+        return Stage.BODY if self.conn.their_state is h11.SEND_BODY else Stage.ANSWER
+
+
+def refusal(status: int, message: str) -> bytes:
+    """Return a whole answer, for where there is no request to answer; the connection has to be closed after it."""
+    body = json.dumps(error_body(EndpointError(status, message))).encode()
+    head = (
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "retry-after: 1",
+        "connection: close",
+    )
+    return "\r\n".join((*head, "", "")).encode() + body
