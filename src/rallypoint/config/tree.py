@@ -23,7 +23,6 @@ from rallypoint.config.sections import (
     KLConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
     PlacementConfig,
     PPOConfig,
     ReferenceConfig,
@@ -89,11 +88,6 @@ class RunConfig(Section):
             for role, placement in self.roles.items()
             if self.engine.sleep and role != "rollout" and pools.count(placement.pool) > 1
         )
-
-    @property
-    def critic_optimizer(self) -> OptimizerConfig:
-        """AdamW of the critic: the actor's, at a rate of its own."""
-        return self.actor.optimizer.model_copy(update={"lr": self.critic.optimizer.lr})
 
     @property
     def rollout_shares_actor(self) -> bool:

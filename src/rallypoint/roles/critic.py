@@ -38,7 +38,7 @@ class CriticWorker(LearnerWorker[CriticBatch]):
                 lora=config.model.lora and fresh(config.model.lora),
                 seed=config.seed,
             )
-        super().__init__(context, spec, model, path, config.critic_optimizer)
+        super().__init__(context, spec, model, path, config.critic.optimizer)
         if "critic" in config.sleeping:
             self.turns.sleep_between(self.engine)
 

@@ -124,9 +124,18 @@ def test_a_config_is_frozen(here: Path):
         config.actor.optimizer.lr = 1.0
 
 
-def test_there_are_at_most_150_keys_each_with_a_meaning_and_a_default_in_one_place():
+OWN = ("model.path=m", "data.train=d.jsonl", "reward.function=r.py:f", "model.create=null", "data.generate=null")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_one_recipe_shows_at_most_150_keys_where_a_section_that_is_off_shows_one(name: str):
+    shown_keys = [dotted for dotted, _ in values_of(load_config(name, OWN).config)]
+    assert len(shown_keys) <= 150
+    assert "model.lora" in shown_keys, "off: one key"
+
+
+def test_each_key_has_a_meaning_and_a_default_in_one_place():
     known = leaves(RunConfig)
-    assert len(known) <= 150
     for dotted, info in known.items():
         assert info.description, dotted
         assert info.description.endswith("."), dotted
@@ -183,6 +192,15 @@ def test_what_a_recipe_does_not_read_may_stand_in_a_file_and_is_not_judged(here:
         load_config("other.yaml", ["recipe=ppo"])
 
 
+def test_the_critic_has_a_whole_optimizer_of_its_own_with_a_higher_rate(here: Path):
+    critic = load("critic.optimizer={schedule: cosine, betas: [0.8, 0.9]}", "actor.optimizer.lr=0.5").config.critic
+    assert (critic.optimizer.lr, critic.optimizer.schedule, critic.optimizer.betas) == (1e-5, "cosine", (0.8, 0.9))
+    policy, critic = (RunConfig.model_fields[name].annotation.model_fields for name in ("actor", "critic"))
+    actors, critics = (role["optimizer"].annotation.model_fields for role in (policy, critic))
+    assert list(actors) == list(critics)
+    assert [name for name in actors if actors[name].default != critics[name].default] == ["lr"]
+
+
 def test_ranks_default_to_the_whole_pool_and_rollout_shares_the_actor_where_it_can(here: Path):
     config = load("cluster.pools.main=[2,2]", "rollout.placement.num_ranks=3").config
     assert (config.num_ranks("actor"), config.num_ranks("rollout")) == (4, 3)
@@ -213,8 +231,7 @@ def test_every_shipped_recipe_is_described_and_lacks_only_what_is_the_users(name
         problems = error.problems
     required = ("model.path: required", "data.train: required", "reward.function: required")
     assert all(problem.startswith(required) for problem in problems)
-    own = ("model.path=m", "data.train=d.jsonl", "reward.function=r.py:f", "model.create=null", "data.generate=null")
-    assert load_config(name, own).config.model.path == "m"
+    assert load_config(name, OWN).config.model.path == "m"
 
 
 def nested(dotted: dict[str, object]) -> dict[str, object]:

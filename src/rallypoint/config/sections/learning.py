@@ -27,8 +27,8 @@ class OptimizerConfig(Section):
     max_grad_norm: float = key(1.0, above=0, help="Global gradient norm above which gradients are scaled down.")
 
 
-class CriticOptimizerConfig(Section):
-    """AdamW of the critic; all but its rate, which a critic wants to be higher, is as the actor's."""
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic and its schedule, with the higher rate that a value function wants."""
 
     lr: float = key(1e-5, above=0, at_most=1, help="Peak learning rate.")
 
@@ -62,7 +62,7 @@ class CriticConfig(Section):
         above=0,
         help="How far a value may move from its old one before the loss is clipped; null for no bound.",
     )
-    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic, else as the actor's.")
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the critic runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
 
