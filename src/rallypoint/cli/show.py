@@ -24,33 +24,44 @@ from rallypoint.config import (
     values_of,
     why_unread,
 )
+from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.plan import describe_way, weights_way
+from rallypoint.observability.theme import PALETTE
 from rallypoint.recipes.preflight import load_checked
 
-_MAX_VALUE_CELLS = 20
+_MAX_VALUE_CELLS, _INDENT = 20, "    "
 
 
 def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> None:
-    """Print every key, its value and its origin, one key a line, nothing cut."""
-    loaded, known, console = load_checked(recipe, overrides), leaves(RunConfig), _console()
+    """Print every key, its value and its origin, one key a line, nothing cut; what is still to be set, too."""
+    loaded, console = load_checked(recipe, overrides, draft=True), _console()
     rows = [(key, value if isinstance(value, str) else shown(value)) for key, value in values_of(loaded.config)]
+    rows = [(key, "required" if key in loaded.missing else value) for key, value in rows]
     key_cells = max(len(key) for key, _ in rows)
     value_cells = min(_MAX_VALUE_CELLS, max(len(value) for _, value in rows))
     unread = unread_sections(loaded.config)
     for key, value in rows:
         origin, setting = loaded.origins[key], why_unread(unread, key)
+        origin = "not set yet" if key in loaded.missing else origin
         line = f"{key:{key_cells}}  {value:{value_cells}}  {origin}" + (f" (not read: {setting})" if setting else "")
         style = "dim" if origin == "default" or setting else ""
         if not explain:
-            _print_line(console, line, style)
+            _print_line(console, line, PALETTE["watch"] if key in loaded.missing else style)
             continue
-        info = known.get(key)
-        meaning = f"{info.description} Expected {expected(info)}." if info else "Off."
-        if console.is_terminal:
-            _print_line(console, line, "bold")
-            console.print(escape(textwrap.indent(textwrap.fill(meaning, console.width - 4), "    ")), style="dim")
-        else:
-            _print_line(console, f"{line}  {meaning}")
+        _print_line(console, line, "bold")
+        # By words and with room for the indent, whatever reads it: a pager would break a long line anywhere.
+        width = max(console.width - len(_INDENT), 20)
+        for part in textwrap.wrap(_meaning(key), width, break_long_words=False, break_on_hyphens=False):
+            _print_line(console, _INDENT + part, "dim")
+
+
+def _meaning(key: str) -> str:
+    if info := leaves(RunConfig).get(key):
+        return f"{info.description} Expected {expected(info)}."
+    info = sections_in(RunConfig)[key]
+    inside = section_of(info)
+    assert inside is not None, "what is no leaf is a section"
+    return f"{info.description} Off; {key}={{}} switches it on, with the keys {', '.join(inside.model_fields)}."
 
 
 def print_recipes() -> None:

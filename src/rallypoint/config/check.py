@@ -58,6 +58,7 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             ("model.path", "model.create"),
             "model.path: required, but not set; expected the Hugging Face folder of a causal language model, "
             "or model.create={} for a small new one",
+            is_missing=True,
         )
     if model.path is not None and model.create is not None:
         yield Problem(
@@ -68,6 +69,7 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("data.train", "data.generate"),
             "data.train: required, but not set; expected .parquet or .jsonl files, or data.generate={} for digit tasks",
+            is_missing=True,
         )
     if data.train and data.generate is not None:
         yield Problem(
@@ -80,6 +82,7 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             ("reward.function", "reward.path"),
             "reward.function: required, but not set; expected `file.py:compute_score`, or reward.path=FOLDER for a "
             "reward model",
+            is_missing=True,
         )
     if data.validation and data.generate is not None and not data.train:
         yield Problem(

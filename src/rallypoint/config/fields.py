@@ -79,6 +79,15 @@ def leaves(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+def sections_in(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return every section inside a section by its dotted name, in order of declaration."""
+    found: dict[str, FieldInfo] = {}
+    for name, info in kind.model_fields.items():
+        if inner := section_of(info):
+            found |= {prefix + name: info, **sections_in(inner, f"{prefix}{name}.")}
+    return found
+
+
 def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield every leaf of a config with its value; a section that is off counts as a leaf."""
     for name, info in type(config).model_fields.items():

@@ -7,30 +7,23 @@ contradictions between keys (`check.py`), then whatever the caller looks at, suc
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
-from types import UnionType
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, cast, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rallypoint.config.check import contradictions
-from rallypoint.config.fields import Section, leaves, section_of, shown, unit_of, values_of
+from rallypoint.config.fields import leaves, shown, unit_of, values_of
 from rallypoint.config.problem import Problem
 from rallypoint.config.source import Source, origin_of, read
+from rallypoint.config.suggest import foreign_keys, options_of, section_at, suggest_key, suggest_value, words_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
-_MAX_SUGGESTIONS = 4
-_FOLLOWS = {
-    "dp_replicate": "it is what the others leave: the role's ranks (cluster.pools, or its placement.num_ranks) divided "
-    "by dp_shard x sp x tp"
-}
-"""What is no key because it follows from others."""
+_MAX_LISTED = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,10 +35,16 @@ class LoadedConfig:
     config: RunConfig
     origins: Mapping[str, str]
     """Dotted key -> `digits.yaml:12`, `command line` or `default`."""
+    missing: tuple[str, ...] = ()
+    """Required keys that nobody set; always empty but in a draft."""
 
 
 def load_config(
-    name: str, overrides: Sequence[str] = (), *, look: Callable[[RunConfig], Iterable[Problem]] | None = None
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    look: Callable[[RunConfig], Iterable[Problem]] | None = None,
+    draft: bool = False,
 ) -> LoadedConfig:
     """Read, merge and check a config.
 
@@ -53,6 +52,7 @@ def load_config(
         name: a shipped recipe, a YAML file, or the folder of a run.
         overrides: dotted keys and YAML values, such as `actor.optimizer.lr=3e-4`.
         look: finds problems outside the config, such as files that are missing; see `recipes.preflight`.
+        draft: whether keys that are required may still be missing, as in a recipe that is only looked at.
 
     Raises:
         ConfigError: everything that is wrong, at once.
@@ -60,24 +60,27 @@ def load_config(
     source = read(name, overrides)
     problems: dict[str, str] = {}
     misfits: list[str] = []
+    missing: tuple[str, ...] = ()
     try:
         config = RunConfig.model_validate(source.values)
     except ValidationError as error:
         values = source.values
         for detail in error.errors():
-            dotted, sentence = _explain(detail, source)
-            problems[dotted] = sentence
+            problems |= _explain(detail, source)
             values = _without(values, detail["loc"])
         config = _repaired(values, problems)
     if config is not None:
         found = [*contradictions(config, source.origins), *(look(config) if look else ())]
+        missing = tuple(problem.keys[0] for problem in found if problem.is_missing)
         for problem in found:
+            if draft and problem.is_missing:
+                continue
             if not any(_overlap(own, bad) for own in problem.keys for bad in problems):
                 misfits.append(_with_origins(problem, source))
     if problems or misfits or config is None:
         raise ConfigError((*problems.values(), *misfits))
     origins = {dotted: source.origins.get(dotted, "default") for dotted, _ in values_of(config)}
-    return LoadedConfig(source.name, config, origins)
+    return LoadedConfig(source.name, config, origins, missing)
 
 
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:
@@ -110,8 +113,8 @@ def _with_origins(problem: Problem, source: Source) -> str:
     return f"{problem.text} ({', '.join(sorted(places))})" if places else problem.text
 
 
-def _explain(detail: ErrorDetails, source: Source) -> tuple[str, str]:
-    """Turn one of pydantic's errors into a dotted key and a sentence with key, value, range and place."""
+def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
+    """Turn one of pydantic's errors into sentences with key, value, range and place, by dotted key."""
     parts = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
     dotted, found = ".".join(parts), detail["input"]
     if len(parts) < len(detail["loc"]):  # an item of a list: the list is the value
@@ -121,14 +124,34 @@ def _explain(detail: ErrorDetails, source: Source) -> tuple[str, str]:
     info = known.get(owner)
     if detail["type"] == "missing" and len(parts) == len(detail["loc"]):
         meaning = f": {info.description.rstrip('.')}" if info and info.description else ""
-        return dotted, f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"
-    origin = origin_of(source.origins, dotted)
-    said = f"{dotted}={shown(found)}" + (f" ({origin})" if origin else "")
+        return {dotted: f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"}
     if detail["type"] == "extra_forbidden":
-        return dotted, f"{said}: unknown key; {_suggest(parts, found)}"
+        return _unknown(parts, found, source)
+    said = _said(dotted, found, source)
     if info is None:
-        return dotted, f"{said}: expected {_expected_section(parts, found)}"
-    return dotted, f"{said}: expected {expected(info)}{_hint(info, found)}"
+        return {dotted: f"{said}: expected {_expected_section(parts, found)}"}
+    return {dotted: f"{said}: expected {expected(info)}{suggest_value(owner, info, found)}"}
+
+
+def _said(dotted: str, found: object, source: Source) -> str:
+    origin = origin_of(source.origins, dotted)
+    return f"{dotted}={shown(found)}" + (f" ({origin})" if origin else "")
+
+
+def _unknown(parts: Sequence[str], found: object, source: Source) -> dict[str, str]:
+    """Say of an unknown key, or of each key in an unknown section that is another project's, what it is here."""
+    dotted = ".".join(parts)
+    theirs, others = foreign_keys(parts, found)
+    if not theirs:
+        return {dotted: f"{_said(dotted, found, source)}: unknown key; {suggest_key(parts, found)}"}
+    problems = {
+        name: f"{_said(name, value, source)}: unknown key; {suggest_key(name.split('.'), value)}"
+        for name, value in theirs.items()
+    }
+    if others:
+        cut = " ..." if len(others) > _MAX_LISTED else ""
+        problems[dotted] = f"{dotted}: unknown section, also with {', '.join(others[:_MAX_LISTED])}{cut}"
+    return problems
 
 
 def expected(info: FieldInfo) -> str:
@@ -137,7 +160,7 @@ def expected(info: FieldInfo) -> str:
     >>> expected(leaves(RunConfig)["actor.num_epochs"]), expected(leaves(RunConfig)["checkpoint.every_steps"])
     ('a whole number from 1 to 100', 'a whole number of at least 1 (steps) or null')
     """
-    options = _options(info)
+    options = options_of(info)
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     labels = "labels with their values, such as {zone: west}"
     pools = "pool names with process counts, such as {main: [2]}"
@@ -145,7 +168,7 @@ def expected(info: FieldInfo) -> str:
         tuple: _items(info),
         dict: labels if info.annotation == dict[str, str] else pools,
     }
-    words = _words(info)
+    words = words_of(info)
     kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
     unit = f" ({unit_of(info)})" if unit_of(info) else ""
     return kind + _range(info) + unit + (" or null" if type(None) in options else "")
@@ -160,7 +183,7 @@ def _items(info: FieldInfo) -> str:
 
 
 def _expected_section(parts: Sequence[str], found: object) -> str:
-    above, kind = _section_at(parts[:-1]), _section_at(parts)
+    above, kind = section_at(parts[:-1]), section_at(parts)
     assert above is not None, "what is no leaf is a section"
     assert kind is not None, "what is no leaf is a section"
     hint = ""
@@ -169,17 +192,6 @@ def _expected_section(parts: Sequence[str], found: object) -> str:
     elif found is None:
         hint = "; leave it out for its defaults"
     return f"a section with the keys {', '.join(kind.model_fields)}{hint}"
-
-
-def _options(info: FieldInfo) -> list[Any]:
-    """Return the types that a key may have, without what they hold."""
-    annotation: Any = info.annotation
-    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return [get_origin(option) or option for option in options]
-
-
-def _words(info: FieldInfo) -> list[str]:
-    return [str(word) for word in get_args(info.annotation)] if get_origin(info.annotation) is Literal else []
 
 
 def _range(info: FieldInfo) -> str:
@@ -197,58 +209,8 @@ def _range(info: FieldInfo) -> str:
             return ""
 
 
-def _hint(info: FieldInfo, found: object) -> str:
-    """Guess what was meant by a value of the wrong type, or by a wrong word."""
-    options = _options(info)
-    near = difflib.get_close_matches(str(found), _words(info), n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    if str in options and isinstance(found, int | float):
-        return f'; with quotes it is text: "{shown(found)}"'
-    if int in options and isinstance(found, float) and found.is_integer():
-        return f"; did you mean {int(found)}?"
-    return ""
-
-
 def _value_at(values: Mapping[str, Any], parts: Sequence[str]) -> object:
     value: Any = values
     for part in parts:
         value = value[part]
     return value
-
-
-def _section_at(parts: Sequence[str]) -> type[Section] | None:
-    kind: type[Section] | None = RunConfig
-    for part in parts:
-        info = kind.model_fields.get(part) if kind else None
-        kind = section_of(info) if info else None
-    return kind
-
-
-def _suggest(parts: Sequence[str], found: object) -> str:
-    """Name the nearest right keys: beside the wrong one, then anywhere in the tree, then by their meaning."""
-    known = leaves(RunConfig)
-    rest: list[str] = []
-    while isinstance(found, dict) and len(cast("dict[str, object]", found)) == 1:
-        [(name, found)] = cast("dict[str, object]", found).items()
-        rest.append(name)
-    *prefix, name = parts
-    if name in _FOLLOWS:
-        return _FOLLOWS[name]
-    here = _section_at(prefix) or RunConfig
-    near = difflib.get_close_matches(name, here.model_fields, n=1)
-    if near:
-        section = ".".join([*prefix, near[0]])
-        whole = ".".join([section, *rest])
-        return f"did you mean {whole if whole in known else section}?"
-    wanted = [*parts, *rest]
-    tails = [".".join(wanted[start:]) for start in range(len(wanted))]
-    near = difflib.get_close_matches(wanted[-1], {dotted.rsplit(".", 1)[-1] for dotted in known}, n=1, cutoff=0.7)
-    for tail in (*tails, *near):
-        ending = [dotted for dotted in known if f".{dotted}".endswith(f".{tail}")]
-        if ending:
-            return f"did you mean {' or '.join(ending[:_MAX_SUGGESTIONS])}?"
-    meant = [d for d, info in known.items() if re.search(rf"\b{re.escape(wanted[-1])}\b", info.description or "", re.I)]
-    if meant:
-        return f"did you mean {' or '.join(meant[:_MAX_SUGGESTIONS])}?"
-    return f"{'.'.join(prefix) or 'the top level'} has the keys {', '.join(here.model_fields)}"

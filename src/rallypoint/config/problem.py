@@ -11,3 +11,5 @@ class Problem:
 
     keys: tuple[str, ...]
     text: str
+    is_missing: bool = False
+    """Whether the first key is required and was not set: what is the user's to say, as in a shipped recipe."""

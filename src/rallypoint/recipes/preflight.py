@@ -21,17 +21,18 @@ from rallypoint.errors import EngineError, how_to_install
 from rallypoint.install import BUILDS, find_engine
 
 
-def load_checked(name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_checked(name: str, overrides: Sequence[str] = (), *, draft: bool = False) -> LoadedConfig:
     """Load a config whose files are there.
 
     Args:
         name: a shipped recipe, a YAML file, or the folder of a run.
         overrides: dotted keys and YAML values, such as `actor.optimizer.lr=3e-4`.
+        draft: whether keys that are required may still be missing.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    return load_config(name, overrides, look=file_problems)
+    return load_config(name, overrides, look=file_problems, draft=draft)
 
 
 def file_problems(config: RunConfig) -> Iterator[Problem]:

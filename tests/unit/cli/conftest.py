@@ -19,9 +19,9 @@ from rallypoint.recipes.run_folder import create_run
 SIZES = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.02, "max_positions": 24}
 
 
-def rally(*arguments: str, typed: str | bytes = "") -> Result:
+def rally(*arguments: str, typed: str | bytes = "", columns: int = 80) -> Result:
     """Run a command in this process; an error is not turned into a message here."""
-    return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": "80"}, prog_name="rally")
+    return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": str(columns)}, prog_name="rally")
 
 
 def spawn(*arguments: str, cwd: Path | None = None, typed: bytes | None = None) -> subprocess.CompletedProcess[str]:

@@ -28,8 +28,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown: right name without its section": ("lr=1e-3", ("lr=0.001", "actor.optimizer.lr or critic.optimizer.lr")),
     "unknown: half a name": ("optimizer.lr=1e-3", ("optimizer={lr: 0.001}", "did you mean actor.optimizer.lr")),
     "unknown: near name without its section": ("epochs=3", ("epochs=3", "did you mean actor.num_epochs")),
-    "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean ppo.discount?")),
-    "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe?")),
+    "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean ppo.discount=0.9?")),
+    "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe=grpo?")),
     "unknown: what follows": ("actor.mesh.dp_replicate=2", ("it is what the others leave", "by dp_shard x sp x tp")),
     "unknown: nothing near": ("foo.bar=1", ("foo={bar: 1}", "the top level has the keys recipe, seed")),
     # Wrong types.
