@@ -27,6 +27,8 @@ BROAD: dict[str, str] = {
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/engine.py:train": "raised again as soon as the other ranks know",
     "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
+    "generation/kernels.py:find_kernel": "whatever Triton, its compiler or the driver raise, decoding goes on without",
+    "generation/graphs.py:_try": "whatever keeps a step from being captured, decoding goes on without",
     "generation/doors.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "environments/scoring.py:_score_row": "the user's reward may raise anything; it becomes a counted value",

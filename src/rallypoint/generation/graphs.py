@@ -219,8 +219,8 @@ class Steps:
         except torch.OutOfMemoryError:
             self._too_large.add(board.shape)
             reason = ""
-        except RuntimeError as error:  # of torch and the driver
-            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - of torch, the driver, and what a kernel is built with
+            reason = f"{type(error).__name__}: {error}"
         if reason:
             _LOG.warning("steps of decoding are launched one by one from now on: a captured one failed: %s", reason)
             self._captured.clear()

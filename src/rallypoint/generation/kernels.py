@@ -12,7 +12,9 @@ No bit depends on the values of other rows; how many parts there are depends on 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import functools
 import logging
+import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,6 @@ from rallypoint.models.attention import Limits
 try:
     import triton
     import triton.language as tl
-    from triton.errors import TritonError
 except ImportError:
     triton = None
 
@@ -90,25 +91,44 @@ class PageKernel:
         return out
 
 
-def find_kernel(device: torch.device, dtype: torch.dtype, is_right: Callable[[PageKernel], bool]) -> PageKernel | None:
+def find_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    is_right: Callable[[PageKernel], bool],
+    make: Callable[[], PageKernel] | None = None if triton is None else PageKernel,
+) -> PageKernel | None:
     """Return the kernel where there is one for a device and a type, and it computes there what it should.
 
     Args:
         device: of keys and values.
         dtype: of theirs.
         is_right: tries it.
+        make: makes it; None where there is no Triton.
     """
-    if triton is None or device.type == "cpu" or dtype not in _DTYPES:
+    if make is None or device.type == "cpu" or dtype not in _DTYPES:
         return None
-    kernel = PageKernel()
     try:
+        kernel = make()
         if is_right(kernel):
             return kernel
         reason = "it computes something else there"
-    except (RuntimeError, TritonError) as error:  # of torch and the driver; of the compiler
-        reason = str(error)
-    _LOG.warning("the kernel for attention over blocks is not used on %s: %s", device, reason)
+    except Exception as error:  # noqa: BLE001 - of torch, the driver, Triton, and the C compiler that it starts
+        reason = _reason(error)
+    _say_once(f"the kernel for attention over blocks is not used on {device}, decoding is slower: {reason}")
     return None
+
+
+def _reason(error: Exception) -> str:
+    """Return what was wrong; of a compiler that failed the command says nothing, what it needs does."""
+    if isinstance(error, subprocess.CalledProcessError | FileNotFoundError):
+        return f"Triton needs a C compiler and Python's headers (gcc, python3-dev): {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """Log a line, unless this process has: every engine looks for its kernel."""
+    _LOG.warning(line)
 
 
 def num_parts(num_programs: int, num_slots: int) -> int:

@@ -66,11 +66,35 @@ def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_are_of_us
     assert parts == 1 or parts * num_programs <= 1024
 
 
-@needs_triton
-def test_a_kernel_that_is_wrong_or_raises_is_not_used_and_the_log_says_so(caplog):
-    def raises(kernel):
-        raise RuntimeError("no such device")
+FAILURES = [
+    RuntimeError("no such device"),
+    subprocess.CalledProcessError(1, ["gcc", "main.c", "-I/usr/include/python3.11"]),  # no headers of Python
+    FileNotFoundError(2, "No such file or directory: 'gcc'"),
+    NotImplementedError("a backend without this operation"),
+    AttributeError("an attribute that this version of Triton has no more"),
+]
 
-    for is_right, reason in ((lambda kernel: False, "something else"), (raises, "no such device")):
-        assert find_kernel(torch.device("meta"), torch.float32, is_right) is None
-        assert reason in caplog.records[-1].getMessage()
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["made", "tried"])
+def test_a_kernel_that_cannot_be_made_or_tried_is_not_used_and_the_log_says_so_once(caplog, error, where):
+    def fails(*_):
+        raise error
+
+    make, is_right = (fails, lambda _: True) if where == "made" else (lambda: object(), fails)
+    device = torch.device("meta", FAILURES.index(error) * 2 + (where == "made"))
+    for _ in range(3):
+        assert find_kernel(device, torch.float32, is_right, make) is None
+    (line,) = caplog.messages
+    assert str(error) in line
+    assert ("C compiler and Python's headers" in line) is isinstance(
+        error, subprocess.CalledProcessError | FileNotFoundError
+    )
+
+
+def test_a_kernel_that_is_wrong_is_not_used_and_one_that_is_right_is(caplog):
+    device = torch.device("meta", 100)
+    assert find_kernel(device, torch.float32, lambda _: False, lambda: object()) is None
+    assert "something else" in caplog.messages[-1]
+    kernel = object()
+    assert find_kernel(device, torch.float32, lambda _: True, lambda: kernel) is kernel

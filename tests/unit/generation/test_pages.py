@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import logging
+import subprocess
 import weakref
 
 import pytest
@@ -177,8 +178,17 @@ def refuse(step):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
+def fail_to_compile(step):
+    raise subprocess.CalledProcessError(1, ["gcc"])
+
+
 @pytest.mark.parametrize(
-    ("capture", "reason"), [(refuse, "not permitted when stream is capturing"), (Tapes(spoil), "nats off")]
+    ("capture", "reason"),
+    [
+        (refuse, "not permitted when stream is capturing"),
+        (fail_to_compile, "CalledProcessError"),
+        (Tapes(spoil), "nats off"),
+    ],
 )
 def test_where_capturing_fails_steps_go_on_as_usual_and_the_log_says_so(
     plain, make_prompts, params, caplog, capture, reason
