@@ -80,7 +80,7 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
     loaded = load_checked(recipe, overrides)
     config = loaded.config
     if any((config.model.path, config.critic.path, config.reward.path)):
-        from rallypoint.recipes.material import check_weights  # only now torch, and the seconds that it takes
+        from rallypoint.recipes.reading import check_weights  # only now torch, and the seconds that it takes
 
         check_weights(config)
     plan, console = make_plan(config), _console()

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, overload
 
@@ -86,6 +87,8 @@ class Dataset(Sequence[Example]):
     """Examples in the order of their files."""
 
     examples: tuple[Example, ...]
+    is_part: bool = False
+    """Whether its files have more rows than were asked for."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -101,12 +104,15 @@ class Dataset(Sequence[Example]):
         return self.examples[index]
 
 
-def load_dataset(paths: Sequence[str | Path], *, require_ground_truth: bool = True) -> Dataset:
+def load_dataset(
+    paths: Sequence[str | Path], *, require_ground_truth: bool = True, max_rows: int | None = None
+) -> Dataset:
     """Read .parquet and .jsonl files, one after another.
 
     Args:
         paths: the files; `~` is the home folder.
         require_ground_truth: False lets rows without a ground truth pass, for rewards that need none.
+        max_rows: read no more than the first so many good ones; None for all.
 
     Raises:
         DataError: the problems of all the files together, each with its file, row and column.
@@ -117,17 +123,22 @@ def load_dataset(paths: Sequence[str | Path], *, require_ground_truth: bool = Tr
         raise DataError("no data file is given: expected at least one .parquet or .jsonl file")
     problems = Problems()
     examples: list[Example] = []
+    is_part = False
     for path, label in zip(paths, _labels(paths), strict=True):
         problem = check_dataset_path(path)
         if problem is not None:
             problems.add(problem)
             continue
         before, total = len(examples), problems.total
-        examples += _load_file(Path(path).expanduser(), label, require_ground_truth, problems)
+        rows = _load_file(Path(path).expanduser(), label, require_ground_truth, problems)
+        examples += itertools.islice(rows, None if max_rows is None else max_rows - len(examples))
+        if len(examples) == max_rows:
+            is_part = is_part or next(rows, None) is not None
+        rows.close()
         if len(examples) == before and problems.total == total:
             problems.add(f"{path} has no rows")
     problems.raise_any()
-    return Dataset(tuple(examples))
+    return Dataset(tuple(examples), is_part)
 
 
 def _labels(paths: Sequence[str | Path]) -> list[str]:
@@ -136,7 +147,9 @@ def _labels(paths: Sequence[str | Path]) -> list[str]:
     return [str(path) if shared[Path(path).name] > 1 else Path(path).name for path in paths]
 
 
-def _load_file(path: Path, label: str, require_ground_truth: bool, problems: Problems) -> Iterator[Example]:
+def _load_file(
+    path: Path, label: str, require_ground_truth: bool, problems: Problems
+) -> Generator[Example, None, None]:
     reader = _RowReader(path, label, require_ground_truth, problems)
     if path.suffix == ".parquet":
         names = parquet_columns(path, label, problems)
@@ -145,11 +158,13 @@ def _load_file(path: Path, label: str, require_ground_truth: bool, problems: Pro
         rows = read_parquet(path, [name for name in _COLUMNS if name in names], label, problems)
     else:
         rows = read_jsonl(path, label, problems)
-    for number, row in rows:
-        example = reader.read(number, row)
-        if example is not None:
-            yield example
-    reader.report_columns()
+    try:
+        for number, row in rows:
+            example = reader.read(number, row)
+            if example is not None:
+                yield example
+    finally:  # also where no more rows are wanted
+        reader.report_columns()
 
 
 class _RowReader:

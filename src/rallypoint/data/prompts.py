@@ -32,6 +32,8 @@ class EncodedPrompts:
     """Names of the examples that were too long, with on_too_long="drop"."""
     truncated: tuple[str, ...]
     """Names of the examples whose beginning was cut off, with on_too_long="truncate"."""
+    is_part: bool = False
+    """Whether more prompts are there than were read."""
 
     @property
     def num_distinct(self) -> int:

@@ -40,6 +40,7 @@ from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
+from rallypoint.recipes.reading import Found, read_material
 from rallypoint.recipes.run_folder import RunFolder, anchored
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
@@ -97,7 +98,9 @@ _PRELOAD = tuple(f"rallypoint.roles.{role}" for role in ("actor", "critic", "ref
 RECIPES: dict[str, type[Recipe]] = {"ppo": PPO, "grpo": GRPO}
 
 
-def train(loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume: bool) -> bool:
+def train(
+    loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume: bool, found: Found | None = None
+) -> bool:
     """Run a recipe to its end, or until it is interrupted.
 
     Args:
@@ -105,6 +108,7 @@ def train(loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume
         folder: of the run.
         progress: what the user sees; entered already.
         resume: continue from the newest checkpoint, if there is one.
+        found: what the run begins with, where it has been read; None reads it, before anything is started.
 
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
@@ -112,19 +116,23 @@ def train(loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume
     # What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
     torch.set_num_threads(1)
     with folder.locked():
-        return asyncio.run(_train(anchored(loaded.config), folder, progress, resume=resume))
+        return asyncio.run(_train(anchored(loaded.config), folder, progress, found, resume=resume))
 
 
-async def _train(config: RunConfig, folder: RunFolder, progress: Progress, *, resume: bool) -> bool:
+async def _train(
+    config: RunConfig, folder: RunFolder, progress: Progress, found: Found | None, *, resume: bool
+) -> bool:
     say = _Voice(folder, progress)
     endpoint = _endpoint(config, folder, say)
     with MetricsLog(folder.metrics) as log:
         first = _newest_step(folder) if resume else 0
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
-        progress.waiting(f"starting {config.cluster.runtime}, loading model and data")
+        progress.waiting("reading model and data")
+        found = found or await asyncio.to_thread(read_material, config)
+        progress.waiting(f"starting {config.cluster.runtime}")
         # Two things that take seconds each and do not need each other.
-        preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, say))
+        preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))
         preparing.add_done_callback(_take_note)
         await asyncio.sleep(0)
         runtime = open_runtime(
