@@ -6,6 +6,7 @@
 """
 
 import os
+import sys
 
 import pytest
 from pretend_device import install
@@ -29,3 +30,17 @@ def pretend():
 @pytest.fixture
 def runs(tmp_path):
     return Runs(tmp_path)
+
+
+def pytest_unconfigure():
+    """Leave at once: torch's threads of the device may be on their way into a Python that is being taken down."""
+    if IS_PRETEND:
+        sys.stdout.flush()
+        os._exit(int(_ENDED[-1]) if _ENDED else 1)
+
+
+_ENDED: list[int] = []
+
+
+def pytest_sessionfinish(exitstatus):
+    _ENDED.append(exitstatus)

@@ -1,15 +1,80 @@
-"""Whole runs on the pretend device."""
+"""Whole runs on the pretend device: they end with the bits of the same run on the CPU, and nothing else does."""
+
+import contextlib
+import shutil
 
 import pytest
+from tiny_models import make_tiny_reward_model
+from tiny_runs import weights_of
 
 from rallypoint.observability import read_metrics
+from rallypoint.parallel.forms import accelerator_forms
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+GRPO = "recipe=grpo"
+NUM_STEPS = 2
+OF_MACHINES = ("time/", "memory", "mfu", "per_s", "/s", "seconds", "_s")
+"""Parts of the names of metrics that a machine decides."""
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
-def test_a_run_ends_with_every_step_done(runs, pretend, recipe):
-    run = runs.run("run", *INLINE, "cluster.device=pretend", f"recipe={recipe}")
+def steps_of(run):
+    """Return what was measured of each step, besides seconds and memory."""
     steps = [record for record in read_metrics(run.metrics) if "reward/mean" in record]
-    assert len(steps) == 4
+    return [
+        {name: value for name, value in step.items() if not any(map(name.__contains__, OF_MACHINES))} for step in steps
+    ]
+
+
+def run_on(runs, device, name, *more):
+    """Run on a device, in the forms that accelerators take."""
+    more = (f"trainer.num_steps={NUM_STEPS}", *more)
+    with accelerator_forms() if device == "cpu" else contextlib.nullcontext():
+        return runs.run(f"{name}-{device}", *INLINE, f"cluster.device={device}", *more)
+
+
+def check_same(runs, name, *more, only_there=()):
+    """Run on both, and compare all that comes out."""
+    there, here = run_on(runs, "pretend", name, *more, *only_there), run_on(runs, "cpu", name, *more)
+    assert len(steps_of(there)) == NUM_STEPS
+    assert "actor/grad_norm" in steps_of(there)[0]
+    assert steps_of(there) == steps_of(here)
+    assert weights_of(there) == weights_of(here)
+    return there
+
+
+def test_ppo_has_the_bits_of_the_cpu(runs, pretend):
+    there = check_same(runs, "ppo")
     assert pretend.peak() > 0
+    # What the device held at most was measured, and is what the page shows.
+    assert max(step["actor/memory_gib"] for step in read_metrics(there.metrics) if "actor/memory_gib" in step) > 0
+
+
+def test_grpo_in_bfloat16_has_the_bits_of_the_cpu(runs):
+    check_same(runs, "half", GRPO, "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize("activations", ["checkpoint", "offload"])
+def test_what_is_kept_for_the_backward_pass_changes_no_bit(runs, activations):
+    check_same(runs, "kept", GRPO, "model.dtype=bfloat16", only_there=[f"engine.activations={activations}"])
+
+
+def test_roles_that_sleep_between_their_turns_have_the_same_bits(runs):
+    check_same(runs, "asleep", only_there=["engine.sleep=true"])
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_bits(runs):
+    saves = "checkpoint={every_steps: 1, keep: 99}"
+    whole = check_same(runs, "whole", saves, "engine.max_tokens_per_micro_batch=256", only_there=["engine.sleep=true"])
+    wanted, (newest, *_) = weights_of(whole), sorted(whole.checkpoints.iterdir(), reverse=True)
+    shutil.rmtree(newest)
+    resumed = runs.resume(whole.path.name)
+    assert weights_of(resumed) == wanted
+
+
+def test_adapters_have_the_same_bits(runs):
+    check_same(runs, "lora", GRPO, "model.lora={rank: 4, alpha: 8}", only_there=["engine.sleep=true"])
+
+
+def test_a_reward_model_scores_with_the_same_bits(runs, tmp_path):
+    scorer = make_tiny_reward_model(tmp_path / "scorer")
+    check_same(runs, "scored", GRPO, "grpo.token_discount=null", "reward.function=null", f"reward.path={scorer}")

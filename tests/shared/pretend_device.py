@@ -52,6 +52,9 @@ class _Module(_DummyBackendModule):
     def device_count(self) -> int:
         return NUM_DEVICES
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def get_device_name(self, device: Any = None) -> str:
         return f"Pretend H100 {index_of(device)}"
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,15 +32,9 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-    _fields_ = [
-        ("tensor", _DLTensor),
-        ("_rest", ctypes.c_uint64 * 4),  # ndim and dtype, shape, strides, offset
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
+    _fields_ = [("tensor", _DLTensor)]  # and more, which stays as it is
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
@@ -136,6 +130,15 @@ class _Memory:
         self.recorded: set[PretendStream] = set()
 
 
+class _Copy(NamedTuple):
+    """One that is under way between the device and page-locked memory."""
+
+    stream: PretendStream
+    time: int
+    here: Tensor
+    copied: Tensor
+
+
 class Pretend:
     """The device: what it holds, and what was asked of it."""
 
@@ -149,17 +152,16 @@ class Pretend:
         self.faults: list[str] = []
         """What went wrong where nothing could be raised; `check` raises it."""
         self._held, self._peak = [0] * NUM_DEVICES, [0] * NUM_DEVICES
-        self._by_export: dict[int, tuple[_Memory, int]] = {}
+        self._by_end: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._by_address: dict[int, _Memory] = {}
         self._local = threading.local()
         self.host_knows: dict[PretendStream, int] = {}
         """What the host has waited for: whatever it launches from then on begins later."""
         self._defaults = [PretendStream(index) for index in range(NUM_DEVICES)]
         self._pinned: dict[int, int] = {}
-        self._coming: list[tuple[PretendStream, int, Tensor, Tensor]] = []
-        self._going: list[tuple[PretendStream, int, Tensor, Tensor]] = []
+        self._coming: list[_Copy] = []
+        self._going: list[_Copy] = []
         self._lock = threading.RLock()
-        self._free = _Deleter(self._freed)
 
     def reset(self) -> None:
         """Forget what was counted, and begin the peaks anew."""
@@ -212,28 +214,32 @@ class Pretend:
 
     def wrap(self, tensor: Tensor, index: int, *, is_written: bool = True) -> Tensor:
         """Return a CPU tensor, which nobody else has, as one of a device."""
-        tensor = tensor.detach()
-        self.take(index, tensor.untyped_storage().nbytes())
-        capsule = torch._C._to_dlpack(tensor)
-        address = _capsule_pointer(capsule, b"dltensor")
-        export = _DLManagedTensor.from_address(address)
-        export.tensor.device.type, export.tensor.device.index = _EXT_DEVICE, index
-        stream = self.stream(index)
-        memory = _Memory(index, tensor.data_ptr(), tensor.untyped_storage().nbytes(), stream)
-        with self._lock:
-            self._by_export[address] = memory, export.deleter
-            if memory.address:
+        storage, stream = tensor.untyped_storage(), self.stream(index)
+        self.take(index, storage.nbytes())
+        memory = _Memory(index, storage.data_ptr(), storage.nbytes(), stream)
+        if storage.nbytes():
+            # An array whose end is heard of, in whatever thread, and whatever is being raised there.
+            array = _bytes(storage, keep=True).numpy()
+            with self._lock:
+                end = weakref.ref(array, self._freed)
+                self._by_end[id(end)] = end, memory
                 self._by_address[memory.address] = memory
-        export.deleter = ctypes.cast(self._free, ctypes.c_void_p).value
+            storage = torch.from_numpy(array).untyped_storage()
+            tensor = torch.empty(0, dtype=tensor.dtype).set_(
+                storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+        capsule = torch._C._to_dlpack(tensor.detach())
+        export = _DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+        export.tensor.device.type, export.tensor.device.index = _EXT_DEVICE, index
         made = torch._C._from_dlpack(capsule)
         if is_written:
             stream.time += 1
             memory.written[stream] = stream.time
         return made
 
-    def _freed(self, address: int) -> None:
+    def _freed(self, end: weakref.ref[Any]) -> None:
         with self._lock:
-            memory, deleter = self._by_export.pop(address)
+            _, memory = self._by_end.pop(id(end))
             self._held[memory.device] -= memory.num_bytes
             if self._by_address.get(memory.address) is memory:
                 del self._by_address[memory.address]
@@ -243,7 +249,6 @@ class Pretend:
                     f"{memory.num_bytes} bytes are free while stream {stream.stream_id} uses them: record_stream, or "
                     "wait for it"
                 )
-        _Deleter(deleter)(address)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Do what `resize_` does for a storage of a device; what is new in it is wrong."""
@@ -294,16 +299,16 @@ class Pretend:
             for stream, time in (self._everything() if moment is None else moment).items():
                 self.host_knows[stream] = max(time, self.host_knows.get(stream, 0))
             coming, self._coming = self._coming, []
-            for stream, time, into, source in coming:
-                if has_come(stream, time):
-                    into.copy_(source)
+            for copy in coming:
+                if has_come(copy.stream, copy.time):
+                    copy.here.copy_(copy.copied)
                 else:
-                    self._coming.append((stream, time, into, source))
+                    self._coming.append(copy)
             going, self._going = self._going, []
-            for stream, time, source, then in going:
-                if not has_come(stream, time):
-                    self._going.append((stream, time, source, then))
-                elif not torch.equal(source.view(torch.uint8), then.view(torch.uint8)):
+            for copy in going:
+                if not has_come(copy.stream, copy.time):
+                    self._going.append(copy)
+                elif not torch.equal(_as_bytes(copy.here), _as_bytes(copy.copied)):
                     self.faults.append("page-locked memory was written while a copy from it was under way")
 
     def _everything(self) -> dict[PretendStream, int]:
@@ -340,9 +345,10 @@ class Pretend:
         elif into.device.type == NAME:
             self._copied("to the device", num_bytes)
             stream = self._write(into)
+            self._arrive(source, stream)
             unwrap(into).copy_(source)
             if non_blocking and self.is_pinned(source) and source.dtype == into.dtype:
-                self._going.append((stream, stream.time, source.contiguous(), source.clone().contiguous()))
+                self._going.append(_Copy(stream, stream.time, source, source.clone()))
             else:
                 self.synchronised("copy to the device", self.now(stream))
         else:
@@ -351,14 +357,22 @@ class Pretend:
             stream = self.stream(index_of(source.device))
             stream.time += 1
             if non_blocking and self.is_pinned(into):
-                into.view(-1).view(torch.uint8).fill_(WRONG)
-                self._coming.append((stream, stream.time, into, unwrap(source).clone()))
+                _as_bytes(into).fill_(WRONG)
+                self._coming.append(_Copy(stream, stream.time, into, unwrap(source).clone()))
             elif non_blocking:  # as on CUDA, where the host may go on, and must not
                 raise RuntimeError("a copy to the host with non_blocking=True needs page-locked memory to arrive in")
             else:
                 self.synchronised("copy to the host", self.now(stream))
                 into.copy_(unwrap(source))
         return into
+
+    def _arrive(self, source: Tensor, stream: PretendStream) -> None:
+        """Have arrive in page-locked memory what a stream, which is to copy from it, begins after."""
+        address = source.untyped_storage().data_ptr()
+        for copy in list(self._coming):
+            if copy.here.untyped_storage().data_ptr() == address and stream.has_seen(copy.stream, copy.time):
+                copy.here.copy_(copy.copied)
+                self._coming = [other for other in self._coming if other is not copy]
 
     def _write(self, into: Tensor) -> PretendStream:
         stream = self.stream(index_of(into.device))
@@ -378,9 +392,15 @@ def unwrap(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
-    return torch.empty(0, dtype=torch.uint8).set_(memory)
+def _bytes(storage: torch.UntypedStorage, *, keep: bool = False) -> Tensor:
+    """Return a storage as bytes of the CPU; `keep`: which keep it alive."""
+    if not keep:
+        storage = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
 
 
 def index_of(device: Any) -> int:

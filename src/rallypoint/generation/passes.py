@@ -33,6 +33,7 @@ from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
 from rallypoint.models.sizes import filled_up
+from rallypoint.parallel.forms import computes_in_pieces
 
 _TILE = 32
 """Tokens that go through the model together in the mode `exact`."""
@@ -71,7 +72,7 @@ class Passes:
             capture: captures steps of decoding; None: as torch does on the model's device.
         """
         self._model, self._is_exact = model, is_exact
-        self.is_in_pages = (model.device.type != "cpu" and not is_exact) if in_pages is None else in_pages
+        self.is_in_pages = (not computes_in_pieces(model.device) and not is_exact) if in_pages is None else in_pages
         """Whether rows that run are laid out as accelerators like it."""
         self._capture = capture
         self._steps: Steps | None = None
@@ -115,7 +116,7 @@ class Passes:
         if self.is_in_pages:
             return _STEPS_AT_ONCE
         is_short = self._is_plain and not self._is_exact and self._size < _WIDTH_OF_SEVERAL_THREADS
-        return _STEPS_AT_ONCE if is_short and self._model.device.type == "cpu" and is_plain(self._head) else 1
+        return _STEPS_AT_ONCE if is_short and computes_in_pieces(self._model.device) and is_plain(self._head) else 1
 
     def forget(self) -> None:
         """Let go of memory of a pool that is no longer used, and of steps that were captured with it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rallypoint.generation.bags import Bags, attend
+from rallypoint.parallel.forms import computes_in_pieces
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
 """Of states, at least, for products on a CPU in bfloat16 to be computed as weights times states. What stands on the
@@ -113,12 +114,9 @@ def linear(
     if len(layers.biases) > 0:
         bias = layers.biases[0] if len(layers.biases) == 1 else torch.cat(layers.biases)
     parts: list[Tensor] = []
-    if (
-        states.dtype == torch.bfloat16
-        and states.is_cpu
-        and states.shape[0] >= min_rows
-        and states.shape[1] >= min_width
-    ):
+    if not torch.jit.is_scripting() and not computes_in_pieces(states.device):
+        min_rows = states.shape[0] + 1  # accelerators need no such detour
+    if states.dtype == torch.bfloat16 and states.shape[0] >= min_rows and states.shape[1] >= min_width:
         for weight in layers.weights:
             parts.append(torch.mm(weight, states.t()))
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
@@ -133,7 +131,8 @@ def linear(
 
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `rallypoint.models.norm.RMSNorm`, whose bits these are: [..., E] -> [..., E]."""
-    if not states.is_cpu:  # other backends have a kernel of their own
+    # Accelerators have a kernel of their own.
+    if not torch.jit.is_scripting() and not computes_in_pieces(states.device):
         return functional.rms_norm(states, weight.shape, weight, eps)
     wide = states if states.dtype == torch.float64 else states.float().contiguous()
     length = torch.linalg.vector_norm(wide, 2.0, [-1], True)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from rallypoint.generation.protocol import SamplingParams
 from rallypoint.generation.script import without_python
+from rallypoint.parallel.forms import computes_in_pieces
 
 _CHUNK_BYTES = 2**20
 """Of the float64 numbers that exist at once; more would leave the cache."""
@@ -159,7 +160,8 @@ def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> 
 
 def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
-    if not shares.is_cpu:  # kernels of accelerators turn numbers into others while they add them up
+    # Kernels of accelerators turn numbers into others while they add them up.
+    if not torch.jit.is_scripting() and not computes_in_pieces(shares.device):
         return shares.view(len(shares), -1, block).sum(-1, dtype=torch.float64)
     rows_at_once = min(len(shares), max(1, chunk_bytes // (8 * shares.shape[1])))
     room = torch.empty(rows_at_once, shares.shape[1], dtype=torch.float64, device=shares.device)

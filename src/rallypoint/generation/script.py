@@ -17,6 +17,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from rallypoint.parallel.forms import computes_in_pieces
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _READING = threading.Lock()
@@ -28,7 +30,7 @@ def without_python(function: FunctionT, device: torch.device) -> FunctionT:
     On accelerators too: their operations do not wait for Python, and TorchScript would compile kernels of its own, with
     other bits.
     """
-    if device.type != "cpu" or sys.version_info >= (3, 14):
+    if not computes_in_pieces(device) or sys.version_info >= (3, 14):
         return function
     with _READING:  # lanes ask side by side
         return _read(function)

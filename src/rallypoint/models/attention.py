@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks, tokens_per_block
 from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
+from rallypoint.parallel.forms import computes_in_pieces
 
 ATTENTION = "rallypoint_rows"
 
@@ -182,7 +183,7 @@ def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
     """Whether rows of a length are computed by products rather than by the fused kernel."""
     if limits.softcap is not None:  # which that does not know
         return True
-    return query.device.type == "cpu" and min(limits.window or longest, longest) <= _LONGEST_FOR_PRODUCTS
+    return computes_in_pieces(query.device) and min(limits.window or longest, longest) <= _LONGEST_FOR_PRODUCTS
 
 
 def _attend_fused(

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from rallypoint.parallel.forms import computes_in_pieces
+
 CHUNK_BYTES = 64 * 2**20
 """Of the logits of one product."""
 
@@ -216,7 +218,7 @@ class _Strips:
     def __init__(self, states: Tensor, weight: Tensor, rows_per_chunk: int) -> None:
         vocabulary, dtype = weight.shape[0], _softmax_dtype(states)
         self._num_rows = max(1, min(len(states), rows_per_chunk))
-        if states.device.type == "cpu":  # elsewhere many small kernels cost more than memory does
+        if computes_in_pieces(states.device):  # elsewhere many small kernels cost more than memory does
             self._num_rows = max(1, min(self._num_rows, _STRIP_BYTES // (vocabulary * dtype.itemsize)))
         self._room = [states.new_empty(self._num_rows, vocabulary, dtype=dtype) for _ in range(2)]
 

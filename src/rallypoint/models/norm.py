@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from rallypoint.families import FAMILIES
 from rallypoint.models.strips import in_strips
+from rallypoint.parallel.forms import computes_in_pieces
 
 _KINDS = {name: kind for family in FAMILIES.values() for name, kind in family.norms.items()}
 """Classes of transformers that compute exactly this."""
@@ -41,7 +42,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., E] -> [..., E], in the precision of the states; in between at least float32."""
-        if states.device.type != "cpu":  # other backends have a kernel of their own
+        if not computes_in_pieces(states.device):  # other backends have a kernel of their own
             if self.offset:  # half precision has no room for 1 + weight
                 wide = torch.promote_types(states.dtype, torch.float32)
                 factor = self.weight.to(wide) + self.offset

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from rallypoint.parallel.forms import computes_in_pieces
+
 _SIZES_PER_OCTAVE = 32
 """From a power of two to the next, of many tokens: filler is at most a thirty-third, and half of that on average."""
 
@@ -31,7 +33,7 @@ def filled_up(num: int, dtype: torch.dtype, device: torch.device, *, at_most: in
         device: of the product.
         at_most: a bound; `num` itself is returned where filler would exceed it.
     """
-    if device.type != "cpu" or dtype.itemsize != 2:
+    if not computes_in_pieces(device) or dtype.itemsize != 2:
         return num
     if num < _QUANTUM:
         size = 1 << (num - 1).bit_length() if num else 0

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from rallypoint.parallel.forms import computes_in_pieces
+
 _STRIP_ELEMENTS = 2**18
 """Of one tensor; in float32 a chain of four has 4 MiB. Smaller strips lose more to the calls than caches give."""
 
@@ -27,7 +29,7 @@ def in_strips(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = tensors[0]
     num_rows = len(first)
     width = first.numel() // max(1, num_rows)
-    num_strips = -(-num_rows * width // _STRIP_ELEMENTS) if first.device.type == "cpu" else 1
+    num_strips = -(-num_rows * width // _STRIP_ELEMENTS) if computes_in_pieces(first.device) else 1
     # Of equal size: reductions of a single row, which could be left over, may add up in another order.
     step = max(1, -(-num_rows // max(1, num_strips)))
     for start in range(0, num_rows, step):

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 
+from rallypoint.parallel.forms import computes_in_pieces
+
 ResultT = TypeVar("ResultT")
 
 _SWITCH_SECONDS = 3e-4
@@ -40,7 +42,7 @@ class Lanes:
     @property
     def num(self) -> int:
         """How many jobs are worth having: one for each thread that torch may use here."""
-        return torch.get_num_threads() if self._device.type == "cpu" else 1
+        return torch.get_num_threads() if computes_in_pieces(self._device) else 1
 
     def run(self, jobs: Sequence[Callable[[], ResultT]], num_threads_each: int | None = None) -> list[ResultT]:
         """Run jobs that touch nothing of each other, the first of them in this thread, and return what they return.
