@@ -9,10 +9,12 @@ import collections
 import math
 from collections.abc import Callable, Iterable
 
+from rich.cells import cell_len
+
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.reports import REWARD, Completion, RunInfo, StepReport
 from rallypoint.observability.spans import shares_of, top_level
-from rallypoint.observability.text import finite_mean
+from rallypoint.observability.text import clean, finite_mean
 
 MAX_POINTS = 512
 PACE_STEPS = 50
@@ -21,6 +23,8 @@ SMOOTHING = 0.9
 """Shares of the phases are an exponential mean, so that the bar is calm enough to read."""
 HOLD_S = 4.0
 """A completion stays on the screen so long."""
+NEW_S = 30.0
+"""A note is new for so long: time to read some lines."""
 
 
 class History:
@@ -73,7 +77,15 @@ class Board:
         self.validation: float | None = None
         self.notes: dict[str, int] = {}
         """Each note once, with how often it was given."""
+        self.longest_note = 0
+        """Cells of the longest note so far, so that a display need not change its height for the next."""
+        self._noted = -math.inf
+        self.end_message = ""
+        """Why and how the run is about to end, once that was asked for."""
+        self._ending_began = -math.inf
         self.completion: Completion | None = None
+        self.longest_texts = dict.fromkeys(("prompt", "response", "answer"), 0)
+        """Cells of the longest of each that was shown."""
         self._completion_began = -math.inf
         self._steps_ended: collections.deque[float] = collections.deque(maxlen=PACE_STEPS + 1)
         self._phases: dict[str, float] = {}
@@ -102,6 +114,9 @@ class Board:
         self._smooth(report)
         if report.completion is not None and now - self._completion_began >= HOLD_S:
             self.completion, self._completion_began = report.completion, now
+            shown = (report.completion.prompt, report.completion.response, report.completion.ground_truth)
+            for name, text in zip(self.longest_texts, shown, strict=True):
+                self.longest_texts[name] = max(self.longest_texts[name], cell_len(clean(text)))
 
     def validate(self, score: float) -> None:
         """Take note of a validation."""
@@ -113,6 +128,12 @@ class Board:
     def note(self, message: str) -> None:
         """Take note of a warning."""
         self.notes[message] = self.notes.pop(message, 0) + 1
+        self.longest_note = max(self.longest_note, cell_len(clean(message)) + len(" (and 99 more)"))
+        self._noted = self._clock()
+
+    def end(self, message: str) -> None:
+        """Take note that the run ends after the step under way."""
+        self.end_message, self._ending_began = message, self._clock()
 
     @property
     def elapsed_s(self) -> float:
@@ -123,6 +144,16 @@ class Board:
     def waiting_s(self) -> float:
         """Seconds since the present wait began."""
         return self._clock() - self._message_began
+
+    @property
+    def ending_s(self) -> float:
+        """Seconds since the run was asked to end."""
+        return self._clock() - self._ending_began
+
+    @property
+    def note_is_new(self) -> bool:
+        """Whether the last note came just now."""
+        return self._clock() - self._noted < NEW_S
 
     @property
     def eta_s(self) -> float:

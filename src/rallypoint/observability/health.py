@@ -105,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="actor/approx_kl",
-        words="kl high",
+        words="update kl high",
         side="above",
         watch=0.05,
         bad=0.2,

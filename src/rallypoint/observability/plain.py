@@ -18,7 +18,7 @@ from rallypoint.observability.text import clean, clock_time, compact, number
 
 COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("actor/loss", "loss", 7),
-    ("actor/approx_kl", "kl", 6),
+    ("actor/approx_kl", "update kl", 6),
     ("actor/entropy", "entropy", 5),
 )
 """Scalars in a line, with their short names and widths; one that is missing is a dash in its place."""
@@ -62,11 +62,18 @@ class PlainLines:
         self._board.note(message)
         self._write(f"note: {clean(message)}")
 
+    def ending(self, message: str) -> None:
+        """Write that the run ends after the step under way."""
+        self._write(clean(message))
+
     def finish(self, summary: Summary) -> None:
         """Write the summary."""
         with self._page.capture() as page:
             print_summary(self._page, summary, self._board.notes)
         self._write(page.get().rstrip("\n"))
+
+    def give_back(self) -> None:
+        """Nothing to give back: a file needs no restoring."""
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,8 @@ Calls may come in any order and from one thread. Texts may be anything, the mode
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,6 +23,7 @@ from rich.console import Console
 from rallypoint.observability.panel import LivePanel
 from rallypoint.observability.plain import PlainLines
 from rallypoint.observability.reports import RunInfo, StepReport, Summary
+from rallypoint.observability.screen import is_ours
 
 
 class Progress(Protocol):
@@ -46,8 +49,16 @@ class Progress(Protocol):
         """Show a warning; it is repeated in the summary."""
         ...
 
+    def ending(self, message: str) -> None:
+        """Say that the run ends after the step under way, because somebody asked for it."""
+        ...
+
     def finish(self, summary: Summary) -> None:
         """Show the summary; the last call."""
+        ...
+
+    def give_back(self) -> None:
+        """Make the terminal usable at once, because the process is about to end; from a handler of signals, too."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -75,8 +86,14 @@ class Silent:
     def note(self, message: str) -> None:
         """Show nothing."""
 
+    def ending(self, message: str) -> None:
+        """Show nothing."""
+
     def finish(self, summary: Summary) -> None:
         """Show nothing."""
+
+    def give_back(self) -> None:
+        """Nothing to give back."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +104,20 @@ class Silent:
         pass
 
 
-def make_progress(console: Console) -> Progress:
-    """Return the panel for a terminal that can redraw, and plain lines for anything else."""
+def make_progress(console: Console, environment: Mapping[str, str] = os.environ) -> Progress:
+    """Return the panel for a terminal that a person looks at, and plain lines for anything else.
+
+    A variable that asks for colours makes no terminal of a pipe. A notebook gives its `!` commands a terminal that only
+    looks like one: it prints what is redrawn line after line, codes included. A job in the background has a terminal,
+    but another program is drawing on it.
+    """
     can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    return LivePanel(console) if can_draw else PlainLines(console)
+    if can_draw and is_ours(console.file) and not _is_notebook(environment):
+        return LivePanel(console)
+    return PlainLines(console)
+
+
+def _is_notebook(environment: Mapping[str, str]) -> bool:
+    """Whether a Jupyter kernel started this: each sets one of these for the commands that it runs."""
+    is_inline = environment.get("MPLBACKEND", "").startswith("module://matplotlib_inline")
+    return is_inline or any(name in environment for name in ("JPY_PARENT_PID", "COLAB_RELEASE_TAG"))

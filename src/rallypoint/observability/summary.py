@@ -14,7 +14,7 @@ from rich.text import Text
 from rallypoint.observability.curve import PLOT_HINT
 from rallypoint.observability.reports import Summary
 from rallypoint.observability.spans import shares_of
-from rallypoint.observability.text import clean, clock_time, compact, number
+from rallypoint.observability.text import clean, clock_time, compact, number, wrap
 from rallypoint.observability.theme import LEVELS, PALETTE, phase_colours
 
 LABEL, BAR = 14, 36
@@ -25,7 +25,7 @@ def print_summary(console: Console, summary: Summary, notes: Mapping[str, int]) 
     """Print the summary; `notes` are warnings given on the way, each with how often."""
     lines = [Text(""), _heading(summary, console.width), Text("")]
     lines += [*_results(summary), Text(""), *_phases(summary, console.width)]
-    lines += [*_places(summary), Text(""), *_commands(summary), *_notes(summary, notes)]
+    lines += [*_places(summary), Text(""), *_commands(summary), *_notes(summary, notes, console.width)]
     for line in lines:
         console.print(line, soft_wrap=True)
 
@@ -106,11 +106,14 @@ def _commands(summary: Summary) -> list[Text]:
     return [*rows, Text("")] if rows else []
 
 
-def _notes(summary: Summary, notes: Mapping[str, int]) -> list[Text]:
+def _notes(summary: Summary, notes: Mapping[str, int], width: int) -> list[Text]:
     counted = [message if count == 1 else f"{message} ({count} times)" for message, count in notes.items()]
     texts = list(dict.fromkeys((*summary.notes, *counted)))
     mark, style = LEVELS["watch"]
-    rows = [_row(f"{mark} note" if i == 0 else "", clean(text), style) for i, text in enumerate(texts[:MAX_NOTES])]
+    rows: list[Text] = []
+    for text in texts[:MAX_NOTES]:
+        for line in wrap(clean(text), max(width - LABEL - 2, 20)):
+            rows.append(_row("" if rows else f"{mark} note", line, style))
     if len(texts) > MAX_NOTES:
         rows.append(_row("", f"and {len(texts) - MAX_NOTES} more: see the run's logs", "dim"))
     return [*rows, Text("")] if rows else []

@@ -65,6 +65,41 @@ def shorten(text: str, cells: int) -> str:
     return head + ELLIPSIS + tail
 
 
+def wrap(text: str, cells: int) -> list[str]:
+    """Break a text into lines of at most so many cells, between words where it can be; wide characters take two.
+
+    >>> wrap("the quick brown fox", 11), wrap("abcdefgh ij", 3)
+    (['the quick', 'brown fox'], ['abc', 'def', 'gh', 'ij'])
+    """
+    lines, line = list[str](), ""
+    for word in text.split():
+        whole = f"{line} {word}" if line else word
+        if cell_len(whole) <= cells:
+            line = whole
+            continue
+        lines += [line] if line else []
+        line = word
+        while cell_len(line) > max(cells, 2):
+            head = set_cell_size(line, max(cells, 2)).rstrip(" ")
+            lines.append(head)
+            line = line[len(head) :]
+    return [*lines, line] if line else lines
+
+
+def fit(text: str, cells: int, num_lines: int) -> list[str]:
+    """Break a text into at most so many lines; of one that is longer the middle is cut out, as `shorten` does.
+
+    >>> fit("one two three four five six seven", 9, 2)
+    ['one two', 'th… seven']
+    """
+    room = cells * num_lines
+    lines = wrap(text, cells)
+    while len(lines) > num_lines and room > 0:
+        lines = wrap(shorten(text, room), cells)
+        room -= max(cells // 8, 1)
+    return lines
+
+
 def resample(values: Sequence[float], width: int) -> list[float]:
     """Return at most `width` values, each the mean of its part; what is not finite is left out.
 

@@ -43,8 +43,8 @@ def test_missing_scalars_are_fine_because_not_every_algorithm_has_a_critic() -> 
     [
         ("actor/entropy", 0.05, "watch", "entropy collapsed"),
         ("actor/entropy", 0.001, "bad", "entropy collapsed"),
-        ("actor/approx_kl", 0.1, "watch", "kl high"),
-        ("actor/approx_kl", 0.5, "bad", "kl high"),
+        ("actor/approx_kl", 0.1, "watch", "update kl high"),
+        ("actor/approx_kl", 0.5, "bad", "update kl high"),
         ("actor/clip_fraction", 0.4, "watch", "clipping a lot"),
         ("rollout/truncated", 0.3, "watch", "rollouts truncated"),
         ("rollout/failed", 1, "bad", "rollouts failing"),
@@ -69,7 +69,7 @@ def test_an_odd_number_gets_its_word_its_value_and_advice(name: str, value: floa
 
 def test_the_worst_comes_first() -> None:
     scalars = {**SOUND, "actor/approx_kl": 0.1, "rollout/truncated": 0.9}
-    assert words(scalars) == [("bad", "rollouts truncated"), ("watch", "kl high")]
+    assert words(scalars) == [("bad", "rollouts truncated"), ("watch", "update kl high")]
 
 
 def test_a_policy_that_is_right_may_be_certain() -> None:

@@ -1,5 +1,6 @@
 import io
 import math
+import os
 import re
 from pathlib import Path
 
@@ -189,10 +190,10 @@ def test_a_plain_line_has_everything_in_columns_that_stay_where_they_are() -> No
     plain.step(step_report(113, scalars=bad, num_tokens=0))
     _, _, first, second = written(console).splitlines()
     assert first == (
-        "step  12/300  reward 0.412  val 0.398  loss  0.0123  kl 0.0010  entropy  2.01  tok/s  61k   0.21 s"
+        "step  12/300  reward 0.412  val 0.398  loss  0.0123  update kl 0.0010  entropy  2.01  tok/s  61k   0.21 s"
         "  eta 0:01:00  healthy"
     )
-    for label in ("reward", "val", "loss", "kl", "entropy", "tok/s", "eta"):
+    for label in ("reward", "val", "loss", "update kl", "entropy", "tok/s", "eta"):
         assert first.index(label) == second.index(label)
     assert second.endswith("actor/entropy not finite")
 
@@ -249,13 +250,38 @@ def test_many_notes_are_counted_and_cut() -> None:
     assert "and 4 more" in written(console)
 
 
+class Teletype(io.StringIO):
+    """A file that says it is a terminal, as that of the kernel behind `descriptor` is."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+
 def test_a_terminal_gets_the_panel_and_anything_else_plain_lines() -> None:
-    assert isinstance(make_progress(terminal()), LivePanel)
-    assert isinstance(make_progress(Console(file=io.StringIO())), PlainLines)
-    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(make_progress(dumb), PlainLines)
+    outer, inner = os.openpty()
+    real = Teletype(inner)
+    try:
+        assert isinstance(make_progress(Console(file=real, force_terminal=True), {}), LivePanel)
+        dumb = Console(file=real, force_terminal=True, _environ={"TERM": "dumb"})
+        assert isinstance(make_progress(dumb, {}), PlainLines)
+        for notebook in (
+            {"JPY_PARENT_PID": "1"},
+            {"MPLBACKEND": "module://matplotlib_inline.backend_inline"},
+            {"COLAB_RELEASE_TAG": "x"},
+        ):
+            assert isinstance(make_progress(Console(file=real, force_terminal=True), notebook), PlainLines)
+    finally:
+        os.close(outer)
+        os.close(inner)
+    assert isinstance(make_progress(Console(file=io.StringIO()), {}), PlainLines)
+    # FORCE_COLOR, as notebooks and build servers set it, makes no terminal of a pipe.
+    assert isinstance(make_progress(terminal(), {}), PlainLines)
     ascii_only = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), force_terminal=True)
-    assert isinstance(make_progress(ascii_only), PlainLines)
+    assert isinstance(make_progress(ascii_only, {}), PlainLines)
 
 
 def test_silence_has_the_same_face() -> None:
@@ -266,4 +292,6 @@ def test_silence_has_the_same_face() -> None:
         entered.step(step_report())
         entered.validation(1, 0.5)
         entered.note("x")
+        entered.ending("x")
         entered.finish(SUMMARY)
+        entered.give_back()
