@@ -80,6 +80,21 @@ class CheckpointError(RallyError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged; the file is named."""
 
 
+class ResumeError(RallyError, ValueError):
+    """A run cannot go on from a checkpoint with what has changed since; all of it is listed."""
+
+    def __init__(self, step: int, changes: tuple[str, ...]) -> None:
+        super().__init__(step, changes)
+        self.step, self.changes = step, changes
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  - {change}" for change in self.changes)
+        return (
+            f"the run cannot go on from step {self.step}, because this was otherwise so far:\n{lines}\n"
+            "take it back, or begin a new run with the weights of this one: model.path=CHECKPOINT"
+        )
+
+
 class ExportError(RallyError, RuntimeError):
     """There is nothing to export, or it cannot be written to where it was wanted."""
 

@@ -1,6 +1,7 @@
 """What is killed or interrupted goes on as if nothing had happened."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -65,7 +66,8 @@ def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, we
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"rally train {runs.folder / 'stopped'} --resume" in printed.replace("\n", "")
-    assert len(list((runs.folder / "stopped" / "checkpoints").iterdir())) == 1
+    assert "Ctrl-C: what is under way is finished and saved, then the run ends" in printed
+    assert len(list((runs.folder / "stopped" / "checkpoints").iterdir())) in (1, 2)  # and the one of step 5
     assert weights_of(whole) == weights_of(runs.resume("stopped"))
 
 
@@ -74,7 +76,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_of_the_run_is_lost(runs):
     state, metrics = run.checkpoints / "step_000002" / "training" / "state.json", run.metrics.read_bytes()
     for damage in (json.loads(state.read_text()) | {"step": 0}, [1, 2]):
         state.write_text(json.dumps(damage))
-        with pytest.raises(CheckpointError, match=r"training/state.json: .* remove its folder to go on from the one"):
+        with pytest.raises(CheckpointError, match=r"training/state.json: .* damaged; .*--resume --from-step 0"):
             runs.resume("damaged")
     assert run.metrics.read_bytes() == metrics
 
@@ -91,7 +93,73 @@ def test_two_processes_cannot_train_in_one_run_folder(runs):
     assert f"is in use by process {process.pid}" in printed
 
 
-def test_resuming_without_any_checkpoint_begins_at_the_first_step(runs, weights_of):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_scheduler_s_end_and_a_closed_terminal_save_like_ctrl_c(runs, name):
+    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=4000", *INLINE))
+    wait_for("stopped", "step     3/4000", process)
+    process.send_signal(getattr(signal, name))
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"{name}: what is under way is finished and saved" in printed
+    run = runs.folder / "stopped"
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{max(steps):06d}"]
+
+
+SLOW = """
+import time
+from pathlib import Path
+
+def f(data_source, solution_str, ground_truth, extra_info):
+    Path(__file__).with_name("scoring").touch()
+    time.sleep(3600)
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once_with_one_line_also_while_something_blocks(runs):
+    reward = runs.folder / "slow.py"
+    reward.write_text(SLOW)
+    process = runs.start("train", "digits", *runs.overrides("blocked", *INLINE, f"reward.function={reward}:f"))
+    while process.poll() is None and not reward.with_name("scoring").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # two that are pending at once are one
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in printed
+    last = printed.strip().splitlines()[-1]
+    assert last == (
+        f"ended at once: all steps are lost, and are done again with: rally train {runs.folder / 'blocked'} --resume"
+    )
+
+
+def test_a_run_that_never_began_leaves_no_folder_and_does_not_advise_to_resume(runs):
+    wrong = runs.folder / "wrong.py"
+    wrong.write_text("import nowhere\ndef f(data_source, solution_str, ground_truth, extra_info): return 0.0\n")
+    process = runs.start("train", "digits", *runs.overrides("never", *INLINE, f"reward.function={wrong}:f"))
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "nowhere" in printed
+    assert "--resume" not in printed
+    assert not (runs.folder / "never").exists()
+
+
+def test_a_flipped_bit_in_the_model_that_a_run_made_for_itself_is_found(runs, weights_of):
+    run = runs.run("flipped", *INLINE, "checkpoint={every_steps: 2, keep: 9}")
+    whole = weights_of(run)
+    shutil.rmtree(run.checkpoints / "step_000004")
+    weights = run.model / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: its content has changed .*; remove .*/model"):
+        runs.resume("flipped")
+    shutil.rmtree(run.model)
+    assert weights_of(runs.resume("flipped")) == whole
+
+
+def test_resuming_without_any_checkpoint_begins_at_the_first_step_and_says_so(runs, weights_of):
     whole = runs.run("whole", *INLINE)
     process = runs.start("train", "digits", *runs.overrides("early", *INLINE))
     wait_for("early", "starting the roles", process)
@@ -99,3 +167,15 @@ def test_resuming_without_any_checkpoint_begins_at_the_first_step(runs, weights_
     process.wait()
     process.stdout.close()
     assert weights_of(whole) == weights_of(runs.resume("early"))
+    log = (runs.folder / "early" / "logs" / "train.log").read_text()
+    assert "no checkpoint to go on from: the run begins at step 1" in log
+
+
+def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
+    run = runs.run("done", *INLINE, "trainer.num_steps=2")
+    before = run.metrics.read_bytes()
+    process = runs.start("train", str(run.path), "--resume")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "all 2 steps are done; for more of them raise trainer.num_steps" in printed
+    assert run.metrics.read_bytes() == before

@@ -46,10 +46,10 @@ class Runs:
         assert train(loaded, run, Silent(), resume=False)
         return run
 
-    def resume(self, name: str) -> RunFolder:
+    def resume(self, name: str, *more: str) -> RunFolder:
         path = self.folder / name
         run = open_run(path)
-        assert train(load_checked(str(path)), run, Silent(), resume=True)
+        assert train(load_checked(str(path), more), run, Silent(), resume=True)
         return run
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
-
+from rallypoint.checkpoint.files import check_files, digests, sync, sync_below
 from rallypoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_REMEDY = "the checkpoint is damaged: remove its folder to go on from the one before"
+_REMEDY = "the checkpoint is damaged"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -58,7 +56,7 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
-        _sync(folder)
+        sync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be written: {error}") from error
@@ -68,22 +66,72 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
             replaced.rename(final)
 
 
+def visible(folder: Path) -> list[int]:
+    """Return the steps of all folders that are named as checkpoints, whole or not, oldest first."""
+    found = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name.group(1)) for name in found if name and (folder / name.group(0)).is_dir())
+
+
 def steps(folder: Path) -> list[int]:
     """Return the steps of all checkpoints in a folder, oldest first; what has no manifest is none."""
-    found = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name.group(1)) for name in found if name and (folder / name.group(0) / MANIFEST).is_file())
+    return [step for step in visible(folder) if (folder / checkpoint_name(step) / MANIFEST).is_file()]
+
+
+def newest(folder: Path) -> int:
+    """Return the step of the newest checkpoint, verified; 0 where no folder is named as one.
+
+    Raises:
+        CheckpointError: it is damaged, or not whole. No older one is taken in its place: who goes on from there should
+            know it.
+    """
+    found = visible(folder)
+    if found:
+        verify(folder / checkpoint_name(found[-1]))
+    return found[-1] if found else 0
+
+
+def newest_whole(folder: Path) -> int:
+    """Return the step of the newest checkpoint that is not damaged; 0 if there is none."""
+    for step in reversed(steps(folder)):
+        with contextlib.suppress(CheckpointError):
+            verify(folder / checkpoint_name(step))
+            return step
+    return 0
+
+
+def recover(folder: Path) -> None:
+    """Give a checkpoint its name back that a save was about to replace when it was killed."""
+    for replaced in folder.glob(".step_*.replaced"):
+        final = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not final.exists():
+            replaced.rename(final)
+
+
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Rename the checkpoints after a step so that nothing takes them for such any more; return their new paths."""
+    aside: list[Path] = []
+    for name in (checkpoint_name(step) for step in visible(folder) if step > after):
+        numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+        free = next(path for number in numbers if not (path := folder / f"{name}.aside{number}").exists())
+        aside.append((folder / name).rename(free))
+    return aside
 
 
 def verify(checkpoint: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut off, changed, or the manifest itself is unreadable.
+        CheckpointError: a file is missing, cut off, changed, or the manifest itself is missing or unreadable.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         version, step = manifest["format"], manifest["step"]
         files = {name: (entry["size"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint}: it has no {MANIFEST}, so it is not whole: a checkpoint of ours never appears without one, "
+            f"but a copy that was interrupted does; {_REMEDY}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} cannot be read ({error}); {_REMEDY}") from error
     if version != _FORMAT:
@@ -91,15 +139,7 @@ def verify(checkpoint: Path) -> None:
     named = _NAME.fullmatch(checkpoint.name)
     if named and int(named.group(1)) != step:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} is that of step {step}; {_REMEDY}")
-    for name, (expected_size, digest) in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; {_REMEDY}")
-        size = path.stat().st_size
-        if size != expected_size:
-            raise CheckpointError(f"{path}: expected {expected_size} bytes, found {size}; {_REMEDY}")
-        if _digest(path) != digest:
-            raise CheckpointError(f"{path}: its content has changed since it was saved; {_REMEDY}")
+    check_files(checkpoint, files, _REMEDY)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -115,24 +155,6 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": _digest(path)} for path in paths}
-    (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "step": step, "files": files}, indent=1))
-    for path in (folder / MANIFEST, *folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    manifest = {"format": _FORMAT, "step": step, "files": digests(folder, besides=MANIFEST)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    sync_below(folder)

@@ -34,6 +34,10 @@ def train(
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint of this run (or recipe's newest run)."),
     ] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from-step", min=0, help="With --resume: from the checkpoint of that step; 0 begins anew."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print batches, placement and memory, and start nothing.")
     ] = False,
@@ -46,7 +50,7 @@ def train(
         return
     from rallypoint.cli.train import train as run_training
 
-    raise typer.Exit(run_training(recipe, overrides or [], resume=resume))
+    raise typer.Exit(run_training(recipe, overrides or [], resume=resume, from_step=from_step))
 
 
 @app.command()

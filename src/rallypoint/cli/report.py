@@ -5,9 +5,18 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.errors import ConfigError, DataError, ExportError, ModelError, RallyError, RewardError, RunFolderError
+from rallypoint.errors import (
+    ConfigError,
+    DataError,
+    ExportError,
+    ModelError,
+    RallyError,
+    ResumeError,
+    RewardError,
+    RunFolderError,
+)
 
-WRONG_INPUT = (ConfigError, DataError, ExportError, ModelError, RewardError, RunFolderError)
+WRONG_INPUT = (ConfigError, DataError, ExportError, ModelError, ResumeError, RewardError, RunFolderError)
 
 
 def report(error: RallyError) -> int:

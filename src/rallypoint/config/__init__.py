@@ -21,11 +21,13 @@ from rallypoint.config.sections import (
     PlacementConfig,
     PPOConfig,
     RolloutConfig,
+    TrainerConfig,
 )
-from rallypoint.config.source import describe, shipped_recipes, to_yaml
+from rallypoint.config.source import COMMAND_LINE, describe, read, shipped_recipes, to_yaml
 from rallypoint.config.tree import RoleName, RunConfig, unread_sections, why_unread
 
 __all__ = [
+    "COMMAND_LINE",
     "Activations",
     "ActorConfig",
     "CheckConfig",
@@ -49,11 +51,13 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "TrainerConfig",
     "describe",
     "expected",
     "leaves",
     "load_config",
     "make_plan",
+    "read",
     "section_of",
     "shipped_recipes",
     "shown",

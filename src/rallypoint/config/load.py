@@ -37,6 +37,8 @@ class LoadedConfig:
     """Dotted key -> `digits.yaml:12`, `command line` or `default`."""
     missing: tuple[str, ...] = ()
     """Required keys that nobody set; always empty but in a draft."""
+    overrides: tuple[str, ...] = ()
+    """What was set on the command line, as it was given."""
 
 
 def load_config(
@@ -80,7 +82,7 @@ def load_config(
     if problems or misfits or config is None:
         raise ConfigError((*problems.values(), *misfits))
     origins = {dotted: source.origins.get(dotted, "default") for dotted, _ in values_of(config)}
-    return LoadedConfig(source.name, config, origins, missing)
+    return LoadedConfig(source.name, config, origins, missing, tuple(overrides))
 
 
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:

@@ -80,6 +80,15 @@ class RunConfig(Section):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def checkpoint_every_steps(self) -> int:
+        """Steps from one checkpoint to the next, and so the most that a kill costs.
+
+        By default a tenth of the run, but from 5 to 20 steps: a rule by time would make which folders there are, and
+        so what `keep` leaves of them, depend on how busy the machine was.
+        """
+        return self.checkpoint.every_steps or min(20, max(5, self.trainer.num_steps // 10))
+
+    @property
     def sleeping(self) -> frozenset[RoleName]:
         """The roles that sleep between their turns, with engine.sleep: those that share a pool, but for rollout."""
         pools = [placement.pool for placement in self.roles.values()]

@@ -54,6 +54,15 @@ class MetricsLog:
             self._file.write(line)
             self._file.flush()
 
+    def sync(self) -> None:
+        """Flush all lines to the disk, so that no power cut takes those of steps that a checkpoint has.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps (and a torn last one), for a run that goes on from this step.
 

@@ -1,31 +1,74 @@
-"""Ctrl-C, so that a run ends with what it has."""
+"""Ctrl-C and the other signals that ask for an end, so that a run ends with what it has."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+"""What asks for an end, in a user's words: a person, a scheduler, a terminal that was closed."""
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[asyncio.Event]:
-    """Yield an event that the first Ctrl-C (or SIGTERM) sets; the second one ends the program at once."""
+def interruptible(first: Callable[[str], None], second: Callable[[], str]) -> Iterator[asyncio.Event]:
+    """Yield an event that the first of these signals sets; the second ends the program at once, whatever it is doing.
+
+    They are caught by the process and not by the event loop, so that the second one works while something blocks the
+    loop. Python looks at signals between its own instructions: only a call that never comes back from C is not left.
+
+    Args:
+        first: called in the event loop with the signal's name when the first has come.
+        second: returns the line to end with when another one comes: what is lost.
+    """
     event, loop = asyncio.Event(), asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+    asked = False
 
-    def stop() -> None:
+    def begin(name: str) -> None:
         event.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        first(name)
 
-    try:
-        for number in numbers:
-            loop.add_signal_handler(number, stop)
-    except (NotImplementedError, RuntimeError, ValueError):
-        pass  # not in a main thread: whoever started the thread handles signals
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if number == signal.SIGHUP:
+            _let_go(terminals)
+        if asked:
+            _end(number, second(), is_terminal=bool(terminals))
+        asked = True
+        loop.call_soon_threadsafe(begin, _SIGNALS[signal.Signals(number)])
+
+    if threading.current_thread() is not threading.main_thread():
+        yield event  # whoever started the thread handles signals
+        return
+    # nohup ignores SIGHUP on its user's behalf.
+    caught = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in caught}
     try:
         yield event
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _let_go(terminals: list[int]) -> None:
+    """Write to nowhere what was meant for a terminal that is gone: an error there must not keep a run from saving."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in terminals:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _end(number: int, line: str, *, is_terminal: bool) -> NoReturn:
+    """End without unwinding, which may take long or wait for what hangs; helpers see us go and clean up."""
+    text = f"{_SHOW_CURSOR if is_terminal else ''}\n{line}\n".encode(errors="replace")
+    with contextlib.suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, text)
+    os._exit(128 + number)

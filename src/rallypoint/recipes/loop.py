@@ -7,12 +7,11 @@ recipe's own page.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -20,7 +19,7 @@ from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, make_plan
 from rallypoint.config.plan import describe_way, weights_way
-from rallypoint.data import load_tokenizer, save_tokenizer
+from rallypoint.data import load_tokenizer
 from rallypoint.observability import (
     Completion,
     MetricsLog,
@@ -36,12 +35,14 @@ from rallypoint.observability import (
 )
 from rallypoint.observability.agreement import Agreement
 from rallypoint.observability.metrics_log import STEP
+from rallypoint.recipes import state
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.reading import Found, read_material
-from rallypoint.recipes.run_folder import RunFolder, anchored
+from rallypoint.recipes.resume import Beginning, Record
+from rallypoint.recipes.run_folder import RunFolder, Start, anchored, write_config
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
 from rallypoint.roles.reward import RewardModel
@@ -99,7 +100,13 @@ RECIPES: dict[str, type[Recipe]] = {"ppo": PPO, "grpo": GRPO}
 
 
 def train(
-    loaded: LoadedConfig, folder: RunFolder, progress: Progress, *, resume: bool, found: Found | None = None
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    progress: Progress,
+    *,
+    resume: bool,
+    from_step: int | None = None,
+    found: Found | None = None,
 ) -> bool:
     """Run a recipe to its end, or until it is interrupted.
 
@@ -108,6 +115,7 @@ def train(
         folder: of the run.
         progress: what the user sees; entered already.
         resume: continue from the newest checkpoint, if there is one.
+        from_step: with `resume`, continue from the checkpoint of that step, or begin anew with 0.
         found: what the run begins with, where it has been read; None reads it, before anything is started.
 
     Returns:
@@ -116,18 +124,28 @@ def train(
     # What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
     torch.set_num_threads(1)
     with folder.locked():
-        return asyncio.run(_train(anchored(loaded.config), folder, progress, found, resume=resume))
+        config = anchored(loaded.config)
+        beginning = Beginning(0, config)
+        if resume:
+            progress.waiting("comparing the checkpoint with its manifest")
+            beginning = Beginning.resumed(folder, config, from_step)
+            write_config(folder, config)
+            Start.of(loaded, Start.read(folder).overrides).write(folder)
+        if beginning.first == config.trainer.num_steps:
+            progress.start(_describe(config, folder, beginning.first))
+            progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
+            return True
+        return asyncio.run(_train(beginning, folder, progress, found))
 
 
-async def _train(
-    config: RunConfig, folder: RunFolder, progress: Progress, found: Found | None, *, resume: bool
-) -> bool:
-    say = _Voice(folder, progress)
+async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None) -> bool:
+    config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
     endpoint = _endpoint(config, folder, say)
     with MetricsLog(folder.metrics) as log:
-        first = _newest_step(folder) if resume else 0
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
+        for note in beginning.notes:
+            say(note)
         progress.waiting("reading model and data")
         found = found or await asyncio.to_thread(read_material, config)
         progress.waiting(f"starting {config.cluster.runtime}")
@@ -152,14 +170,16 @@ async def _train(
         try:
             pools = pools_of(config)
             material = await _open_and_prepare(pools.open(runtime), preparing)
+            recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
+            recording.add_done_callback(_take_note)
             progress.waiting("starting the roles")
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             recipe = await _start(config, placement, material, say)
-            run = _Run(config, folder, progress, log, recipe, material, placement, endpoint)
+            run = _Run(config, folder, progress, log, recipe, material, placement, endpoint, await recording, say)
             if first:
-                await run.restore(first)
+                await state.restore(folder, first, recipe)
             return await run.steps(first)
         finally:
             if endpoint is not None:
@@ -189,7 +209,7 @@ async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asy
         await asyncio.gather(opened, return_exceptions=True)
 
 
-def _take_note(prepared: asyncio.Task[Material]) -> None:
+def _take_note(prepared: asyncio.Task[Any]) -> None:
     """Look at an error, so that asyncio does not complain about one that came after another."""
     if not prepared.cancelled():
         prepared.exception()
@@ -238,33 +258,50 @@ class _Run:
         material: Material,
         placement: Placement,
         endpoint: Endpoint | None,
+        record: Record,
+        say: _Voice,
     ) -> None:
         self.config, self.folder, self.progress, self.log = config, folder, progress, log
         self.recipe, self.material, self.placement = recipe, material, placement
-        self.endpoint = endpoint
+        self.endpoint, self._record, self._say = endpoint, record, say
+        self._saved = 0
         self._largest_gap = 0.0
 
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
-        num_steps = self.config.trainer.num_steps
+        with interruptible(self._promise, self._lost) as interrupted:
+            await self._begin(first)
+            return await self._steps(first, interrupted)
+
+    async def _begin(self, first: int) -> None:
         actor, rollouts = self.recipe.actor, self.recipe.source.rollouts
+        self._saved = first
         await actor.publish(rollouts)
         if self.endpoint is not None:
             await self.endpoint.open(self.placement, self.material, actor, rollouts)
         if first == 0:
             self.log.write(0, self.material.counts())
             await self._validate(0)
-        with interruptible() as interrupted:
-            for step in range(first + 1, num_steps + 1):
-                await self._step(step)
-                if step % self.config.validation.every_steps == 0 or step == num_steps:
-                    await self._validate(step)
-                if interrupted.is_set() or _due(self.config.checkpoint.every_steps, step) or step == num_steps:
-                    await self._save(step)
-                if interrupted.is_set() and step < num_steps:
-                    self.folder.log(f"interrupted after step {step}")
-                    return False
+
+    async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
+        num_steps, every = self.config.trainer.num_steps, self.config.checkpoint_every_steps
+        for step in range(first + 1, num_steps + 1):
+            if interrupted.is_set():
+                self.folder.log(f"interrupted after step {step - 1}")
+                return False
+            await self._step(step)
+            if step % self.config.validation.every_steps == 0 or step == num_steps:
+                await self._validate(step)
+            if interrupted.is_set() or step % every == 0 or step == num_steps:
+                await self._save(step)
         return True
+
+    def _promise(self, signal: str) -> None:
+        self._say(f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once")
+
+    def _lost(self) -> str:
+        lost = f"the steps after {self._saved} are lost" if self._saved else "all steps are lost"
+        return f"ended at once: {lost}, and are done again with: rally train {self.folder.path} --resume"
 
     async def _step(self, step: int) -> None:
         with collect_spans() as spans, at_step(step):
@@ -294,42 +331,12 @@ class _Run:
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint; it is visible when it is whole."""
-        source, actor = self.recipe.source, self.recipe.actor
+        keep = self.config.checkpoint.keep
         with collect_spans() as spans, span("checkpoint"):
-            with checkpoint.writing(self.folder.checkpoints, step) as folder:
-                (folder / "training").mkdir()
-                for learner in self.recipe.learners:
-                    await learner.save(folder)
-                save_tokenizer(self.material.tokenizer, folder)
-                state = {"step": step, "num_admitted": source.num_admitted, "version": actor.version}
-                (folder / "training" / "state.json").write_text(json.dumps(state))
-            checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
+            self.log.sync()
+            await state.save(self.folder, step, self.recipe, self.material.tokenizer, self._record, keep=keep)
+        self._saved = step
         self.log.write(step, spans.scalars())
-
-    async def restore(self, step: int) -> None:
-        """Read a checkpoint back that was verified."""
-        folder = self.folder.checkpoints / checkpoint.checkpoint_name(step)
-        state = json.loads((folder / "training" / "state.json").read_text())
-        for learner in self.recipe.learners:
-            await learner.restore(folder)
-        self.recipe.actor.version = state["version"]
-        self.recipe.source.num_admitted = state["num_admitted"]
-
-
-def _newest_step(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint, which is whole; 0 when there is none.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    found = checkpoint.steps(folder.checkpoints)
-    if found:
-        checkpoint.verify(folder.checkpoints / checkpoint.checkpoint_name(found[-1]))
-    return found[-1] if found else 0
-
-
-def _due(every_steps: int | None, step: int) -> bool:
-    return every_steps is not None and step % every_steps == 0
 
 
 def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[RolloutRecord, ...]) -> StepReport:

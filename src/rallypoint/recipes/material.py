@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import CreateModelConfig, GenerateDataConfig, RunConfig
-from rallypoint.data import EncodedPrompts, make_digits, make_digits_tokenizer
+from rallypoint.config import RunConfig
+from rallypoint.data import EncodedPrompts
 from rallypoint.environments.reward import RewardFunction
-from rallypoint.errors import DataError
-from rallypoint.models import create_model
 from rallypoint.models.load import quiet_transformers
-from rallypoint.observability.disk import naming
+from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.reading import Found, repetitions
 from rallypoint.recipes.run_folder import RunFolder
 
@@ -56,45 +52,17 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
         say: called with one line about prompts that were left out, cut, or are there more than once.
 
     Raises:
+        CheckpointError: model or data that the run made for itself were damaged since.
         DataError: prompts that are made are too long.
         DiskError: the disk is full or not writable.
     """
     quiet_transformers()
     train, validation, notes = found.train, found.validation, list(found.notes)
     if config.data.generate is not None:
-        train, validation = (
-            found.encode(config, [path], notes.append) for path in _made_data(config.data.generate, folder)
-        )
+        train, validation = (found.encode(config, [path], notes.append) for path in made_data(config, folder))
         notes += repetitions(config, train, validation)
     assert train is not None, "the config was checked: data.train or data.generate"
     for line in notes:
         say(line)
-    model_path = config.model.path or str(_created_model(config, folder))
+    model_path = config.model.path or str(made_model(config, folder))
     return Material(model_path, found.tokenizer, found.stop_tokens, train, validation, found.reward)
-
-
-def _made_data(generate: GenerateDataConfig, folder: RunFolder) -> tuple[Path, Path]:
-    try:
-        with naming(folder.data):
-            return make_digits(folder.data, **generate.model_dump())
-    except ValueError as error:
-        raise DataError(f"data.generate: {error}") from error
-
-
-def _created_model(config: RunConfig, folder: RunFolder) -> Path:
-    """Make the model unless an earlier start of this run has; the folder appears when it is whole."""
-    made = config.model.create
-    assert isinstance(made, CreateModelConfig), "the config was checked: model.path or model.create"
-    if not folder.model.is_dir():
-        partial = folder.model.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        create_model(
-            partial,
-            make_digits_tokenizer(),
-            max_positions=config.max_row_tokens,
-            seed=config.seed,
-            tie_embeddings=False,
-            **made.model_dump(),
-        )
-        partial.rename(folder.model)
-    return folder.model

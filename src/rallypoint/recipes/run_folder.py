@@ -2,6 +2,7 @@
 
 runs/NAME/
     config.yaml      every key with its value
+    start.json       how it was started, beside its config
     metrics.jsonl    one line a step
     rollouts/        step_000020.jsonl: a few rollouts of each step, in words
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
@@ -15,18 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rallypoint.config import LoadedConfig, RunConfig, to_yaml
+from rallypoint.checkpoint import sync, sync_below
+from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, to_yaml, values_of
 from rallypoint.errors import RunFolderError
 from rallypoint.observability.disk import naming
+from rallypoint.recipes.trust import sign
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +45,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def start(self) -> Path:
+        """What was set on the command line; see `Start`."""
+        return self.path / "start.json"
 
     @property
     def metrics(self) -> Path:
@@ -109,12 +119,15 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep other processes out of the folder; the lock ends with the process, however that ends.
 
+        It is a lock of POSIX, which belongs to the process that took it: a child that outlives its parent does not have
+        it, as it would have one of flock.
+
         Raises:
             RunFolderError: another process is training in it.
         """
         with (self.path / ".lock").open("a+") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 file.seek(0)
                 raise RunFolderError(
@@ -127,28 +140,87 @@ class RunFolder:
             yield
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """How a run was started, beside its config: what `--resume` of its recipe needs to know."""
+
+    overrides: tuple[str, ...] = ()
+    """What was set on the command line, at the start and later; paths hold from any working directory."""
+    signed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Signatures of the code that the config names; see `trust`."""
+
+    @classmethod
+    def of(cls, loaded: LoadedConfig, before: Sequence[str] = ()) -> Start:
+        """Return that of a run, with overrides of an earlier start unless they were given anew."""
+        config = anchored(loaded.config)
+        values, raw = dict(values_of(config)), dict(values_of(loaded.config))
+        paths = [f"{key}={json.dumps(value)}" for key, value in values.items() if value != raw[key]]
+        given = [*loaded.overrides, *(one for one in paths if loaded.origins.get(_key(one)) == COMMAND_LINE)]
+        last: dict[str, str] = {}
+        for one in (*before, *given):
+            last.pop(_key(one), None)
+            last[_key(one)] = one
+        return cls(tuple(last.values()), sign(config))
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Start:
+        """Return that of a run; an empty one where it is not known."""
+        try:
+            found = json.loads(folder.start.read_text(encoding="utf-8"))
+            return cls(tuple(map(str, found["overrides"])), {str(k): str(v) for k, v in found["signed"].items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()
+
+    def write(self, folder: RunFolder) -> None:
+        """Put it into the folder, whole or not at all.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        _write_whole(folder.start, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+
 def create_run(loaded: LoadedConfig) -> RunFolder:
-    """Make the folder of a new run and write its config.
+    """Make the folder of a new run; it appears with its config in it, or not at all.
 
     Raises:
         RunFolderError: it is there already, or cannot be made.
     """
     trainer = loaded.config.trainer
     runs_dir = Path(trainer.runs_dir).expanduser().absolute()
-    path = runs_dir / (trainer.name or f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if trainer.name is None:
-        path = _free(path)
+    name = trainer.name or f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000) if trainer.name is None)]
+    partial = RunFolder(runs_dir / f".{name}.{os.getpid()}.partial")
     try:
-        path.mkdir(parents=True)
-    except FileExistsError:
+        shutil.rmtree(partial.path, ignore_errors=True)
+        partial.logs.mkdir(parents=True)
+        write_config(partial, loaded.config)
+        Start.of(loaded).write(partial)
+        sync_below(partial.path)
+        path = next((path for each in names if _appears(partial.path, path := runs_dir / each)), None)
+        sync(runs_dir)
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir / name} cannot be made: {error}") from error
+    finally:
+        shutil.rmtree(partial.path, ignore_errors=True)
+    if path is None:
+        path = runs_dir / name
         raise RunFolderError(
             f"{path} is there already; resume it with `rally train {path} --resume`, or choose another trainer.name"
-        ) from None
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be made: {error}") from error
-    folder = RunFolder(path)
-    write_config(folder, loaded.config)
-    return folder
+        )
+    return RunFolder(path)
+
+
+def has_begun(folder: RunFolder) -> bool:
+    """Whether a run has come as far as its first line of metrics, which is before the first step."""
+    return (folder.metrics.is_file() and folder.metrics.stat().st_size > 0) or folder.checkpoints.exists()
+
+
+def remove_run(folder: RunFolder) -> None:
+    """Remove the folder of a run that never began; runs_dir too, if it was made for it."""
+    shutil.rmtree(folder.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.path.parent.rmdir()
 
 
 def open_run(path: Path) -> RunFolder:
@@ -159,13 +231,13 @@ def open_run(path: Path) -> RunFolder:
 
 
 def write_config(folder: RunFolder, config: RunConfig) -> None:
-    """Write every key with its value, whole or not at all; paths so that they hold from any working directory."""
-    partial = folder.config.with_suffix(".partial")
+    """Write every key with its value, whole or not at all; paths so that they hold from any working directory.
+
+    Raises:
+        DiskError: the disk is full or not writable.
+    """
     values = anchored(config).model_dump(mode="json")
-    with naming(folder.config):
-        folder.logs.mkdir(exist_ok=True)
-        partial.write_text(f"# The resolved config of this run.\n{to_yaml(values)}", encoding="utf-8")
-        partial.rename(folder.config)
+    _write_whole(folder.config, f"# The resolved config of this run.\n{to_yaml(values)}")
 
 
 def anchored(config: RunConfig) -> RunConfig:
@@ -204,7 +276,26 @@ def _absolute(path: str | None) -> str | None:
     return str(local.absolute()) if local is not None and local.exists() else path
 
 
-def _free(path: Path) -> Path:
-    """Return the path, or with a number behind it when two runs start in the same second."""
-    candidates = (path if n == 1 else path.with_name(f"{path.name}-{n}") for n in range(1, 1000))
-    return next((candidate for candidate in candidates if not candidate.exists()), path)
+def _appears(partial: Path, final: Path) -> bool:
+    """Give a folder its name; False if another one has it, unless that is empty."""
+    try:
+        partial.rename(final)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file so that it has the old text or the new one, also after a power cut."""
+    partial = path.with_suffix(".partial")
+    with naming(path):
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]

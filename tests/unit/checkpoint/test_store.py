@@ -6,7 +6,19 @@ import sys
 
 import pytest
 
-from rallypoint.checkpoint import MANIFEST, checkpoint_name, prune, steps, verify, writing
+from rallypoint.checkpoint import (
+    MANIFEST,
+    checkpoint_name,
+    newest,
+    newest_whole,
+    prune,
+    recover,
+    set_aside,
+    steps,
+    verify,
+    visible,
+    writing,
+)
 from rallypoint.errors import CheckpointError
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(200)), "training/state.json": b"[1]", "empty": b""}
@@ -180,8 +192,46 @@ def test_a_format_of_the_future_is_refused_by_its_number(tmp_path):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CheckpointError, match="cannot be read"):
+        with pytest.raises(CheckpointError, match=r"has no manifest\.json, so it is not whole"):
             verify(path)
+
+
+def test_a_folder_that_is_named_as_a_checkpoint_and_is_none_is_not_passed_over(tmp_path):
+    write(tmp_path, 2)
+    damaged = write(tmp_path, 4)
+    assert (newest(tmp_path), newest(tmp_path / "nothing")) == (4, 0)
+    for name in (MANIFEST, *FILES):
+        (damaged / name).unlink()
+        assert visible(tmp_path) == [2, 4]
+        with pytest.raises(CheckpointError, match=r"step_000004.*the checkpoint is damaged"):
+            newest(tmp_path)
+        assert newest_whole(tmp_path) == 2
+    (damaged / "training").rmdir()
+    with pytest.raises(CheckpointError, match="step_000004"):
+        newest(tmp_path)
+
+
+def test_checkpoints_after_a_step_are_set_aside_under_names_that_nobody_takes_for_checkpoints(tmp_path):
+    for _ in range(2):
+        for step in (2, 4, 6):
+            write(tmp_path, step)
+        set_aside(tmp_path, 2)
+    assert (visible(tmp_path), steps(tmp_path)) == ([2], [2])
+    aside = [f"step_00000{step}.aside{ending}" for step in (4, 6) for ending in ("", "-2")]
+    assert sorted(names(tmp_path)) == sorted(["step_000002", *aside])
+    prune(tmp_path, 1)
+    assert len(names(tmp_path)) == 5
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_when_its_save_was_killed_gets_its_name_back(tmp_path):
+    write(tmp_path, 1).rename(tmp_path / ".step_000001.replaced")
+    assert visible(tmp_path) == []
+    recover(tmp_path)
+    assert newest(tmp_path) == 1
+    write(tmp_path, 1, {"new": b"new"})
+    (tmp_path / ".step_000001.replaced").mkdir()
+    recover(tmp_path)
+    assert contents(tmp_path / "step_000001") == {"new": b"new"}
 
 
 def test_steps_are_listed_in_order_and_without_what_is_no_checkpoint(tmp_path):

@@ -12,7 +12,15 @@ import pytest
 
 from rallypoint.config import LoadedConfig, load_config
 from rallypoint.errors import DiskError, RunFolderError
-from rallypoint.recipes.run_folder import RunFolder, anchored, create_run, newest_run, open_run, write_config
+from rallypoint.recipes.run_folder import (
+    RunFolder,
+    Start,
+    anchored,
+    create_run,
+    newest_run,
+    open_run,
+    write_config,
+)
 
 
 @pytest.fixture
@@ -90,12 +98,96 @@ def test_a_folder_belongs_to_one_process_until_that_ends_however_it_ends(tmp_pat
         pass
 
 
+LEAVE_A_CHILD = """
+import os, subprocess, sys, time
+from pathlib import Path
+from rallypoint.recipes.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    child = os.fork()
+    if child == 0:
+        sys.stdin.readline()
+        os._exit(0)
+    print(child, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_folder(tmp_path: Path):
+    folder = create_run(named(tmp_path, "mine"))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", LEAVE_A_CHILD, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(parent.stdout.readline())
+    assert parent.wait() == 0
+    os.kill(child, 0)  # it is there
+    with folder.locked():
+        pass
+    parent.communicate("\n")
+
+
+MAKE = """
+import os, sys
+from pathlib import Path
+from rallypoint.config import load_config
+from rallypoint.recipes.run_folder import create_run
+calls, last = 0, int(sys.argv[2])
+def count(event, arguments):
+    global calls
+    if event.startswith(("os.", "open", "shutil.")) and "/runs" in str(arguments):
+        calls += 1
+        if calls == last:
+            os.kill(os.getpid(), 9)
+loaded = load_config("digits", [f"trainer.runs_dir={sys.argv[1]}/runs", "trainer.name=mine"])
+sys.addaudithook(count)
+create_run(loaded)
+"""
+
+
+def test_a_kill_at_any_file_operation_leaves_a_folder_with_its_config_or_none(tmp_path: Path):
+    """An audit hook of the interpreter sees every operation on a file before it is done."""
+    for last in range(1, 100):
+        where = tmp_path / str(last)
+        done = subprocess.run([sys.executable, "-c", MAKE, str(where), str(last)], check=False)
+        path = where / "runs" / "mine"
+        if path.exists():
+            assert load_config(str(path)).config.recipe == "ppo"
+            assert (path / "start.json").is_file()
+        else:
+            assert done.returncode == -9
+            create_run(load_config("digits", [f"trainer.runs_dir={where}/runs", "trainer.name=mine"]))
+        if done.returncode == 0:
+            break
+    assert last > 10
+
+
+def test_what_was_set_on_the_command_line_is_kept_with_paths_that_hold_and_the_last_word_counts(
+    tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "model").mkdir()
+    given = ["model.path=model", "data={train: train.jsonl}", "reward.path=S/r", "seed=1", "trainer.name=mine"]
+    folder = create_run(load_config("grpo", given))
+    monkeypatch.chdir("/")
+    start = Start.read(folder)
+    again = Start.of(load_config("grpo", [*start.overrides, "seed=2"]), start.overrides)
+    config = load_config("grpo", again.overrides).config
+    assert (config.model.path, config.data.train) == (f"{tmp_path}/model", (f"{tmp_path}/train.jsonl",))
+    assert config.seed == 2
+    assert sum(one.startswith("seed=") for one in again.overrides) == 1
+    folder.start.write_text("{")
+    assert Start.read(folder) == Start()
+
+
 def test_the_config_is_replaced_whole_and_says_what_it_is(loaded: LoadedConfig):
     folder = create_run(loaded)
     write_config(folder, loaded.config.model_copy(update={"seed": 7}))
     assert folder.config.read_text().startswith("# The resolved config")
     assert load_config(str(folder.path)).config.seed == 7
-    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "logs"]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "logs", "start.json"]
 
 
 def test_paths_in_a_config_hold_from_any_working_directory_and_hub_names_stay(tmp_path: Path, monkeypatch):

@@ -9,7 +9,10 @@ class CheckpointConfig(Section):
     """State that a run can be resumed from."""
 
     every_steps: int | None = key(
-        None, at_least=1, unit="steps", help="Also after the last step and when interrupted; null for those only."
+        None,
+        at_least=1,
+        unit="steps",
+        help="Also after the last step and when interrupted; null: a tenth of the run, but from 5 to 20 steps.",
     )
     keep: int = key(2, at_least=1, help="Older checkpoints are removed.")
 

@@ -1,0 +1,253 @@
+"""Going on from a checkpoint: which one, and whether what is asked for still is the same run.
+
+Every checkpoint keeps a record of what its weights follow from: all keys of the config, digests of the files that they
+name, versions of the packages. A resumed run is compared with the record of the checkpoint that it goes on from:
+
+- refused: what would make the weights so far those of another run (`_SAME`);
+- taken and said, the weights differ from now on: everything that is on no list, such as a learning rate;
+- taken and said, equal up to rounding: what only changes who computes what (`_ROUNDING`);
+- taken: what no bit of the weights follows from (`_FREE`).
+
+Without a checkpoint nothing is kept, so everything may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from rallypoint import checkpoint
+from rallypoint.config import RunConfig, shown
+from rallypoint.errors import CheckpointError, ResumeError
+from rallypoint.recipes.inputs import Inputs, external_inputs, software
+from rallypoint.recipes.made import made_inputs
+from rallypoint.recipes.run_folder import RunFolder
+
+_SAME = {
+    "recipe": "the checkpoint is of another algorithm",
+    "seed": "the order of prompts and every draw follow from it",
+    "model": "the weights so far are of that model",
+    "critic.path": "the critic so far is of that model",
+    "data.train": "which prompts come next follows from it",
+    "data.generate": "which prompts come next follows from it",
+    "data.shuffle": "which prompts come next follows from it",
+    "data.max_prompt_tokens": "which prompts there are follows from it",
+    "data.on_too_long": "which prompts there are follows from it",
+    "rollout.num_prompts": "which prompts come next follows from it",
+}
+"""Key, or section -> why it cannot change in the middle of a run."""
+
+_ROUNDING = (
+    "cluster.pools",
+    "cluster.device",
+    "cluster.num_cpus_per_process",
+    "engine",
+    "rollout.exact",
+    "rollout.max_batch_rows",
+    "rollout.cache_tokens",
+    *(f"{role}.{what}" for role in ("actor", "critic", "reference", "reward") for what in ("placement", "mesh")),
+    "rollout.placement",
+)
+
+_FREE = (
+    "trainer",
+    "checkpoint",
+    "validation",
+    "data.validation",
+    "checks",
+    "cluster",
+    "rollout.serve",
+    "rollout.weights",
+    "model.trust_remote_code",
+    "engine.sleep",
+)
+
+_RECORD = Path("training") / "run.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What the weights of a checkpoint follow from."""
+
+    config: Mapping[str, Any]
+    """The whole tree, as JSON has it."""
+    inputs: Inputs
+    software: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: RunFolder) -> Record:
+        """Read all of it; `inputs` have the digests of what the run has made for itself, if it is made already.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        return cls(config.model_dump(mode="json"), external_inputs(config) | made_inputs(folder), software())
+
+    def write(self, checkpoint_folder: Path) -> None:
+        """Put it into a checkpoint that is being made."""
+        text = json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+        (checkpoint_folder / _RECORD).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, checkpoint_folder: Path) -> Record:
+        """Return that of a checkpoint that was verified.
+
+        Raises:
+            CheckpointError: it has none that could be read.
+        """
+        try:
+            found = json.loads((checkpoint_folder / _RECORD).read_text(encoding="utf-8"))
+            return cls(dict(found["config"]), dict(found["inputs"]), dict(found["software"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{checkpoint_folder / _RECORD}: cannot be read ({error}), so it is not known what the checkpoint was "
+                "made from; it may be of a version of rallypoint that kept no record"
+            ) from error
+
+
+def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:
+    """Return the step of the checkpoint to resume from, verified; 0 to begin at step 1.
+
+    Args:
+        folder: of the run.
+        from_step: an older checkpoint than the newest, 0 for the very beginning; None for the newest.
+
+    Raises:
+        CheckpointError: it is damaged, or there is none of that step; nothing was changed, and the way out is said.
+    """
+    checkpoint.recover(folder.checkpoints)
+    there = checkpoint.visible(folder.checkpoints)
+    if from_step is not None and from_step not in (0, *there):
+        raise CheckpointError(
+            f"{folder.checkpoints} has no checkpoint of step {from_step}; there are those of "
+            f"{', '.join(map(str, there)) or 'none'}"
+        )
+    step = max(there, default=0) if from_step is None else from_step
+    try:
+        if step:
+            checkpoint.verify(folder.checkpoints / checkpoint.checkpoint_name(step))
+    except CheckpointError as error:
+        whole = checkpoint.newest_whole(folder.checkpoints)
+        way = f"that of step {whole} is whole" if whole else "no other is whole, and 0 begins at step 1"
+        raise CheckpointError(
+            f"{error}; give it back what it had, or go on from another: {way}: "
+            f"rally train {folder.path} --resume --from-step {whole}"
+        ) from error
+    return step
+
+
+def compare(old: Record, new: Record, config: RunConfig, step: int) -> list[str]:
+    """Return what has changed since a checkpoint and is taken, a line for each kind of change.
+
+    Args:
+        old: the record of the checkpoint.
+        new: what the run would go on with.
+        config: that of `new`.
+        step: of the checkpoint.
+
+    Raises:
+        ResumeError: a change would make it another run; all of them are listed, with what to do.
+    """
+    changes = [*_changed_keys(old.config, new.config, both=old.inputs.keys() & new.inputs.keys())]
+    changes += _changed_files(old.inputs, new.inputs)
+    refused = [f"{text}: {_SAME[rule]}" for key, text in changes if (rule := _rule(key)) in _SAME]
+    if config.trainer.num_steps < step:
+        refused.append(f"trainer.num_steps={config.trainer.num_steps}: {step} steps are done already")
+    if refused:
+        raise ResumeError(step, tuple(refused))
+    kinds: dict[str, list[str]] = {"": [], ", equal up to rounding": [], ", the weights are others from here on": []}
+    free, rounding, others = kinds.values()
+    for key, text in changes:
+        rule = _rule(key)
+        if key == "trainer.num_steps" and _has_schedule(config):
+            others.append(f"{text}, which the learning rate follows")
+        else:
+            (free if rule in _FREE else rounding if rule in _ROUNDING else others).append(text)
+    versions = {name: (old.software.get(name), new.software.get(name)) for name in {**old.software, **new.software}}
+    rounding += [f"{name} {now} (was {before})" for name, (before, now) in versions.items() if before != now]
+    return [f"changed since step {step}{kind}: {'; '.join(texts)}" for kind, texts in kinds.items() if texts]
+
+
+def _rule(key: str) -> str | None:
+    """Return the longest entry of the lists that a key belongs to."""
+    entries = (entry for entry in (*_SAME, *_ROUNDING, *_FREE) if f"{key}.".startswith(f"{entry}."))
+    return max(entries, key=len, default=None)
+
+
+def _changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, both: Set[str], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys with other values, and both of them in words; of files that both have the content is compared."""
+    for name in dict.fromkeys((*new, *old)):
+        key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changed_keys(before, after, both=both, prefix=f"{key}.")
+        elif before != after and key not in both:
+            yield key, f"{key}={shown(after)} (was {shown(before)})"
+
+
+def _changed_files(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:
+    for key in sorted(old.keys() & new.keys()):
+        before, after = old[key], new[key]
+        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        if names:
+            listed = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            yield key, f"{key}: {listed} {'differs' if len(names) == 1 else 'differ'}"
+
+
+def _has_schedule(config: RunConfig) -> bool:
+    """Whether the learning rate of a step follows from the number of steps."""
+    optimizers = [config.actor.optimizer, *([config.critic_optimizer] if config.recipe == "ppo" else [])]
+    return any(optimizer.schedule != "constant" or optimizer.warmup_ratio for optimizer in optimizers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a start of a run begins, and what its weights will follow from."""
+
+    first: int
+    """Steps that are done: those of the checkpoint that it goes on from, or none."""
+    config: RunConfig
+    was: Record | None = None
+    """The record of that checkpoint."""
+    now: Record | None = None
+    """What was compared with it."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: what has changed, or that there is no checkpoint."""
+
+    @classmethod
+    def resumed(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:
+        """Look at the checkpoints of a run and compare what is asked for with the one that it goes on from.
+
+        Later checkpoints than `from_step` are set aside, when nothing speaks against going on.
+
+        Raises:
+            CheckpointError: see `step_to_go_on_from`.
+            ResumeError: a change would make it another run.
+        """
+        first = step_to_go_on_from(folder, from_step)
+        was, now, notes = None, None, list[str]()
+        if first:
+            was = Record.read(folder.checkpoints / checkpoint.checkpoint_name(first))
+            now = Record.of(config, folder)
+            notes += compare(was, now, config, first)
+        aside = checkpoint.set_aside(folder.checkpoints, first) if from_step is not None else []
+        notes += [f"going on from step {first}; set aside: {', '.join(path.name for path in aside)}"] if aside else []
+        if not first:
+            notes.append("no checkpoint to go on from: the run begins at step 1, and steps done before are done again")
+        return cls(first, config, was, now, tuple(notes))
+
+    def record(self, folder: RunFolder) -> Record:
+        """Return what the weights follow from, when all of it has been made or read.
+
+        Raises:
+            ResumeError: what the run has made for itself is not what its checkpoint was trained with.
+        """
+        if self.was is None or self.now is None:
+            return Record.of(self.config, folder)
+        record = dataclasses.replace(self.now, inputs=self.now.inputs | made_inputs(folder))
+        compare(self.was, record, self.config, self.first)
+        return record

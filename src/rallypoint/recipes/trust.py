@@ -1,0 +1,78 @@
+"""What a run folder may have run on this machine: nothing that its user has not named.
+
+A config names code: a reward function, a model folder with Python in it, a cluster that takes and gives pickles. Who
+types it, or points at a YAML file, has named it. A run folder may come from anybody. So a run that is started here
+signs what it names with a key that only this user can read, and a folder is believed where the signature is right. The
+key is made when it is needed first; nothing is sent anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from rallypoint.config import RunConfig
+from rallypoint.environments.reward import SHIPPED
+
+_NUM_BYTES = 32
+
+
+def code_named(config: RunConfig) -> dict[str, str]:
+    """Return the keys by which a config has code run that does not ship with the package, and what each names."""
+    found: dict[str, str] = {}
+    if config.reward.function is not None and config.reward.function not in SHIPPED:
+        found["reward.function"] = config.reward.function
+    if config.model.trust_remote_code:
+        models = (config.model.path, config.critic.path, config.reward.path)
+        found["model.trust_remote_code"] = " ".join(path for path in models if path is not None)
+    if config.cluster.address is not None:
+        found["cluster.address"] = config.cluster.address
+    if "://" in config.cluster.rendezvous:
+        found["cluster.rendezvous"] = config.cluster.rendezvous
+    return found
+
+
+def sign(config: RunConfig) -> dict[str, str]:
+    """Return a signature for each key of `code_named`; none where this user cannot keep a key."""
+    named = code_named(config)
+    key = _key(make=True) if named else None
+    return {} if key is None else {name: _signature(key, name, what) for name, what in named.items()}
+
+
+def unsigned(config: RunConfig, signatures: Mapping[str, str]) -> dict[str, str]:
+    """Return what of `code_named` was not signed by this user."""
+    key = _key(make=False)
+    return {
+        name: what
+        for name, what in code_named(config).items()
+        if key is None or not hmac.compare_digest(_signature(key, name, what), str(signatures.get(name, "")))
+    }
+
+
+def _signature(key: bytes, name: str, what: str) -> str:
+    return hmac.new(key, json.dumps([name, what]).encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes | None:
+    """Return this user's key; None if there is none, or none can be made."""
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    path = Path(state) / "rallypoint" / "key"
+    try:
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            own = path.with_name(f".key.{os.getpid()}")
+            own.touch(0o600)
+            own.write_bytes(secrets.token_bytes(_NUM_BYTES))
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)  # which of two that begin at once is the first
+            own.unlink()
+        key = path.read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    return key if len(key) == _NUM_BYTES else None
