@@ -95,8 +95,8 @@ def test_two_processes_cannot_train_in_one_run_folder(runs):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_scheduler_s_end_and_a_closed_terminal_save_like_ctrl_c(runs, name):
-    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=4000", *INLINE))
-    wait_for("stopped", "step     3/4000", process)
+    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=400", *INLINE))
+    wait_for("stopped", "  3/400", process)
     process.send_signal(getattr(signal, name))
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130

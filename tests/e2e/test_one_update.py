@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from rallypoint.observability import read_metrics
-from rallypoint.recipes.loop import summarise
+from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

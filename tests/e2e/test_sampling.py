@@ -3,7 +3,7 @@
 import json
 
 from rallypoint.observability import read_metrics
-from rallypoint.recipes.loop import summarise
+from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

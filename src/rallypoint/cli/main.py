@@ -94,7 +94,7 @@ def evaluate(
     ],
     data: Annotated[list[str], typer.Argument(metavar="DATA", help="Parquet or jsonl files.")],
     reward: Annotated[
-        str | None, typer.Option(help="file.py:function; by default the one that the run was trained with.")
+        str | None, typer.Option(help="file.py:function; by default that of the run, if it is one that ships.")
     ] = None,
     temperature: Temperature = 1.0,
     num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,

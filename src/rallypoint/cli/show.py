@@ -28,6 +28,7 @@ from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.observability.theme import PALETTE
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.recipes.wanted import load_named
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
 
@@ -77,7 +78,7 @@ def print_recipes() -> None:
 
 def print_plan(recipe: str, overrides: Sequence[str]) -> None:
     """Print batch arithmetic, placement and memory, unless the weights that the config names could not be loaded."""
-    loaded = load_checked(recipe, overrides)
+    loaded = load_named(recipe, overrides)
     config = loaded.config
     if any((config.model.path, config.critic.path, config.reward.path)):
         from rallypoint.recipes.reading import check_weights  # only now torch, and the seconds that it takes

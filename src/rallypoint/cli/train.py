@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +32,7 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
     """Train, and return the exit status: 0 when all steps are done, 130 when interrupted."""
     console = Console()
     if resume:
-        loaded, folder = find_wanted(recipe, overrides, say=console.print)
+        loaded, folder = find_wanted(recipe, overrides, say=partial(console.print, soft_wrap=True, markup=False))
     elif from_step is not None:
         raise ConfigError(("--from-step is for --resume: it names the checkpoint to go on from",))
     elif Path(recipe).is_dir():
@@ -61,7 +62,7 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
 def _run(loaded: LoadedConfig, folder: RunFolder, console: Console, *, resume: bool, from_step: int | None) -> bool:
     # Only now torch, and with it the seconds that importing takes: the config is right.
     from rallypoint.observability import make_progress
-    from rallypoint.recipes.loop import summarise
+    from rallypoint.recipes.ending import summarise
     from rallypoint.recipes.loop import train as run
 
     with make_progress(console) as progress:

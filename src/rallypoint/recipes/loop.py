@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import LoadedConfig, RunConfig, make_plan
+from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.config.plan import describe_way, weights_way
-from rallypoint.data import load_tokenizer
 from rallypoint.observability import (
     Completion,
     MetricsLog,
@@ -27,10 +25,8 @@ from rallypoint.observability import (
     RunInfo,
     Spans,
     StepReport,
-    Summary,
     collect_spans,
     read_metrics,
-    save_curve,
     span,
 )
 from rallypoint.observability.agreement import Agreement
@@ -368,30 +364,4 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
         first_step=first + 1,
         rewards=[record["reward/mean"] for record in before if "reward/mean" in record],
         validations=[record["validation/score"] for record in before if "validation/score" in record],
-    )
-
-
-def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]:
-    tokenizer = load_tokenizer(checkpoint_folder, trust_remote_code=config.model.trust_remote_code)
-    return lambda token: str(tokenizer.decode([token]))
-
-
-def summarise(folder: RunFolder, config: RunConfig) -> Summary:
-    """Draw the learning curve and sum up a run from its folder."""
-    curve = save_curve(folder.metrics, folder.curve, folder.path.name)
-    found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
-    commands = {"chat": f"rally chat {found[-1]}"} if found else {}
-    validation = folder.data / "validation.parquet"
-    if found and validation.is_file() and config.reward.function is not None:
-        commands["evaluate"] = f"rally eval {found[-1]} {validation}"
-    predicted = make_plan(config)
-    return Summary.from_metrics(
-        folder.metrics,
-        name=folder.path.name,
-        run_dir=folder.path,
-        curve=curve,
-        checkpoints=found,
-        commands=commands,
-        text_of=_text_of(found[-1], config) if found else None,
-        predicted_memory_gib={memory.role: predicted.turn_memory(memory.role) / 2**30 for memory in predicted.memory},
     )

@@ -200,7 +200,7 @@ def _changed_files(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:
 
 def _has_schedule(config: RunConfig) -> bool:
     """Whether the learning rate of a step follows from the number of steps."""
-    optimizers = [config.actor.optimizer, *([config.critic_optimizer] if config.recipe == "ppo" else [])]
+    optimizers = [config.actor.optimizer, *([config.critic.optimizer] if config.recipe == "ppo" else [])]
     return any(optimizer.schedule != "constant" or optimizer.warmup_ratio for optimizer in optimizers)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import LoRAConfig, RunConfig, load_config
 from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
-from rallypoint.environments.reward import load_reward
+from rallypoint.environments.reward import SHIPPED, load_reward
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
@@ -92,11 +92,12 @@ def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
     """
     path = Path(name).expanduser().absolute()
     if (path / "config.yaml").is_file():
-        found = checkpoints.steps(path / "checkpoints")
+        found = checkpoints.visible(path / "checkpoints")
         if not found:
             raise ModelError(f"{name}: this run has no checkpoint yet")
         path = path / "checkpoints" / checkpoints.checkpoint_name(found[-1])
-    if (path / checkpoints.MANIFEST).is_file():
+        checkpoints.verify(path)
+    elif (path / checkpoints.MANIFEST).is_file():
         checkpoints.verify(path)
     if not path.is_dir() and not is_hub_name(name):
         raise ModelError(f"{name}: no such folder (looked in {Path.cwd()}); expected a checkpoint, a run or a model")
@@ -173,20 +174,19 @@ def evaluate(
 
 
 def _reward_of(trained: Trained) -> str:
-    """Return the reward of the model's run, unless it is code that came with the run's folder."""
+    """Return the reward of the model's run, if it is one that ships: a folder must not choose whose code runs here."""
     if trained.config is None:
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
-    spec, run = trained.config.reward.function, Path(trained.path).resolve().parent.parent
+    spec = trained.config.reward.function
     if spec is None:
         raise RewardError(
             f"the run of {trained.path} has a reward model, which is asked in training only, and no function; "
             "name one: --reward file.py:function"
         )
-    file, colon, _ = spec.rpartition(":")
-    # A folder that somebody else made must not choose what runs here.
-    if colon and (not Path(file).is_absolute() or Path(file).resolve().is_relative_to(run)):
+    if spec not in SHIPPED:
         raise RewardError(
-            f"the reward of this run is code that may have come with its folder; read it, and name it: --reward {spec}"
+            f"the reward of this run is a file's, and a run folder does not decide what is run here; if you know and "
+            f"trust it, name it: --reward {spec}"
         )
     return spec
 

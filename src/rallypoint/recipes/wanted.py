@@ -7,7 +7,7 @@ start over it. Whether the run may go on so is for `resume.py` to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,40 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
         RunFolderError: there is no run of that recipe.
         ConfigError: the config is wrong, or names code that this user has not named.
     """
-    path = Path(recipe)
-    if (path / "config.yaml").is_file():
-        folder = open_run(path)
-        start, loaded = Start.read(folder), load_checked(str(path), overrides)
-        own = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
-    else:
-        folder = open_run(_newest(recipe, overrides))
-        start = Start.read(folder)
-        taken = [one for one in start.overrides if not _sets(overrides, one.partition("=")[0])]
-        if taken:
-            say(f"{folder.path.name}: as on the command line of its start: {' '.join(taken)}")
-        loaded = load_checked(recipe, [*taken, *overrides])
-        own = {key for key, origin in loaded.origins.items() if origin != COMMAND_LINE or _sets(overrides, key)}
-    foreign = {key: what for key, what in unsigned(anchored(loaded.config), start.signed).items() if key not in own}
+    if _is_run(recipe):
+        return load_named(recipe, overrides), open_run(Path(recipe))
+    folder = open_run(_newest(recipe, overrides))
+    start = Start.read(folder)
+    taken = [one for one in start.overrides if not _sets(overrides, one.partition("=")[0])]
+    if taken:
+        say(f"{folder.path.name}: as on the command line of its start: {' '.join(taken)}")
+    loaded = load_checked(recipe, [*taken, *overrides])
+    named = {key for key, origin in loaded.origins.items() if origin != COMMAND_LINE or _sets(overrides, key)}
+    _refuse_foreign(loaded, folder, named)
+    return loaded, folder
+
+
+def load_named(recipe: str, overrides: Sequence[str]) -> LoadedConfig:
+    """Return a checked config; that of a run folder only if its user has named the code that it names.
+
+    Raises:
+        ConfigError: the config is wrong, or the folder of somebody else's run names code.
+    """
+    loaded = load_checked(recipe, overrides)
+    if _is_run(recipe):
+        named = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
+        _refuse_foreign(loaded, RunFolder(Path(recipe).absolute()), named)
+    return loaded
+
+
+def _is_run(recipe: str) -> bool:
+    return (Path(recipe) / "config.yaml").is_file()
+
+
+def _refuse_foreign(loaded: LoadedConfig, folder: RunFolder, named: Set[str]) -> None:
+    """Refuse code that only a run folder names, unless its user started that run."""
+    code = unsigned(anchored(loaded.config), Start.read(folder).signed)
+    foreign = {key: what for key, what in code.items() if key not in named}
     if foreign:
         values = dict(values_of(loaded.config))
         raise ConfigError(
@@ -53,7 +73,6 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
                 for key, what in foreign.items()
             )
         )
-    return loaded, folder
 
 
 def _newest(recipe: str, overrides: Sequence[str]) -> Path:

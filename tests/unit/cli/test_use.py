@@ -84,6 +84,8 @@ def test_a_damaged_checkpoint_is_refused(command, trained, tmp_path):
     weights = run / "checkpoints" / "step_000004" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "expected" in refused(command("chat", str(run)), CheckpointError)
+    (weights.parent / "manifest.json").unlink()
+    assert "has no manifest.json, so it is not whole" in refused(command("chat", str(run)), CheckpointError)
     shutil.rmtree(run / "checkpoints")
     assert "no checkpoint yet" in refused(command("chat", str(run)), ModelError)
 
@@ -152,7 +154,7 @@ def test_an_answer_that_is_broken_off_is_forgotten_with_its_question(trained):
     assert list(first.ask("12")) == list(other.ask("12"))
 
 
-@pytest.mark.parametrize("where", ["{run}/rewards.py", "rewards.py"])
+@pytest.mark.parametrize("where", ["{run}/rewards.py", "rewards.py", "{run.parent}/elsewhere/rewards.py"])
 def test_a_reward_that_came_with_the_run_is_not_run_unless_it_is_named(command, trained, tmp_path, where):
     run = shutil.copytree(trained.run, tmp_path / "run")
     (run / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.5")
@@ -160,7 +162,7 @@ def test_a_reward_that_came_with_the_run_is_not_run_unless_it_is_named(command, 
     named = where.format(run=run)
     config.write_text(config.read_text().replace("function: digits", f"function: {named}:f"))
     refusal = refused(command("eval", str(run), trained.data), RewardError)
-    assert f"read it, and name it: --reward {named}:f" in refusal
+    assert f"if you know and trust it, name it: --reward {named}:f" in refusal
     result = command("eval", str(run), trained.data, "--reward", f"{run}/rewards.py:f")
     assert "score 0.5000" in result.stdout
 

@@ -148,6 +148,7 @@ create_run(loaded)
 
 def test_a_kill_at_any_file_operation_leaves_a_folder_with_its_config_or_none(tmp_path: Path):
     """An audit hook of the interpreter sees every operation on a file before it is done."""
+    last = 0
     for last in range(1, 100):
         where = tmp_path / str(last)
         done = subprocess.run([sys.executable, "-c", MAKE, str(where), str(last)], check=False)

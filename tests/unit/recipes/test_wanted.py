@@ -8,7 +8,7 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.errors import ConfigError, RunFolderError
 from rallypoint.recipes.run_folder import RunFolder, create_run
-from rallypoint.recipes.wanted import find_wanted
+from rallypoint.recipes.wanted import find_wanted, load_named
 
 FILE = "base: digits\nactor: {num_mini_batches: 2}\ntrainer: {name: mine, num_steps: 50}\n"
 REWARD = "def f(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
@@ -98,6 +98,9 @@ def test_code_that_a_foreign_run_folder_names_is_not_run_unless_it_is_named(here
     assert "name it yourself: model.trust_remote_code=true" in said
     assert "cluster.address (auto)" in said
     named = (f"reward.function={here}/rewards.py:f", "model.trust_remote_code=true", "cluster.address=auto")
+    with pytest.raises(ConfigError, match="you did not start that run"):
+        load_named(str(run.path), named[:2])
+    assert load_named("mine.yaml", []).config.recipe == "ppo"
     config, _, _ = wanted(run.path, *named)
     assert config.reward.function == f"{here}/rewards.py:f"
 

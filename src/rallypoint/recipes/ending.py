@@ -1,0 +1,40 @@
+"""What is said of a run that is done, from its folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rallypoint import checkpoint
+from rallypoint.config import RunConfig, make_plan
+from rallypoint.data import load_tokenizer
+from rallypoint.environments.reward import SHIPPED
+from rallypoint.observability import Summary, save_curve
+from rallypoint.recipes.run_folder import RunFolder
+
+
+def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]:
+    tokenizer = load_tokenizer(checkpoint_folder, trust_remote_code=config.model.trust_remote_code)
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def summarise(folder: RunFolder, config: RunConfig) -> Summary:
+    """Draw the learning curve and sum up a run from its folder."""
+    curve = save_curve(folder.metrics, folder.curve, folder.path.name)
+    found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
+    commands = {"chat": f"rally chat {found[-1]}"} if found else {}
+    validation = folder.data / "validation.parquet"
+    if found and validation.is_file() and config.reward.function is not None:
+        own = "" if config.reward.function in SHIPPED else f" --reward {config.reward.function}"
+        commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"
+    predicted = make_plan(config)
+    return Summary.from_metrics(
+        folder.metrics,
+        name=folder.path.name,
+        run_dir=folder.path,
+        curve=curve,
+        checkpoints=found,
+        commands=commands,
+        text_of=_text_of(found[-1], config) if found else None,
+        predicted_memory_gib={memory.role: predicted.turn_memory(memory.role) / 2**30 for memory in predicted.memory},
+    )
