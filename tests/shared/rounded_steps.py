@@ -15,7 +15,7 @@ from ranks import CONFIG, EPS, loss_and_norm
 from tiny_models import make_tiny_model
 from torch import Tensor
 
-from rallypoint.engine import Engine
+from rallypoint.engine import Engine, critic_values
 from rallypoint.models import load_critic, load_policy, save_model
 from rallypoint.types import ActorBatch, CriticBatch
 
@@ -59,6 +59,22 @@ def drop_row(batch: ActorBatch | CriticBatch, row: int) -> ActorBatch | CriticBa
     return dataclasses.replace(batch, returns=torch.where(mine, batch.values, batch.returns))
 
 
+def off_the_bound(folder: str, batch: CriticBatch) -> CriticBatch:
+    """Return a batch in which no value is near a place where the gradient of its clipped loss jumps.
+
+    It jumps where a value is 0.2 from the old one, and where it is as far from the return as its bound is. So a third
+    of the old values are the critic's own, the others are half above and half below, and returns are at least 1 away.
+    Otherwise one rounding decides whether a token has a gradient at all.
+    """
+    shard, at = load_critic(folder, dtype="float64"), batch.loss_mask.nonzero().flatten()
+    with torch.no_grad():
+        own = critic_values(shard, batch, at)
+    values, returns = batch.values.clone(), batch.returns.clone()
+    values[at] = own + torch.tensor([0.0, 0.5, -0.5], dtype=torch.float64)[torch.arange(len(at)) % 3]
+    returns[at] += own + returns[at].sign()
+    return dataclasses.replace(batch, values=values, returns=returns)
+
+
 def take_steps(
     folder: str,
     role: str,
@@ -84,7 +100,8 @@ def take_steps(
     """
     shard = (load_policy if role == "actor" else load_critic)(folder, dtype=dtype, device=device)
     engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap, padded=padded)
-    batch = change(make_batch(role))
+    batch = make_batch(role)
+    batch = change(off_the_bound(folder, batch) if isinstance(batch, CriticBatch) else batch)
 
     def loss(rows, at):
         total, metrics = loss_of(shard, rows, at)

@@ -2,6 +2,17 @@
 
 Owns: the three estimators, and where a run lets the divergence act. Must not know: what else is in the
 reward or the loss. Frame of reference: everything is per token and aligned with the tokens.
+
+An estimator with the right value need not have the right gradient. In expectation over sampled tokens:
+
+    placement   estimator   gradient
+    reward      k1          that of KL(policy || reference), of whole responses
+    loss        k2          that of KL(policy || reference), token by token
+    loss        k3          that of KL(reference || policy), token by token: the same minimum, another way there
+    loss        k1          zero: refused
+    reward      k2, k3      neither; a token that the policy has almost lost is driven out altogether: refused
+
+tests/unit/algorithms/test_gradients.py has them all on a policy whose responses can be enumerated.
 """
 
 from __future__ import annotations
@@ -15,6 +26,9 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut off here before `exp`: e**20 = 4.9e8 is far outside every trust region, and finite."""
+
+MIN_LOGPROB = -1000.0
+"""Logprobs below are taken for this. A model can exclude a token (-inf), and differences must stay finite."""
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Schulman's three estimators of a KL divergence from one sample."""
@@ -38,6 +52,20 @@ class KL:
                 "kl: k1 in the loss does not pull towards the reference, because its gradient is that of "
                 "logprobs, whose expectation is zero: use the estimator k2 or k3, or the placement 'reward'"
             )
+        if self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"kl: {self.estimator} in the reward does not pull towards the reference, because only k1 has the "
+                "gradient of the divergence there: use the estimator k1, or the placement 'loss'"
+            )
+
+
+def log_ratio(logprobs: Float[Tensor, " T"], other_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Return logprobs - other_logprobs, finite also where a model excludes a token; 0 where both do.
+
+    >>> log_ratio(torch.tensor([-1.0, -1.0, -torch.inf]), torch.tensor([-3.0, -torch.inf, -torch.inf])).tolist()
+    [2.0, 999.0, 0.0]
+    """
+    return logprobs.clamp(min=MIN_LOGPROB) - other_logprobs.clamp(min=MIN_LOGPROB)
 
 
 def kl_penalty(
@@ -49,10 +77,11 @@ def kl_penalty(
 
         k1 = -d                 unbiased, but often negative
         k2 = d**2 / 2           biased, never negative; its gradient is unbiased
-        k3 = exp(d) - 1 - d     unbiased, never negative
+        k3 = exp(d) - 1 - d     unbiased, never negative; its gradient is that of KL(reference || policy)
 
     In k3, d is cut off at 20 so that it cannot overflow: above that it is constant, about 4.9e8, and its
-    gradient is zero. d is not cut off below, where k3 is the straight line -1 - d.
+    gradient is zero. d is not cut off below, where k3 is the straight line -1 - d. See `log_ratio` for
+    logprobs of -inf.
 
     >>> policy = torch.tensor([0.5, 0.25, 0.25]).log()
     >>> reference = torch.tensor([0.25, 0.25, 0.5]).log()
@@ -66,13 +95,18 @@ def kl_penalty(
         logprobs: [T] of the policy that sampled the tokens.
         reference_logprobs: [T] of the same tokens, by the reference.
         estimator: k1, k2 or k3.
+
+    Raises:
+        ValueError: there is no such estimator.
     """
-    log_ratio = reference_logprobs - logprobs
+    d = log_ratio(reference_logprobs, logprobs)
     match estimator:
         case "k1":
-            return logprobs - reference_logprobs
+            return log_ratio(logprobs, reference_logprobs)
         case "k2":
-            return 0.5 * log_ratio.square()
+            return 0.5 * d.square()
         case "k3":
-            log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
-            return torch.expm1(log_ratio) - log_ratio
+            d = d.clamp(max=MAX_LOG_RATIO)
+            return torch.expm1(d) - d
+        case _:
+            raise ValueError(f"estimator: expected 'k1', 'k2' or 'k3', found {estimator!r}")

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rallypoint.algorithms.kl import MAX_LOG_RATIO, KLEstimator, kl_penalty
+from rallypoint.algorithms.kl import MAX_LOG_RATIO, KLEstimator, kl_penalty, log_ratio
 from rallypoint.types import Mean, Metrics, merge
 
 
@@ -29,7 +29,7 @@ class PolicyLoss:
     num_tokens: Int[Tensor, ""]
     """Trained tokens."""
     num_clipped: Int[Tensor, ""]
-    """Tokens whose gradient was cut off by a bound, the dual one included."""
+    """Tokens whose gradient was cut off by a bound: of the ratio, the dual one, or that of the log-ratio."""
     kl_sum: Float[Tensor, ""]
     """k3 estimate of KL(old || current): how far this update has moved."""
 
@@ -62,7 +62,7 @@ def policy_loss(
 
     Equal bounds are PPO's and GRPO's, `clip_high > clip_low` is DAPO's clip-higher (arXiv 2503.14476).
     The log-ratio is cut off at +-20 before `exp`, so that it cannot overflow; a token beyond has no
-    gradient.
+    gradient, and is counted as clipped.
 
     Ratios 2, 2, 1/2, 1/2 with advantages of both signs: only where moving on would help is it clipped.
     The last two tokens are not trained.
@@ -79,9 +79,9 @@ def policy_loss(
     >>> round(float(result.sum), 4), int(result.num_clipped)  # -1.3 + 2 - 0.5 + 0.8
     (1.0, 2)
     """
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)
+    moved = torch.where(loss_mask, log_ratio(logprobs, old_logprobs), 0.0)
     advantages = torch.where(loss_mask, advantages, 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = moved.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     free = ratio * advantages
     bounded = torch.minimum(free, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
     if dual_clip is not None:
@@ -89,8 +89,8 @@ def policy_loss(
     return PolicyLoss(
         sum=-bounded.sum(dtype=torch.float64),
         num_tokens=loss_mask.sum(),
-        num_clipped=(bounded != free).sum(),
-        kl_sum=kl_penalty(torch.zeros_like(log_ratio), log_ratio.detach(), "k3").sum(dtype=torch.float64),
+        num_clipped=((bounded != free) | ((moved.abs() > MAX_LOG_RATIO) & (advantages != 0))).sum(),
+        kl_sum=kl_penalty(torch.zeros_like(moved), moved.detach(), "k3").sum(dtype=torch.float64),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rallypoint.algorithms._rows import numbered
 from rallypoint.algorithms.advantages import (
     gae_advantages,
     group_relative_advantages,
@@ -56,7 +57,10 @@ def group_relative(
 ) -> ActorBatch:
     """Weigh every rollout against the others of its prompt, as GRPO does.
 
-    KL in the reward is subtracted from the tokens' rewards first, and so enters scores and baselines.
+    KL in the reward is subtracted from the tokens' rewards first, and so enters scores and baselines. The
+    standard deviation of a group whose rewards are all equal would then be that of the penalties alone, and
+    dividing by it would blow up what `kl.coef` made small: a penalty of a thousandth would weigh as much as
+    a right answer. Such a group is centred and not divided.
 
     Args:
         batch: B rows; those with the same `prompt_index` are a group.
@@ -70,20 +74,38 @@ def group_relative(
             token that is not trained.
     """
     rewards = _rewards(batch, kl)
-    if token_discount is not None:
-        advantages = group_relative_token_advantages(
-            rewards,
+
+    def relative(token_rewards: Tensor, *, normalize_std: bool) -> Tensor:
+        if token_discount is None:
+            return _by_row(batch, token_rewards, normalize_std=normalize_std)
+        return group_relative_token_advantages(
+            token_rewards,
             batch.loss_mask,
             batch.offsets,
             batch.prompt_index,
             normalize_std=normalize_std,
             discount=token_discount,
         )
-        return _actor_batch(batch, advantages, kl)
-    scores = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, batch.row_of_token, rewards.double())
+
+    advantages = relative(rewards, normalize_std=normalize_std)
+    if normalize_std and kl is not None and kl.placement == "reward":
+        differs = _in_groups_with(relative(batch.token_rewards, normalize_std=False) != 0, batch)
+        advantages = torch.where(differs, advantages, relative(rewards, normalize_std=False))
+    return _actor_batch(batch, advantages, kl)
+
+
+def _by_row(batch: JudgedBatch, token_rewards: Tensor, *, normalize_std: bool) -> Tensor:
+    """[T] the advantage of its row's score, at every trained token."""
+    scores = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, batch.row_of_token, token_rewards.double())
     row_advantages = group_relative_advantages(scores, batch.prompt_index, normalize_std=normalize_std)
-    advantages = torch.where(batch.loss_mask, row_advantages[batch.row_of_token], 0.0)
-    return _actor_batch(batch, advantages.to(rewards.dtype), kl)
+    return torch.where(batch.loss_mask, row_advantages[batch.row_of_token], 0.0).to(token_rewards.dtype)
+
+
+def _in_groups_with(tokens: Tensor, batch: JudgedBatch) -> Tensor:
+    """[T] True at every token of a group in which one token or more is marked; `tokens` is [T] bool."""
+    group, num_groups = numbered(batch.prompt_index)
+    num_marked = torch.zeros(num_groups, dtype=torch.int64).index_add_(0, group[batch.row_of_token], tokens.long())
+    return (num_marked > 0)[group][batch.row_of_token]
 
 
 def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:

@@ -100,11 +100,17 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
             "rollout.group_size=1: recipe=grpo compares the rollouts of a group, and a group of one has nothing to "
             "compare; expected at least 2, usually 8",
         )
-    if config.kl is not None and config.kl.placement == "loss" and config.kl.estimator == "k1":
+    if config.kl is not None and config.kl.placement == "loss" and config.kl.estimator_used == "k1":
         yield Problem(
             ("kl.estimator", "kl.placement"),
             "kl.estimator='k1' does not pull towards the reference when kl.placement=loss (the mean of its gradient is "
             "zero); expected k2 or k3, or kl.placement=reward",
+        )
+    if config.kl is not None and config.kl.placement == "reward" and config.kl.estimator_used != "k1":
+        yield Problem(
+            ("kl.estimator", "kl.placement"),
+            f"kl.estimator={config.kl.estimator!r} does not pull towards the reference when kl.placement=reward (only "
+            "k1 has the gradient of the KL there); expected k1, or kl.placement=loss",
         )
     highest_ratio = 1 + config.actor.clip_high
     if config.actor.dual_clip is not None and config.actor.dual_clip <= highest_ratio:

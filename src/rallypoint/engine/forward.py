@@ -55,8 +55,7 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
     The ranks along `sp` share the work, and each returns all numbers.
     """
     stream = Stream(shard, batch, positions)
-    values = value_head(shard.model)(stream.states()).squeeze(-1)
-    return stream.join(values.to(torch.promote_types(values.dtype, torch.float32)))
+    return stream.join(_one_number(shard, stream.states()))
 
 
 def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
@@ -90,13 +89,19 @@ def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
 def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Return a reward model's score of rows up to and with the token at each position: [N], as `critic_values`.
 
-    Computed in float32 at least: in bfloat16 rows whose scores are less than a percent apart would have the same one.
     The ranks along `sp` share the work, and each returns all numbers.
     """
-    stream, head = Stream(shard, batch, positions, whole_rows), value_head(shard.model)
-    states = stream.states()
-    exact = torch.promote_types(states.dtype, torch.float32)
+    stream = Stream(shard, batch, positions, whole_rows)
+    return stream.join(_one_number(shard, stream.states()))
+
+
+def _one_number(shard: ModelShard, states: Tensor) -> Tensor:
+    """Return what the head of a critic or reward model says of states, [N, E]: [N] float32 at least.
+
+    In bfloat16 values and scores that are less than a percent apart would be the same one.
+    """
+    head, exact = value_head(shard.model), torch.promote_types(states.dtype, torch.float32)
     if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight
-        return stream.join(head(states).to(exact).squeeze(-1))
+        return head(states).to(exact).squeeze(-1)
     bias = None if head.bias is None else head.bias.to(exact)
-    return stream.join(functional.linear(states.to(exact), head.weight.to(exact), bias).squeeze(-1))
+    return functional.linear(states.to(exact), head.weight.to(exact), bias).squeeze(-1)

@@ -36,6 +36,9 @@ KEPT_BYTES = 256 * 2**20
 _STRIP_BYTES = 2 * 2**20
 """Of logits in the precision of the softmax on a CPU; two of this size exist."""
 
+_LOWEST_LOGIT = -1e30
+"""Logits below are taken for this. A model can exclude a token (-inf), whose share is 0 and whose entropy is not NaN."""
+
 _Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
 
 
@@ -68,6 +71,7 @@ def head_outputs(
         logprobs = z[targets] - logsumexp(z)        entropy = -sum(softmax(z) * log_softmax(z))
 
     Products are in the precision of the states; everything after them is float32, or float64 for float64 states.
+    A token with a logit of -inf has no share in the entropy, and a logprob that is finite, below -1e29.
     Both results have gradients, once differentiable, to states, weight and bias.
 
     >>> weight = torch.tensor([0.5, 0.25, 0.25]).log().unsqueeze(1)
@@ -146,7 +150,7 @@ class _HeadStatistics(torch.autograd.Function):
             logits = functional.linear(states[chunk], weight, bias)
             for rows, part, scaled, shares in strips.of(chunk, logits):
                 # Against the largest, every term of the entropy is positive: nothing cancels where a token is sure.
-                largest = _cap(scaled.copy_(part), softcap).amax(-1) / temperature
+                largest = _cap(_finite(part, out=scaled), softcap).amax(-1) / temperature
                 torch.add(-largest.unsqueeze(1), scaled, alpha=1.0 / temperature, out=scaled)
                 chosen = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
                 total = torch.exp(scaled, out=shares).sum(-1)
@@ -181,7 +185,7 @@ class _HeadStatistics(torch.autograd.Function):
         for chunk in _chunks(len(states), ctx.rows_per_chunk):
             grad = kept.pop() if kept else functional.linear(states[chunk], weight, bias)
             for rows, part, log_shares, shares in strips.of(chunk, grad):
-                logits = _cap(log_shares.copy_(part), ctx.softcap)
+                logits = _cap(_finite(part, out=log_shares), ctx.softcap)
                 # d (cap * tanh(x / cap)) / d x = 1 - tanh(x / cap)^2
                 slope = None if ctx.softcap is None else (logits / ctx.softcap).square_().neg_().add_(1.0)
                 torch.add(-normaliser[rows].unsqueeze(1), logits, alpha=alpha, out=log_shares)
@@ -205,6 +209,11 @@ class _HeadStatistics(torch.autograd.Function):
                 grad_weight.add_product(grad.t(), states[chunk])
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_states, grad_weight.total(weight) if wants_weight else None, grad_bias, None, None, None, None, None
+
+
+def _finite(logits: Tensor, *, out: Tensor) -> Tensor:
+    """Copy logits, and those of -inf as a number."""
+    return out.copy_(logits).clamp_(min=_LOWEST_LOGIT)
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:

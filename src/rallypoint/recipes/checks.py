@@ -12,7 +12,7 @@ def kl_of(config: RunConfig) -> KL | None:
     """Return the pull to the reference, as the algorithms take it."""
     if config.kl is None:
         return None
-    return KL(coef=config.kl.coef, estimator=config.kl.estimator, placement=config.kl.placement)
+    return KL(coef=config.kl.coef, estimator=config.kl.estimator_used, placement=config.kl.placement)
 
 
 def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:

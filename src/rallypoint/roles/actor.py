@@ -138,7 +138,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             metrics = merge(metrics, compare(part, at, own.cpu(), reference))
         if kl is not None and part.reference_logprobs is not None:
             penalty = kl_loss(
-                outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator=kl.estimator
+                outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator=kl.estimator_used
             )
             total = total + kl.coef * penalty.sum
             metrics = merge(metrics, penalty.metrics())

@@ -44,6 +44,23 @@ def test_in_the_loss_k1_has_no_gradient_in_expectation_and_k2_that_of_the_diverg
     torch.testing.assert_close(expected_gradient, pulls * of_divergence)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_tokens_that_a_model_excludes_have_finite_penalties_and_gradients(estimator):
+    nothing = -torch.inf
+    new = torch.tensor([-1.0, nothing, nothing], requires_grad=True)
+    penalty = kl_penalty(new, torch.tensor([nothing, -1.0, nothing]), estimator)
+    penalty.sum().backward()
+    assert penalty.isfinite().all()
+    assert float(penalty[2].detach()) == 0.0
+    assert new.grad.isfinite().all()
+    assert estimator == "k1" or float(new.grad[0]) > 0.0, "a token that the reference excludes is made less likely"
+
+
+def test_an_estimator_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="expected 'k1', 'k2' or 'k3', found 'k4'"):
+        kl_penalty.__wrapped__(torch.zeros(1), torch.zeros(1), "k4")
+
+
 def test_k1_in_the_loss_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match="k2 or k3"):
         KL(coef=0.1, estimator="k1", placement="loss")

@@ -194,3 +194,24 @@ def test_explained_variance_of_merged_parts_is_that_of_the_whole(parts, cut):
 def test_explained_variance_of_equal_returns_is_not_a_number():
     constant = explained_variance(error_mean=0.1, error_square_mean=0.02, return_mean=0.7, return_square_mean=0.7**2)
     assert constant != constant
+
+
+def test_a_ratio_beyond_the_cut_has_no_gradient_and_counts_as_clipped():
+    logprobs = torch.tensor([0.0, -25.0, 25.0, 0.0], requires_grad=True)
+    result = policy_loss(
+        logprobs,
+        torch.tensor([0.0, 0.0, 0.0, -torch.inf]),
+        torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        torch.tensor([True] * 4),
+        **BOUNDS,
+        dual_clip=None,
+    )
+    result.sum.backward()
+    assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
+    assert int(result.num_clipped) == 3
+
+
+def test_a_token_that_both_policies_exclude_has_a_ratio_of_one():
+    nothing = torch.tensor([-torch.inf])
+    result = policy_loss(nothing, nothing, torch.tensor([2.0]), torch.tensor([True]), **BOUNDS, dual_clip=None)
+    assert (float(result.sum), int(result.num_clipped), float(result.kl_sum)) == (-2.0, 0, 0.0)

@@ -90,6 +90,27 @@ def test_group_relative_with_kl_in_the_reward_compares_penalised_scores():
     assert actor.advantages.tolist() == [0.0, -0.75, -0.75, 0.0, 0.0, 0.0, 0.75]  # scores 1.25 and 2.75
 
 
+@pytest.mark.parametrize("token_discount", [None, 1.0])
+def test_groups_that_differ_only_by_kl_are_centred_and_not_divided(token_discount):
+    """The deviation of the penalties alone would blow them up to the size of rewards."""
+    small = KL(coef=1e-3, estimator="k1", placement="reward")
+    equal = judged(token_rewards=torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]))
+    if token_discount is None:
+        equal = judged(token_rewards=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]))
+    divided = group_relative(judged(), normalize_std=True, token_discount=token_discount, kl=small)
+    actor = group_relative(equal, normalize_std=True, token_discount=token_discount, kl=small)
+    centred = group_relative(equal, normalize_std=False, token_discount=token_discount, kl=small)
+    assert torch.equal(actor.advantages, centred.advantages)
+    assert 0.0 < float(actor.advantages.abs().max()) < 1e-2 < 0.5 < float(divided.advantages.abs().max())
+
+
+def test_a_reference_that_excludes_a_token_does_not_poison_the_group():
+    excluding = torch.where(torch.arange(7) == 2, -torch.inf, REFERENCE)
+    kl = KL(coef=1e-3, estimator="k1", placement="reward")
+    actor = group_relative(judged(reference_logprobs=excluding), normalize_std=True, token_discount=None, kl=kl)
+    assert actor.advantages.isfinite().all()
+
+
 def test_group_relative_per_token_normalises_token_rewards():
     batch = judged()
     actor = group_relative(batch, normalize_std=True, token_discount=1.0, kl=None)

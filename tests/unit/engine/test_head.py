@@ -204,3 +204,17 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(make_policy, make_batch):
     model.lm_head = Scaled(16, 20, bias=False)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM has a Scaled for its head; expected a plain nn\.Linear"):
         policy_outputs(ModelShard.whole(model), batch, torch.tensor([1, 2]), 1.0)
+
+
+def test_tokens_that_the_head_excludes_leave_logprobs_entropy_and_gradients_of_the_others_as_they_are():
+    case = make_case(num_tokens=5, vocabulary=6)
+    assert case.bias is not None
+    case.targets.clamp_(max=3)
+    excluded = dataclasses.replace(case, bias=torch.where(torch.arange(6) >= 4, -torch.inf, case.bias))
+    fewer = dataclasses.replace(case, weight=case.weight[:4], bias=case.bias[:4])
+    found, wanted = (c.results(head_outputs) for c in (excluded, fewer))
+    for name in ("logprobs", "entropy", "grad_states"):
+        torch.testing.assert_close(found[name], wanted[name])
+    for name in ("grad_weight", "grad_bias"):
+        torch.testing.assert_close(found[name][:4], wanted[name])
+        assert not found[name][4:].any()

@@ -98,8 +98,15 @@ class KLConfig(Section):
     """Penalty for leaving the reference."""
 
     coef: float = key(1e-3, above=0, at_most=100, help="Weight of the penalty.")
-    estimator: Literal["k1", "k2", "k3"] = key("k3", help="Schulman's estimators of the KL per token.")
+    estimator: Literal["k1", "k2", "k3"] | None = key(
+        None, help="Schulman's estimators of the KL per token; null: k1 in the reward, k3 in the loss."
+    )
     placement: Literal["reward", "loss"] = key("loss", help="Subtracted from the rewards or added to the loss.")
+
+    @property
+    def estimator_used(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator that is set, or the one that its placement has."""
+        return self.estimator or ("k1" if self.placement == "reward" else "k3")
 
 
 class EngineConfig(Section):

@@ -1,0 +1,224 @@
+"""Gradients in expectation, on a policy whose responses can be enumerated.
+
+Responses are two tokens of three: the policy has three logits for the first one, and three for the second one after
+each first. What the losses give for every possible group, weighed by its probability, is compared with the gradient of
+what they are said to pursue, differentiated by itself.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from rallypoint.algorithms import KL, gae, group_relative, kl_loss, kl_penalty, policy_loss, value_loss
+from rallypoint.types import JudgedBatch
+
+NUM_TOKENS = 3
+RESPONSES = list(itertools.product(range(NUM_TOKENS), repeat=2))
+COEF = 0.7
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
+
+
+def random(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+LOGITS, REFERENCE = random(4, NUM_TOKENS, seed=1), random(4, NUM_TOKENS, seed=2).log_softmax(-1)
+REWARDS, VALUES = random(NUM_TOKENS, NUM_TOKENS, seed=3), random(4, seed=4)
+"""Row 0 of logits, reference and values is of the first token; row 1 + a of the second one after token a."""
+
+
+def token_logprobs(table, response):
+    """Logprobs of the two tokens of a response."""
+    first, second = response
+    return torch.stack([table[0, first], table[1 + first, second]])
+
+
+def probability(response):
+    return float(token_logprobs(LOGITS.log_softmax(-1), response).sum().exp())
+
+
+def batch_of(responses, rewards=REWARDS):
+    """The rollouts of one prompt, of one token, with the reward on the last token."""
+    num = len(responses)
+    old, reference = (
+        torch.stack([torch.cat([torch.zeros(1), token_logprobs(table, r)]) for r in responses]).flatten()
+        for table in (LOGITS.log_softmax(-1), REFERENCE)
+    )
+    return JudgedBatch(
+        offsets=torch.arange(0, 3 * num + 1, 3),
+        tokens=torch.tensor([[0, *r] for r in responses]).flatten(),
+        loss_mask=torch.tensor([False, True, True]).repeat(num),
+        rollout_logprobs=old,
+        prompt_index=torch.zeros(num, dtype=torch.int64),
+        sample_index=torch.arange(num),
+        versions=torch.zeros(num, dtype=torch.int64),
+        truncated=torch.zeros(num, dtype=torch.bool),
+        token_rewards=torch.tensor([[0.0, 0.0, rewards[r]] for r in responses], dtype=torch.float64).flatten(),
+        old_logprobs=old,
+        reference_logprobs=reference,
+    )
+
+
+def by_gae(responses, kl, rewards):
+    values = torch.stack([torch.stack([VALUES[0] * 0, VALUES[0], VALUES[1 + r[0]]]) for r in responses]).flatten()
+    batch = batch_of(responses, rewards).valued(values)
+    return gae(batch, discount=1.0, gae_lambda=1.0, whiten_advantages=False, kl=kl)[0]
+
+
+def by_group(responses, kl, rewards, *, normalize_std=False, token_discount=None):
+    batch = batch_of(responses, rewards)
+    return group_relative(batch, normalize_std=normalize_std, token_discount=token_discount, kl=kl)
+
+
+def expected_gradient(weigh, group_size, *, kl=None, rewards=REWARDS):
+    """Gradient of minus the loss, a rollout, over all groups of responses weighed by their probability."""
+    logits, total = LOGITS.clone().requires_grad_(), 0.0
+    for responses in itertools.product(RESPONSES, repeat=group_size):
+        weight = torch.tensor([probability(r) for r in responses]).prod() / group_size
+        batch = weigh(responses, kl, rewards)
+        table = logits.log_softmax(-1)
+        zero = torch.zeros(1, dtype=torch.float64)
+        logprobs = torch.stack([torch.cat([zero, token_logprobs(table, r)]) for r in responses]).flatten()
+        loss = policy_loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **BOUNDS).sum
+        if batch.reference_logprobs is not None:
+            penalty = kl_loss(logprobs, batch.reference_logprobs, batch.loss_mask, estimator=kl.estimator)
+            loss = loss + kl.coef * penalty.sum
+        total = total - weight * loss
+    return torch.autograd.grad(total, logits)[0]
+
+
+def gradient_of(objective):
+    """Gradient of a function of the logprob table."""
+    logits = LOGITS.clone().requires_grad_()
+    return torch.autograd.grad(objective(logits.log_softmax(-1)), logits)[0]
+
+
+def mean_reward(table, rewards=REWARDS):
+    return sum(token_logprobs(table, r).sum().exp() * rewards[r] for r in RESPONSES)
+
+
+def divergence(table):
+    """KL(policy || reference) of whole responses."""
+    both = [(token_logprobs(table, r).sum(), token_logprobs(REFERENCE, r).sum()) for r in RESPONSES]
+    return sum(policy.exp() * (policy - reference) for policy, reference in both)
+
+
+def token_divergence(table, *, forward):
+    """KL of the next token, summed over the two places, after prefixes that the policy as it is samples."""
+    prefixes = torch.cat([torch.ones(1, dtype=torch.float64), LOGITS[0].softmax(-1)])
+    over, under = (REFERENCE, table) if forward else (table, REFERENCE)
+    return (prefixes * (over.exp() * (over - under)).sum(-1)).sum()
+
+
+IN_REWARD = KL(coef=COEF, estimator="k1", placement="reward")
+ESTIMATORS = {"gae": (by_gae, 1, 1.0), "group of two": (by_group, 2, 1 / 2), "group of three": (by_group, 3, 2 / 3)}
+"""Weigh, group size, and by how much a baseline that contains the rollout itself shrinks the gradient."""
+
+
+@pytest.mark.parametrize(("weigh", "size", "shrunk"), ESTIMATORS.values(), ids=ESTIMATORS)
+def test_every_estimator_climbs_the_mean_reward(weigh, size, shrunk):
+    torch.testing.assert_close(expected_gradient(weigh, size), shrunk * gradient_of(mean_reward))
+
+
+@pytest.mark.parametrize(("weigh", "size", "shrunk"), ESTIMATORS.values(), ids=ESTIMATORS)
+def test_k1_in_the_reward_has_the_gradient_of_the_divergence_of_whole_responses(weigh, size, shrunk):
+    wanted = gradient_of(lambda table: mean_reward(table) - COEF * divergence(table))
+    torch.testing.assert_close(expected_gradient(weigh, size, kl=IN_REWARD), shrunk * wanted)
+
+
+@pytest.mark.parametrize(("estimator", "forward"), [("k2", False), ("k3", True)])
+@pytest.mark.parametrize(("weigh", "size", "shrunk"), ESTIMATORS.values(), ids=ESTIMATORS)
+def test_in_the_loss_k2_and_k3_have_the_gradients_of_the_two_divergences(weigh, size, shrunk, estimator, forward):
+    kl = KL(coef=COEF, estimator=estimator, placement="loss")
+    wanted = shrunk * gradient_of(mean_reward) - COEF * gradient_of(lambda t: token_divergence(t, forward=forward))
+    torch.testing.assert_close(expected_gradient(weigh, size, kl=kl), wanted)
+
+
+@pytest.mark.parametrize("kl", [None, IN_REWARD], ids=["rewards", "rewards and k1"])
+def test_rewards_by_token_in_a_group_climb_what_comes_after_each_token(kl):
+    """The mean over all tokens of the group is subtracted: a token's own share of it shrinks its rewards to go."""
+    size = 2
+
+    def weigh(responses, kl, rewards):
+        return by_group(responses, kl, rewards, token_discount=1.0)
+
+    def objective(table):
+        total = 0.0
+        for response in RESPONSES:
+            now, fixed = token_logprobs(table, response), token_logprobs(LOGITS.log_softmax(-1), response)
+            rewards = torch.stack([REWARDS[response] * 0, REWARDS[response]])
+            if kl is not None:
+                rewards = rewards - COEF * (fixed - token_logprobs(REFERENCE, response))
+            to_go = rewards.flip(0).cumsum(0).flip(0)
+            shrunk = 1 - torch.tensor([2.0, 1.0]) / (2 * size)
+            total = total + fixed.sum().exp() * (now * shrunk * to_go).sum()
+        return total
+
+    torch.testing.assert_close(expected_gradient(weigh, size, kl=kl), gradient_of(objective))
+
+
+def test_standardised_groups_climb_the_share_of_right_answers():
+    right = (REWARDS > 0).double()
+
+    def weigh(responses, kl, rewards):
+        return by_group(responses, kl, rewards, normalize_std=True)
+
+    found = expected_gradient(weigh, 3, rewards=right).flatten()
+    wanted = gradient_of(lambda table: mean_reward(table, right)).flatten()
+    assert torch.cosine_similarity(found, wanted, dim=0) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_k2_and_k3_are_refused_in_the_reward_where_their_gradient_is_no_divergences(estimator):
+    with pytest.raises(ValueError, match="only k1 has the gradient of the divergence there: use the estimator k1"):
+        KL(coef=COEF, estimator=estimator, placement="reward")
+    fixed = LOGITS[0].log_softmax(-1)
+    penalty = kl_penalty(fixed, REFERENCE[0], estimator)
+    score_function = gradient_of(lambda table: (fixed.exp() * penalty * table[0]).sum())
+    reverse = gradient_of(lambda table: (table[0].exp() * (table[0] - REFERENCE[0])).sum())
+    forward = gradient_of(lambda table: (REFERENCE[0].exp() * (REFERENCE[0] - table[0])).sum())
+    assert not any(torch.cosine_similarity(score_function[0], g[0], dim=0) > 0.99 for g in (reverse, forward))
+    if estimator == "k3":
+        torch.testing.assert_close(score_function, reverse - forward)
+
+
+@pytest.mark.parametrize("signs", [*itertools.product([-1.0, 1.0], repeat=NUM_TOKENS)])
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_the_policy_loss_has_the_gradient_of_the_bounded_surrogate_off_policy(dual_clip, signs):
+    """One token, sampled by another policy: what is not clipped climbs the mean advantage of the current policy."""
+    old, advantages = random(NUM_TOKENS, seed=12).log_softmax(-1), REWARDS[0].abs() * torch.tensor(signs)
+    logits = LOGITS[0].clone().requires_grad_()
+    total = 0.0
+    for token in range(NUM_TOKENS):
+        one = logits.log_softmax(-1)[token : token + 1]
+        loss = policy_loss(
+            one,
+            old[token : token + 1],
+            advantages[token : token + 1],
+            torch.tensor([True]),
+            clip_low=0.2,
+            clip_high=0.3,
+            dual_clip=dual_clip,
+        )
+        total = total - old[token].exp() * loss.sum
+    ratio = (LOGITS[0].log_softmax(-1) - old).exp()
+    free = torch.where(advantages > 0, ratio <= 1.3, ratio >= 0.8)
+    if dual_clip is not None:
+        free &= (advantages > 0) | (ratio <= dual_clip)
+    wanted = gradient_of(lambda table: (table[0].exp() * advantages * free).sum())[0]
+    torch.testing.assert_close(torch.autograd.grad(total, logits)[0], wanted)
+    assert ratio.min() < 0.8
+    assert ratio.max() > 1.5
+
+
+def test_the_value_loss_ends_at_the_mean_return():
+    returns = torch.tensor([1.0, 4.0, 7.0], dtype=torch.float64)
+    probabilities = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    value = (probabilities * returns).sum().requires_grad_()
+    losses = [
+        value_loss(value.reshape(1), value.detach().reshape(1), r.reshape(1), torch.tensor([True]), clip=None).sum
+        for r in returns
+    ]
+    (gradient,) = torch.autograd.grad((probabilities * torch.stack(losses)).sum(), value)
+    assert float(gradient) == pytest.approx(0.0, abs=1e-12)
