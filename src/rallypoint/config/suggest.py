@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -72,14 +72,19 @@ def alias_of(parts: Sequence[str]) -> tuple[Alias | None, int]:
 
 def options_of(info: FieldInfo) -> list[Any]:
     """Return the types that a key may have, without what they hold."""
-    annotation: Any = info.annotation
-    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return [get_origin(option) or option for option in options]
+    return [get_origin(option) or option for option in _alternatives(info)]
 
 
 def words_of(info: FieldInfo) -> list[str]:
     """Return the words that a key may be; empty where it is no choice of words."""
-    return [str(word) for word in get_args(info.annotation)] if get_origin(info.annotation) is Literal else []
+    return [str(word) for choice in _alternatives(info) if get_origin(choice) is Literal for word in get_args(choice)]
+
+
+def _alternatives(info: FieldInfo) -> tuple[Any, ...]:
+    """Return what stands between the bars of a key's type. `Literal[...] | None` is a `Union`, `int | None` is not."""
+    annotation: Any = info.annotation
+    is_union = isinstance(annotation, UnionType) or get_origin(annotation) is Union
+    return get_args(annotation) if is_union else (annotation,)
 
 
 def section_at(parts: Sequence[str]) -> type[Section] | None:

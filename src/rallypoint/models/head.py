@@ -37,7 +37,7 @@ _STRIP_BYTES = 2 * 2**20
 """Of logits in the precision of the softmax on a CPU; two of this size exist."""
 
 _LOWEST_LOGIT = -1e30
-"""Logits below are taken for this. A model can exclude a token (-inf), whose share is 0 and whose entropy is not NaN."""
+"""Logits below are taken for this: a model can exclude a token (-inf), whose share of the entropy is 0 and not NaN."""
 
 _Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
 

@@ -131,8 +131,8 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         # In one step for a batch nothing has moved, and nothing is clipped.
         metrics = merge(policy.mean() if self.config.updates_once else policy.metrics(), entropy.metrics())
         if on_policy and judged is not None:
-            is_half = self.config.model.dtype == "bfloat16"
-            metrics = merge(metrics, check_ratio(part, at, own.cpu(), judged, self.config.checks, is_half=is_half))
+            checks, dtype = self.config.checks, self.config.model.dtype
+            metrics = merge(metrics, check_ratio(part, at, own.cpu(), judged, checks, dtype=dtype))
         elif on_policy:
             reference = None if part.reference_logprobs is None else part.reference_logprobs[at]
             metrics = merge(metrics, compare(part, at, own.cpu(), reference))

@@ -7,7 +7,8 @@ docs/decisions/0019-one-pass-for-one-update.md.
 
 from __future__ import annotations
 
-import torch
+import dataclasses
+
 from torch import Tensor
 
 from rallypoint.algorithms import kl_penalty
@@ -78,17 +79,35 @@ def check_gap(metrics: Metrics, checks: CheckConfig) -> None:
         )
 
 
-_FEWEST_TOKENS = 16
-"""A row of fewer is judged as one of so many: what rounding does to a single token is no mean."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rounding:
+    """How far logprobs of the same weights may be apart, for a type of weights."""
+
+    tolerance: float
+    """Of |ratio - 1|: of every token, or of the mean where single tokens may be beyond."""
+    most_outliers: float = 0.0
+    """Share of tokens that may be five times the tolerance off; 0 where none may be beyond the tolerance."""
+
+
+_ROUNDING = {
+    "float32": _Rounding(1e-2),
+    # Sums in another order (another kernel, other rows beside these) move random models of 4 to 28 layers by 0.001 to
+    # 0.077 in the mean, 0.008 to 0.43 in the 99.9th percentile: measured with products whose inner dimension is summed
+    # in two halves. A row that got another row's numbers has most of its tokens beyond.
+    "bfloat16": _Rounding(0.1, most_outliers=2e-3),
+}
+_OUTLIER = 5.0
+_FEWEST_OUTLIERS = 2
+"""So many tokens may be beyond in any number of tokens."""
 
 
 def check_ratio(
-    batch: ActorBatch, at: Tensor, logprobs: Tensor, old_logprobs: Tensor, checks: CheckConfig, *, is_half: bool
+    batch: ActorBatch, at: Tensor, logprobs: Tensor, old_logprobs: Tensor, checks: CheckConfig, *, dtype: str
 ) -> Metrics:
     """Refuse to train when the same weights give other logprobs than a moment ago; return by how much they differ.
 
-    In bfloat16 products round otherwise in other company, and one token in a thousand by some percent; but the mean of
-    a row is as small as ever, unless the row is wrong. Logprobs that are NaN are the engine's to refuse.
+    In float32 every token is judged. In bfloat16 a sound token may be off by a half, so the mean of all rows and the
+    share of outliers are. Logprobs that are NaN are the engine's to refuse.
 
     Args:
         batch: any rows.
@@ -96,25 +115,30 @@ def check_ratio(
         logprobs: [N] by the update's first pass.
         old_logprobs: [N] by the pass that judged.
         checks: with the tolerance.
-        is_half: whether the model is in bfloat16.
+        dtype: of the weights.
 
     Raises:
         OffPolicyError: they differ by more; names the worst token.
     """
+    rounding = _ROUNDING[dtype]
+    tolerance = rounding.tolerance if checks.ratio_tolerance is None else checks.ratio_tolerance
     error = (logprobs - old_logprobs).expm1().abs()
-    rows = batch.row_of_token[at]
-    off, mean = error, ""
-    if is_half:
-        counts = torch.bincount(rows).clamp(min=_FEWEST_TOKENS)
-        off = (torch.bincount(rows, weights=error) / counts)[rows]
-        mean = f", and by {float(off.max()):.2g} in the mean of its row"
-    largest = float(off.max())
-    if not largest <= checks.ratio_tolerance and not bool(logprobs.isnan().any()):
-        row = int(rows[off.argmax()])
-        worst = int(torch.where(rows == row, error, -1.0).argmax())
+    largest, mean = float(error.max()), float(error.double().mean())
+    if rounding.most_outliers:
+        num_outliers = int((~(error <= _OUTLIER * tolerance)).sum())
+        is_wrong = not mean <= tolerance or num_outliers > max(_FEWEST_OUTLIERS, rounding.most_outliers * len(at))
+        found = (
+            f", by {mean:.2g} on average, and {num_outliers} of {len(at)} tokens by more than {_OUTLIER * tolerance:g},"
+        )
+    else:
+        is_wrong, found = not largest <= tolerance, ""
+    if is_wrong and not bool(logprobs.isnan().any()):
+        worst = int(error.argmax())
+        row = int(batch.row_of_token[at[worst]])
         raise OffPolicyError(
-            f"the ratio must be 1 in the first update of a step, but differs by {float(error[worst]):.2g}{mean} "
-            f"(checks.ratio_tolerance={checks.ratio_tolerance:g}) for prompt {int(batch.prompt_index[row])} sample "
+            f"the ratio must be 1 in the first update of a step, but differs by {largest:.2g}{found} "
+            f"(checks.ratio_tolerance={tolerance:g}) for prompt {int(batch.prompt_index[row])} sample "
             f"{int(batch.sample_index[row])}, token {int(at[worst] - batch.offsets[row])} of its row"
         )
-    return Metrics({"ratio_error": Maximum(largest), "ratio_error_max": Maximum(float(error.max()))})
+    judged = Mean(mean * len(at), len(at)) if rounding.most_outliers else Maximum(largest)
+    return Metrics({"ratio_error": judged, "ratio_error_max": Maximum(largest)})

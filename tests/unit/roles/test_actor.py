@@ -159,7 +159,7 @@ def test_in_bfloat16_single_tokens_may_be_rounded_otherwise_and_the_largest_is_r
     rounded = {5: 0.05, 30: -0.03, 60: 0.06, 69: 0.05}
     metrics = half_worker.train(off_by(half_worker, rounded), 1).scalars()
     assert metrics["ratio_error_max"] == pytest.approx(0.06, rel=0.1)
-    assert metrics["ratio_error"] == pytest.approx(0.06 / 19, rel=0.1)  # of the row of twenty tokens
+    assert metrics["ratio_error"] == pytest.approx((0.05 + 0.03 + 0.06 + 0.05) / 68, rel=0.1)
     with pytest.raises(OffPolicyError, match=r"ratio must be 1 .* prompt 1 sample 0, token 12 of its row"):
         worker.train(off_by(worker, rounded), 1)
 
@@ -168,16 +168,27 @@ def test_in_bfloat16_single_tokens_may_be_rounded_otherwise_and_the_largest_is_r
     ("errors", "named"),
     [
         (
-            {**dict.fromkeys(range(1, 48), 0.02), 10: 0.03},
-            r"differs by 0\.03, and by 0\.02 in the mean of its row .* prompt 0 sample 0, token 10 ",
+            {**dict.fromkeys(range(1, 71), 0.15), 10: 0.2},
+            r"differs by 0\.18, by 0\.14 on average, and 0 of 68 tokens .* prompt 0 sample 0, token 10 ",
         ),
-        ({60: -0.3}, r"by 0\.35, and by 0\.018 in the mean .* prompt 1 sample 0, token 12 "),
-        ({69: 0.1, 70: -0.2}, r"by 0\.22, and by 0\.02 in the mean .* prompt 2 sample 0, token 2 "),
+        (
+            dict.fromkeys((68, 69, 70), 1.5) | {60: 1.6, 61: 1.5},
+            r"on average, and 4 of 68 tokens by more than 0\.5, .* prompt 1 sample 0, token 12 ",
+        ),
     ],
+    ids=["all tokens a little", "few tokens by much"],
 )
-def test_in_bfloat16_a_wrong_row_and_a_wrong_token_are_named(half_worker, errors, named):
+def test_in_bfloat16_a_wrong_mean_and_wrong_tokens_are_refused_and_the_worst_is_named(half_worker, errors, named):
     with pytest.raises(OffPolicyError, match=named):
         half_worker.train(off_by(half_worker, errors), 1)
+
+
+def test_in_bfloat16_a_tolerance_of_ones_own_is_that_of_the_mean(context, spec):
+    half = {"model.dtype": "bfloat16", "checks.ratio_tolerance": 0.02}
+    config = load_config("digits", [f"{name}={value}" for name, value in half.items()]).config
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config))
+    with pytest.raises(OffPolicyError, match=r"by 0\.03\d* on average, .*checks.ratio_tolerance=0.02"):
+        worker.train(off_by(worker, dict.fromkeys(range(1, 71), 0.035)), 1)
 
 
 def test_logprobs_that_are_nan_are_called_so_and_not_off_policy(worker):

@@ -20,10 +20,10 @@ class CheckpointConfig(Section):
 class CheckConfig(Section):
     """Bounds of the checks that every run makes of itself."""
 
-    ratio_tolerance: float = key(
-        1e-2,
+    ratio_tolerance: float | None = key(
+        None,
         above=0,
-        help="Largest |ratio - 1| of a token in the first update of a judged batch; in bfloat16, of the mean of a row.",
+        help="Bound of |ratio - 1| in the first update: of a token (null: 0.01), in bfloat16 of the mean (0.1).",
     )
     rollout_gap: float = key(
         0.5, above=0, unit="nats", help="Largest mean difference between rollout_ and old_logprobs of a step."
