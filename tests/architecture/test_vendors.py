@@ -10,6 +10,7 @@ EXCEPTIONS = {
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "install/engines.py": "for which device each build of an engine is",
     "parallel/nccl.py": "calls one vendor's library itself, for weights between two sets of processes",
+    "weights/ipc.py": "torch's names for handles of device memory, and the rules that they come with",
 }
 """Files that name one -> why."""
 

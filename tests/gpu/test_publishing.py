@@ -32,7 +32,7 @@ def test_weights_arrive_in_another_process_through_device_memory():
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     held = {"w": Held(torch.bfloat16, Part.whole(SHAPE))}
-    manifest = Manifest.of([held], bucket_bytes=HEADER_BYTES + 2**16)
+    manifest = Manifest.of([held], bucket_bytes=HEADER_BYTES + 2**16, checksum="sums")
     plan, context = (
         Plan("weights", (Member(0, None), Member(None, 0)), manifest, 60.0),
         multiprocessing.get_context("spawn"),

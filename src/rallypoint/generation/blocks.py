@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from rallypoint.errors import CacheError
-from rallypoint.generation.bags import write
 
 _LARGE_BYTES = 2**27
 """Of keys, or of values, from which on they lie in large pages, of 2 MiB mostly."""
@@ -105,17 +104,18 @@ class BlockPool:
             self.values.index_fill_(1, places, 0.0)
             self._taken = []
 
-    def write(self, layer: int, key_places: Tensor, value_places: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, blocks: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store keys and values of a layer, [T, K, D] both.
 
         Args:
             layer: its index.
-            key_places: [T * K * D] int64, of single numbers in `keys` of the layer.
-            value_places: [T * K] int64, of rows of D numbers in `values` of the layer.
+            blocks: [T] int64, of each token.
+            places: [T] int64, in there.
             key: of T tokens.
             value: of the same.
         """
-        write(self.key_numbers[layer], self.values[layer], key_places, value_places, key, value)
+        self.keys[layer].permute(0, 3, 1, 2).index_put_((blocks, places), key)
+        self.values[layer].transpose(1, 2).index_put_((blocks, places), value)
 
     def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of some blocks, end to end: [tokens, K, D] both."""

@@ -142,18 +142,15 @@ class PagedRows:
         if self._kernel is not None:
             self._kernel.write(self.pages, keys, values, key, value)
             return self._kernel.attend(self.pages, keys, values, query, scaling, limits)
-        self._pool.write(layer, *self._places_of_numbers(), key, value)
+        self._pool.write(layer, *self._own_places(), key, value)
         return gathered(self.pages, keys, values, query, scaling, limits, self._bias_of(limits.window))
 
-    def _places_of_numbers(self) -> tuple[Tensor, Tensor]:
-        """Return where single numbers of keys go, and rows of values, see `BlockPool.write`."""
+    def _own_places(self) -> tuple[Tensor, Tensor]:
+        """Return the block of each query, and its place in there, at this step: [B] both."""
         if self._written is None:
-            kv_heads, dim, size = self._pool.keys.shape[2:]
-            place = self.pages.places.index_select(0, self.pages.step).view(-1, 1)
-            head = place.div(size, rounding_mode="floor") * kv_heads + torch.arange(kv_heads, device=self._device)
-            number = head.unsqueeze(2) * dim + torch.arange(dim, device=self._device)
-            within = place % size
-            self._written = (number * size + within.unsqueeze(2)).flatten(), (head * size + within).flatten()
+            places = self.pages.places.index_select(0, self.pages.step).view(-1)
+            size = self._pool.block_tokens
+            self._written = places.div(size, rounding_mode="floor"), places % size
         return self._written
 
     def _bias_of(self, window: int | None) -> Tensor:

@@ -65,19 +65,14 @@ class StretchRows:
         self._num_filler = num_tokens - len(tokens)
         self.tokens = torch.tensor(tokens + [0] * self._num_filler, device=device)
         """[T] int64."""
-        positions = [
-            position
-            for stretch in stretches
-            for position in range(stretch.num_past, stretch.num_past + len(stretch.tokens))
-        ]
-        self.position_ids = torch.tensor(positions + [0] * self._num_filler, device=device).unsqueeze(0)
+        # The first of each stretch stands behind its past.
+        behind = self._offsets[:-1] - torch.tensor([stretch.num_past for stretch in stretches])
+        positions = torch.arange(len(tokens)) - behind.repeat_interleave(self._offsets.diff())
+        self.position_ids = functional.pad(positions, (0, self._num_filler)).to(device).unsqueeze(0)
         """[1, T] int64."""
-        kv_heads, dim, size = pool.keys.shape[2:]
-        blocks = torch.tensor([(block.index, place) for stretch in stretches for block, place in stretch.into])
-        heads = blocks[:, :1] * kv_heads + torch.arange(kv_heads)
-        numbers = heads.unsqueeze(2) * dim + torch.arange(dim)
-        self._key_places = (numbers * size + blocks[:, 1:, None]).flatten().to(device)
-        self._value_places = (heads * size + blocks[:, 1:]).flatten().to(device)
+        into = [one for stretch in stretches for one in stretch.into]
+        self._blocks = torch.tensor([block.index for block, _ in into], device=device)
+        self._places = torch.tensor([place for _, place in into], device=device)
 
     @property
     def ends(self) -> Tensor:
@@ -89,7 +84,7 @@ class StretchRows:
     ) -> Tensor:
         """See `Rows.attend`."""
         num_tokens = int(self._offsets[-1])
-        self._pool.write(layer, self._key_places, self._value_places, key[:num_tokens], value[:num_tokens])
+        self._pool.write(layer, self._blocks, self._places, key[:num_tokens], value[:num_tokens])
         parts: list[Tensor] = []
         if self._packed is not None:
             part = slice(0, int(self._offsets[self._num_fresh]))

@@ -129,7 +129,8 @@ def make_plan(
         actor: the processes of its ranks.
         rollout: the processes of the rollout role's ranks.
     """
-    manifest = Manifest.of(held, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES)
+    checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
+    manifest = Manifest.of(held, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES, checksum=checksum)
     roots = {bucket.root for bucket in manifest.buckets}
     takers = {id(host): rank for rank, host in enumerate(rollout)}
     senders = {id(actor[root]): root for root in sorted(roots)}

@@ -1,9 +1,10 @@
 """Publish and load: weights from the ranks of the actor to those of the rollout role."""
 
-from rallypoint.weights.fingerprint import fingerprint
+from rallypoint.weights.digests import fingerprint
 from rallypoint.weights.line import Line, Member, Plan
+from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
 from rallypoint.weights.shared import Exposed, SharedWeights, share, share_trained
-from rallypoint.weights.stream import HEADER_BYTES, Held, Manifest, Sink, Source
+from rallypoint.weights.stream import Sink, Source
 from rallypoint.weights.ways import join
 
 __all__ = [

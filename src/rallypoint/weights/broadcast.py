@@ -36,11 +36,13 @@ class BroadcastLine:
                 before, under_way = under_way, None
                 if index < len(buckets):
                     if source is not None and buckets[index].root == self._root:
-                        source.pack(buckets[index], index, version, self._memory[index % 2])
+                        source.pack(self._plan.manifest, index, version, self._memory[index % 2])
                     under_way = self._broadcast(index)
                 if before is not None:
                     self._group.wait(before)
-                    if sink is not None:
+                    if sink is not None and source is not None and buckets[index - 1].root == self._root:
+                        sink.take(index - 1, source)
+                    elif sink is not None:
                         sink.unpack(index - 1, self._memory[(index - 1) % 2])
                     tick()
             unless_done.pop_all()

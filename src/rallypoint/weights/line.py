@@ -13,7 +13,8 @@ from typing import Protocol
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import PublishError, RendezvousTimeoutError
-from rallypoint.weights.stream import Manifest, Sink, Source
+from rallypoint.weights.manifest import Manifest
+from rallypoint.weights.stream import Sink, Source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

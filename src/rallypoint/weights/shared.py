@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from rallypoint.observability.memory import count_shared
 from rallypoint.parallel import held
-from rallypoint.weights.stream import Bucket, Held, Runs
+from rallypoint.weights.manifest import Bucket, Held
+from rallypoint.weights.stream import Runs
 
 _ALIGNMENT = 64
 _SEAL_FUTURE_WRITE = 0x10

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 from rallypoint.errors import PeerFailedError, PublishError
@@ -221,7 +221,7 @@ def connect(address: bytes, name: str, number: int, timeout_s: float) -> Peer:
 
 
 @contextlib.contextmanager
-def closing_descriptors(descriptors: Sequence[int]) -> Iterator[None]:
+def closing_descriptors(descriptors: Iterable[int]) -> Iterator[None]:
     """Close open files at the end of the block."""
     try:
         yield

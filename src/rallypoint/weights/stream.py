@@ -1,25 +1,17 @@
-"""Weights as a stream of buckets: what every rank of the actor has of them, cut into rectangles and checked one by one.
+"""Both ends of the stream: weights into buckets, and out of them into a model, each rectangle with a checksum.
 
-Owns: the cut, the layout of a bucket, and the checksums. Must not know: how a bucket gets from one process to another,
-or who they are. Sender and receiver cut alike, because both have the manifest; a bucket carries no names.
+Owns: the copies, and the checksums. Must not know: how a bucket gets from one process to another.
 
-A bucket is flat memory: a header of 64-bit numbers (version, place in the stream, a checksum for each rectangle) and,
-from `HEADER_BYTES` on, the rectangles, each at a multiple of 64 bytes. No process needs more memory for it than a few
-buckets, whatever the size of a tensor. Ranks that hold the same send it once, and a tensor that several ranks hold in
-parts is never put together anywhere but in its destination.
-
-A load is all or nothing in what it says, not in what it does: rectangles are copied into the model as they come, each
-after its checksum was found right, so that no second model is needed. From the first to the last one the model is of no
-version; see `Sink`.
+A load is all or nothing in what it says, not in what it does: rectangles are copied into the model as they come, so
+that no second model is needed. From the first to the last one the model is of no version; see `Sink`. On the host a
+damaged rectangle is found before it is copied. On accelerators the host waits for no bucket: what is wrong with any of
+them is kept there, and looked at once, in the end.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -29,149 +21,22 @@ import xxhash
 from torch import Tensor
 
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.models import Part, rectangles_of
-
-HEADER_BYTES = 4096
-"""Of a bucket, before its rectangles."""
-BUCKET_BYTES = 2**20 + HEADER_BYTES
-"""By default; what a way takes stands with the ways."""
+from rallypoint.weights.digests import sums
+from rallypoint.weights.manifest import (
+    CHECKSUM_BYTES,
+    CHECKSUMS_START,
+    HEADER_BYTES,
+    Bucket,
+    Manifest,
+    Place,
+    Rectangle,
+)
 
 Runs: TypeAlias = Sequence[npt.NDArray[np.uint8]]
-"""The bytes of each rectangle of a bucket, in their order."""
+"""The bytes of each rectangle of a bucket, in their order, on the host."""
 
-_ALIGNMENT = 64
-_NUM_BEFORE_CHECKSUMS = 2
-_MAX_RECTANGLES = HEADER_BYTES // 8 - _NUM_BEFORE_CHECKSUMS
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """What one rank has of a tensor."""
-
-    dtype: torch.dtype
-    """In which it travels."""
-    part: Part
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rectangle lies in a tensor."""
-
-    index: tuple[slice, ...]
-    run: slice | None
-    """Its bytes, counted from the first one of a contiguous tensor; None where it is not one run of them."""
-
-    @classmethod
-    def of(cls, part: Part, outer: Part, dtype: torch.dtype) -> Place:
-        """Find a part in the tensor of a larger one.
-
-        >>> Place.of(Part.whole([6, 4]).rows(3, 5), Part.whole([6, 4]), torch.float32)
-        Place(index=(slice(3, 5, None), slice(0, 4, None)), run=slice(48, 80, None))
-        """
-        run = part.run_within(outer)
-        in_bytes = None if run is None else slice(run.start * dtype.itemsize, run.stop * dtype.itemsize)
-        return cls(part.within(outer), in_bytes)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A part of a tensor in a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    part: Part
-    """In the coordinates of the whole tensor."""
-    start: int
-    """First byte in the bucket."""
-    stop: int
-    """The byte after its last one."""
-    source: Place
-    """Where it lies in what the sender has of the tensor."""
-    target: Place
-    """Where it lies in the whole tensor."""
-
-    def view(self, memory: Tensor) -> Tensor:
-        """Return its elements in the memory of a bucket."""
-        return self.shaped(memory[self.start : self.stop])
-
-    def shaped(self, run: Tensor) -> Tensor:
-        """Return its elements, given its bytes."""
-        return run.view(self.dtype).view(self.part.sizes)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bucket:
-    """Rectangles that travel together."""
-
-    root: int
-    """The rank that sends it."""
-    rectangles: tuple[Rectangle, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the header and all rectangles, rounded up."""
-        return _aligned(self.rectangles[-1].stop)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Manifest:
-    """What travels at every publish, in order; the same for all who take part."""
-
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Of the whole tensors."""
-    buckets: tuple[Bucket, ...]
-    bucket_bytes: int
-    """What a bucket can have."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors, each once."""
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.shapes.values())
-
-    @classmethod
-    def of(cls, ranks: Sequence[Mapping[str, Held]], *, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
-        """Cut what ranks hold into buckets; what several of them hold is sent by the first one.
-
-        Two ranks with two rows each of `w`, and both with the same `b`:
-
-        >>> rows = [Part.whole([4, 2]).rows(0, 2), Part.whole([4, 2]).rows(2, 4)]
-        >>> b = Held(torch.float32, Part.whole([2]))
-        >>> manifest = Manifest.of([{"w": Held(torch.float32, part), "b": b} for part in rows])
-        >>> [(bucket.root, [(r.name, r.part.starts) for r in bucket.rectangles]) for bucket in manifest.buckets]
-        [(0, [('w', (0, 0)), ('b', (0,))]), (1, [('w', (2, 0))])]
-
-        Args:
-            ranks: of the actor; name of a tensor -> what the rank has of it.
-            bucket_bytes: of a bucket.
-        """
-        sent: set[tuple[str, Part]] = set()
-        streams: list[list[Bucket]] = []
-        for root, held in enumerate(ranks):
-            mine = {name: one for name, one in held.items() if one.part.num_elements and (name, one.part) not in sent}
-            sent |= {(name, one.part) for name, one in mine.items()}
-            streams.append([Bucket(root, rectangles) for rectangles in _packed(mine, bucket_bytes)])
-        shapes = {name: (held.dtype, held.part.shape) for rank in ranks for name, held in rank.items()}
-        num_sent = sum(part.num_elements for _, part in sent)
-        num_elements = sum(math.prod(shape) for _, shape in shapes.values())
-        assert num_sent == num_elements, "parts overlap, or leave something out"
-        # In turns, so that all of them can be at work.
-        turns = itertools.zip_longest(*streams)
-        return cls(shapes, tuple(bucket for turn in turns for bucket in turn if bucket is not None), bucket_bytes)
-
-    def check(self, into: Mapping[str, Tensor]) -> None:
-        """Refuse a model that has other weights.
-
-        Raises:
-            WeightsMismatchError: names, shapes or types differ.
-        """
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}
-        wrong = sorted(self.shapes.keys() ^ found.keys()) or [
-            f"{name}: {dtype} {list(shape)} instead of {found[name][0]} {list(found[name][1])}"
-            for name, (dtype, shape) in self.shapes.items()
-            if found[name] != (dtype, shape)
-        ]
-        if wrong:
-            raise WeightsMismatchError(f"the actor publishes weights of another model: {', '.join(wrong[:5])}")
+_PLACE = struct.Struct("<QQ")
+"""Version, and place in the stream."""
 
 
 class Source:
@@ -180,24 +45,51 @@ class Source:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Send what the rank holds, as it said for the manifest; another type is converted, rectangle by rectangle."""
         self._tensors, self._bytes = tensors, _Bytes(tensors)
+        self._staged: Tensor | None = None
 
-    def pack(self, bucket: Bucket, index: int, version: int, memory: Tensor) -> None:
-        """Fill a bucket's memory."""
-        data = memory.numpy() if memory.device.type == "cpu" else None
+    def pack(self, manifest: Manifest, index: int, version: int, memory: Tensor) -> None:
+        """Fill a bucket's memory, which may be on the host where the weights are not."""
+        bucket = manifest.buckets[index]
+        if manifest.checksum == "xxh3":
+            data = memory.numpy()
+            for rectangle in bucket.rectangles:
+                run = self.run(rectangle)
+                if run is None:
+                    rectangle.view(memory).copy_(self.part(rectangle))
+                else:
+                    data[rectangle.start : rectangle.stop] = run
+            seal(memory, index, version, _runs(bucket, memory))
+            return
+        here = self._beside(memory)
         for rectangle in bucket.rectangles:
-            run = self._bytes.run(rectangle, rectangle.source)
-            if data is None or run is None:
-                rectangle.view(memory).copy_(self._tensors[rectangle.name].detach()[rectangle.source.index])
-            else:
-                data[rectangle.start : rectangle.stop] = run
-        host = memory[: bucket.num_bytes].cpu()
-        seal(host, index, version, _runs(bucket, host))
-        if data is None:
-            memory[:HEADER_BYTES].copy_(host[:HEADER_BYTES])
+            rectangle.view(here).copy_(self.part(rectangle))
+        words, checksums = _header(bucket, here)
+        words[0].fill_(version)
+        words[1].fill_(index)
+        checksums.copy_(_sums(bucket, here))
+        if here is not memory:
+            memory[: bucket.num_bytes].copy_(here[: bucket.num_bytes])
+
+    def part(self, rectangle: Rectangle) -> Tensor:
+        """Return a rectangle where it is, in the type that the rank has."""
+        return self._tensors[rectangle.name].detach()[rectangle.source.index]
+
+    def run(self, rectangle: Rectangle) -> npt.NDArray[np.uint8] | None:
+        """Return its bytes; see `_Bytes.run`."""
+        return self._bytes.run(rectangle, rectangle.source)
 
     def lie_at(self, addresses: Mapping[str, int]) -> bool:
         """Say whether the first bytes of tensors are still where they were."""
         return all(self._tensors[name].data_ptr() == address for name, address in addresses.items())
+
+    def _beside(self, memory: Tensor) -> Tensor:
+        """Return memory of a bucket on the device of the weights: this one, if it is there."""
+        device = next(iter(self._tensors.values())).device
+        if memory.device == device:
+            return memory
+        if self._staged is None:
+            self._staged = torch.empty_like(memory, device=device)
+        return self._staged
 
 
 class Sink:
@@ -215,8 +107,21 @@ class Sink:
             version: that is expected.
         """
         self._manifest, self._into, self._bytes, self._version = manifest, into, _Bytes(into), version
+        self._device = next(iter(into.values())).device
         self._missing = set(range(len(manifest.buckets)))
         self._problem: str | None = None
+        self._unread: list[tuple[int, Tensor]] = []
+        """Buckets that were taken on an accelerator, each with what its header says of it and of every rectangle."""
+
+    def take(self, index: int, source: Source) -> None:
+        """Take over a bucket that this process would send to itself: straight from the weights."""
+        for rectangle in self._manifest.buckets[index].rectangles:
+            run, target = source.run(rectangle), self._bytes.run(rectangle, rectangle.target)
+            if run is None or target is None:
+                self._place(rectangle, source.part(rectangle))
+            else:
+                target[:] = run
+        self._missing.discard(index)
 
     def unpack(self, index: int, memory: Tensor, elsewhere: Runs | None = None) -> None:
         """Take over a bucket, if it is the one it should be and nothing of it was damaged.
@@ -226,23 +131,16 @@ class Sink:
             memory: of the bucket.
             elsewhere: its rectangles, where only the header is in `memory`.
         """
-        bucket = self._manifest.buckets[index]
-        host = memory[: HEADER_BYTES if elsewhere is not None else bucket.num_bytes].cpu()
-        runs = _runs(bucket, host) if elsewhere is None else elsewhere
-        version, place, *expected = struct.unpack_from(_header_of(runs), host.numpy().data)
-        if (version, place) != (self._version, index):
-            self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
+        if self._manifest.checksum == "xxh3":
+            self._unpack_on_host(index, memory, elsewhere)
             return
-        for rectangle, run, checksum in zip(bucket.rectangles, runs, expected, strict=True):
-            if xxhash.xxh3_64_intdigest(run.data) != checksum:
-                self._refuse(f"{rectangle.name} was damaged on its way: its checksum differs")
-                return
-            target = self._bytes.run(rectangle, rectangle.target)
-            if target is None:
-                own = rectangle.view(memory) if elsewhere is None else rectangle.shaped(torch.from_numpy(run.copy()))
-                self._into[rectangle.name].detach()[rectangle.target.index].copy_(own)
-            else:
-                target[:] = run
+        bucket = self._manifest.buckets[index]
+        here = memory[: bucket.num_bytes].to(self._device)
+        words, checksums = _header(bucket, here)
+        is_damaged = (checksums != _sums(bucket, here)).any(1)
+        self._unread.append((index, torch.cat([words, is_damaged.long()])))
+        for rectangle in bucket.rectangles:
+            self._place(rectangle, rectangle.view(here))
         self._missing.discard(index)
 
     def finish(self) -> None:
@@ -251,12 +149,59 @@ class Sink:
         Raises:
             WeightsMismatchError: a bucket was damaged, of another version, or did not come.
         """
+        self._read()
         problem = self._problem
         if problem is None and self._missing:
             lost = self._manifest.buckets[min(self._missing)].rectangles[0].name
             problem = f"{len(self._missing)} of {len(self._manifest.buckets)} buckets did not come, {lost} first"
         if problem is not None:
             raise WeightsMismatchError(f"version {self._version} was not loaded: {problem}")
+
+    def _unpack_on_host(self, index: int, memory: Tensor, elsewhere: Runs | None) -> None:
+        bucket = self._manifest.buckets[index]
+        runs = _runs(bucket, memory) if elsewhere is None else elsewhere
+        header = memory[:HEADER_BYTES].numpy().data
+        if not self._is_expected(index, *_PLACE.unpack_from(header)):
+            return
+        checksums = header[CHECKSUMS_START:].tobytes()
+        for number, (rectangle, run) in enumerate(zip(bucket.rectangles, runs, strict=True)):
+            start = number * CHECKSUM_BYTES
+            if xxhash.xxh3_128_digest(run.data) != checksums[start : start + CHECKSUM_BYTES]:
+                self._refuse_damaged(rectangle)
+                return
+            target = self._bytes.run(rectangle, rectangle.target)
+            if target is None:
+                own = rectangle.view(memory) if elsewhere is None else rectangle.shaped(torch.from_numpy(run.copy()))
+                self._place(rectangle, own)
+            else:
+                target[:] = run
+        self._missing.discard(index)
+
+    def _place(self, rectangle: Rectangle, part: Tensor) -> None:
+        self._into[rectangle.name].detach()[rectangle.target.index].copy_(part)
+
+    def _read(self) -> None:
+        """Find out what is wrong with the buckets that were taken on an accelerator, which is waited for once."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        found = iter(torch.cat([said for _, said in unread]).tolist())
+        for index, said in unread:
+            version, place, *damaged = (next(found) for _ in range(len(said)))
+            if self._is_expected(index, version, place):
+                for rectangle, is_damaged in zip(self._manifest.buckets[index].rectangles, damaged, strict=True):
+                    if is_damaged:
+                        self._refuse_damaged(rectangle)
+
+    def _is_expected(self, index: int, version: int, place: int) -> bool:
+        """Look at what a bucket says that it is."""
+        if (version, place) == (self._version, index):
+            return True
+        self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
+        return False
+
+    def _refuse_damaged(self, rectangle: Rectangle) -> None:
+        self._refuse(f"{rectangle.name} was damaged on its way: its checksum differs")
 
     def _refuse(self, problem: str) -> None:
         self._problem = self._problem or problem
@@ -282,39 +227,26 @@ class _Bytes:
         return None if flat is None else flat[place.run]
 
 
-def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Rectangle, ...]]:
-    """Fill buckets with rectangles in the order of the tensors."""
-    rectangles: list[Rectangle] = []
-    end = HEADER_BYTES
-    for name, one in held.items():
-        for part in rectangles_of(one.part, (bucket_bytes - HEADER_BYTES) // one.dtype.itemsize):
-            num_bytes = part.num_elements * one.dtype.itemsize
-            if rectangles and (end + num_bytes > bucket_bytes or len(rectangles) == _MAX_RECTANGLES):
-                yield tuple(rectangles)
-                rectangles, end = [], HEADER_BYTES
-            places = [Place.of(part, outer, one.dtype) for outer in (one.part, Part.whole(part.shape))]
-            rectangles.append(Rectangle(name, one.dtype, part, end, end + num_bytes, *places))
-            end = _aligned(end + num_bytes)
-    if rectangles:
-        yield tuple(rectangles)
-
-
 def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:
-    """Write a bucket's header: what it is, and the xxh3_64 of each rectangle's bytes."""
-    checksums = (xxhash.xxh3_64_intdigest(run.data) for run in runs)
-    struct.pack_into(_header_of(runs), memory.numpy().data, 0, version, index, *checksums)
+    """Write the header of a bucket on the host: what it is, and the xxh3_128 of each rectangle's bytes."""
+    header = memory.numpy().data
+    _PLACE.pack_into(header, 0, version, index)
+    checksums = b"".join(xxhash.xxh3_128_digest(run.data) for run in runs)
+    header[CHECKSUMS_START : CHECKSUMS_START + len(checksums)] = checksums
 
 
-def _header_of(runs: Runs) -> str:
-    """Return the layout of a header: version, place in the stream, and a checksum for each rectangle."""
-    return f"<{_NUM_BEFORE_CHECKSUMS + len(runs)}Q"
+def _header(bucket: Bucket, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the header of a bucket says, as int64: version and place, [2]; checksums of rectangles, [R, 2]."""
+    end = CHECKSUMS_START + len(bucket.rectangles) * CHECKSUM_BYTES
+    return memory[:CHECKSUMS_START].view(torch.int64), memory[CHECKSUMS_START:end].view(torch.int64).view(-1, 2)
 
 
-def _runs(bucket: Bucket, host: Tensor) -> Runs:
-    """Return the bytes of each rectangle in the memory of a bucket."""
-    data = host.numpy()
+def _sums(bucket: Bucket, memory: Tensor) -> Tensor:
+    """Return the checksums of what is in a bucket: [R, 2] int64."""
+    return torch.stack([sums(memory[one.start : one.stop]) for one in bucket.rectangles])
+
+
+def _runs(bucket: Bucket, memory: Tensor) -> Runs:
+    """Return the bytes of each rectangle in the memory of a bucket on the host."""
+    data = memory.numpy()
     return [data[one.start : one.stop] for one in bucket.rectangles]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device
 from rallypoint.weights import broadcast, ipc, memory
@@ -32,5 +34,5 @@ def join(
     if way == "memory":
         return memory.join(rendezvous, plan, place, exposed=exposed)
     if way == "ipc":
-        return ipc.join(rendezvous, plan, place, device)
+        return ipc.join(rendezvous, plan, place, torch.device(device, torch.accelerator.current_device_index()))
     return broadcast.join(rendezvous, plan, place, device)

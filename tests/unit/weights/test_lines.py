@@ -13,7 +13,8 @@ from rallypoint.errors import MembershipLostError, PeerFailedError, PublishError
 from rallypoint.models import Part
 from rallypoint.weights import broadcast, memory, share
 from rallypoint.weights.line import Member, Plan
-from rallypoint.weights.stream import HEADER_BYTES, Held, Manifest, Sink, Source
+from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
+from rallypoint.weights.stream import Sink, Source
 
 WHOLE = {
     "matrix": torch.randn(40, 24, generator=torch.Generator().manual_seed(0)),
@@ -175,10 +176,10 @@ class Damaged:
     def __init__(self, inner, at):
         self.inner, self.at = inner, at
 
-    def pack(self, bucket, index, version, memory):
-        self.inner.pack(bucket, index, version, memory)
+    def pack(self, manifest, index, version, memory):
+        self.inner.pack(manifest, index, version, memory)
         if index == self.at:
-            memory[bucket.rectangles[0].start] ^= 4
+            memory[manifest.buckets[index].rectangles[0].start] ^= 4
 
 
 def test_a_flipped_bit_is_found_named_and_does_not_reach_the_model_and_the_line_goes_on(make):

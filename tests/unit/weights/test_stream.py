@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.models import Part
 from rallypoint.weights import HEADER_BYTES, Held, Manifest, Sink, Source, fingerprint
-from rallypoint.weights.stream import rectangles_of
+from rallypoint.weights.manifest import rectangles_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
@@ -30,9 +30,9 @@ def manifest_of(tensors, room=128, dtype=None):
 def packed(manifest, tensors, version):
     """The memory of every bucket."""
     source = Source(tensors)
-    for index, bucket in enumerate(manifest.buckets):
+    for index in range(len(manifest.buckets)):
         memory = torch.zeros(manifest.bucket_bytes, dtype=torch.uint8)
-        source.pack(bucket, index, version, memory)
+        source.pack(manifest, index, version, memory)
         yield memory
 
 

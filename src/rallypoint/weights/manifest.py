@@ -1,0 +1,194 @@
+"""What travels when weights are published: what every rank of the actor has of them, cut into rectangles and buckets.
+
+Owns: the cut, and the layout of a bucket. Must not know: how a bucket gets from one process to another, or who they
+are. Sender and receiver cut alike, because both have the manifest; a bucket carries no names.
+
+A bucket is flat memory: a header (version and place in the stream, 8 bytes each, and a checksum of 16 bytes for each
+rectangle) and, from `HEADER_BYTES` on, the rectangles, each at a multiple of 64 bytes. No process needs more memory for
+it than a few buckets, whatever the size of a tensor. Ranks that hold the same send it once, and a tensor that several
+ranks hold in parts is never put together anywhere but in its destination.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from rallypoint.errors import WeightsMismatchError
+from rallypoint.models import Part, rectangles_of
+
+HEADER_BYTES = 4096
+"""Of a bucket, before its rectangles."""
+CHECKSUMS_START, CHECKSUM_BYTES = 16, 16
+"""In a header."""
+BUCKET_BYTES = 2**20 + HEADER_BYTES
+"""By default; what a way takes stands with the ways."""
+
+Checksum: TypeAlias = Literal["xxh3", "sums"]
+"""`xxh3_128` of bytes on the host, the fastest there; or `digests.sums`, which accelerators can compute."""
+
+_ALIGNMENT = 64
+_MAX_RECTANGLES = (HEADER_BYTES - CHECKSUMS_START) // CHECKSUM_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank has of a tensor."""
+
+    dtype: torch.dtype
+    """In which it travels."""
+    part: Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rectangle lies in a tensor."""
+
+    index: tuple[slice, ...]
+    run: slice | None
+    """Its bytes, counted from the first one of a contiguous tensor; None where it is not one run of them."""
+
+    @classmethod
+    def of(cls, part: Part, outer: Part, dtype: torch.dtype) -> Place:
+        """Find a part in the tensor of a larger one.
+
+        >>> Place.of(Part.whole([6, 4]).rows(3, 5), Part.whole([6, 4]), torch.float32)
+        Place(index=(slice(3, 5, None), slice(0, 4, None)), run=slice(48, 80, None))
+        """
+        run = part.run_within(outer)
+        in_bytes = None if run is None else slice(run.start * dtype.itemsize, run.stop * dtype.itemsize)
+        return cls(part.within(outer), in_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A part of a tensor in a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    part: Part
+    """In the coordinates of the whole tensor."""
+    start: int
+    """First byte in the bucket."""
+    stop: int
+    """The byte after its last one."""
+    source: Place
+    """Where it lies in what the sender has of the tensor."""
+    target: Place
+    """Where it lies in the whole tensor."""
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return its elements in the memory of a bucket."""
+        return self.shaped(memory[self.start : self.stop])
+
+    def shaped(self, run: Tensor) -> Tensor:
+        """Return its elements, given its bytes."""
+        return run.view(self.dtype).view(self.part.sizes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rectangles that travel together."""
+
+    root: int
+    """The rank that sends it."""
+    rectangles: tuple[Rectangle, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the header and all rectangles, rounded up."""
+        return _aligned(self.rectangles[-1].stop)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """What travels at every publish, in order; the same for all who take part."""
+
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Of the whole tensors."""
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+    """What a bucket can have."""
+    checksum: Checksum
+    """Of rectangles; senders and takers have one kind of device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, each once."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.shapes.values())
+
+    @classmethod
+    def of(
+        cls, ranks: Sequence[Mapping[str, Held]], *, bucket_bytes: int = BUCKET_BYTES, checksum: Checksum = "xxh3"
+    ) -> Manifest:
+        """Cut what ranks hold into buckets; what several of them hold is sent by the first one.
+
+        Two ranks with two rows each of `w`, and both with the same `b`:
+
+        >>> rows = [Part.whole([4, 2]).rows(0, 2), Part.whole([4, 2]).rows(2, 4)]
+        >>> b = Held(torch.float32, Part.whole([2]))
+        >>> manifest = Manifest.of([{"w": Held(torch.float32, part), "b": b} for part in rows])
+        >>> [(bucket.root, [(r.name, r.part.starts) for r in bucket.rectangles]) for bucket in manifest.buckets]
+        [(0, [('w', (0, 0)), ('b', (0,))]), (1, [('w', (2, 0))])]
+
+        Args:
+            ranks: of the actor; name of a tensor -> what the rank has of it.
+            bucket_bytes: of a bucket.
+            checksum: "sums" for weights on accelerators.
+        """
+        sent: set[tuple[str, Part]] = set()
+        streams: list[list[Bucket]] = []
+        for root, held in enumerate(ranks):
+            mine = {name: one for name, one in held.items() if one.part.num_elements and (name, one.part) not in sent}
+            sent |= {(name, one.part) for name, one in mine.items()}
+            streams.append([Bucket(root, rectangles) for rectangles in _packed(mine, bucket_bytes)])
+        shapes = {name: (held.dtype, held.part.shape) for rank in ranks for name, held in rank.items()}
+        num_sent = sum(part.num_elements for _, part in sent)
+        num_elements = sum(math.prod(shape) for _, shape in shapes.values())
+        assert num_sent == num_elements, "parts overlap, or leave something out"
+        # In turns, so that all of them can be at work.
+        turns = itertools.zip_longest(*streams)
+        buckets = tuple(bucket for turn in turns for bucket in turn if bucket is not None)
+        return cls(shapes, buckets, bucket_bytes, checksum)
+
+    def check(self, into: Mapping[str, Tensor]) -> None:
+        """Refuse a model that has other weights.
+
+        Raises:
+            WeightsMismatchError: names, shapes or types differ.
+        """
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}
+        wrong = sorted(self.shapes.keys() ^ found.keys()) or [
+            f"{name}: {dtype} {list(shape)} instead of {found[name][0]} {list(found[name][1])}"
+            for name, (dtype, shape) in self.shapes.items()
+            if found[name] != (dtype, shape)
+        ]
+        if wrong:
+            raise WeightsMismatchError(f"the actor publishes weights of another model: {', '.join(wrong[:5])}")
+
+
+def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Rectangle, ...]]:
+    """Fill buckets with rectangles in the order of the tensors."""
+    rectangles: list[Rectangle] = []
+    end = HEADER_BYTES
+    for name, one in held.items():
+        for part in rectangles_of(one.part, (bucket_bytes - HEADER_BYTES) // one.dtype.itemsize):
+            num_bytes = part.num_elements * one.dtype.itemsize
+            if rectangles and (end + num_bytes > bucket_bytes or len(rectangles) == _MAX_RECTANGLES):
+                yield tuple(rectangles)
+                rectangles, end = [], HEADER_BYTES
+            places = [Place.of(part, outer, one.dtype) for outer in (one.part, Part.whole(part.shape))]
+            rectangles.append(Rectangle(name, one.dtype, part, end, end + num_bytes, *places))
+            end = _aligned(end + num_bytes)
+    if rectangles:
+        yield tuple(rectangles)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
