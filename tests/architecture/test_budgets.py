@@ -31,7 +31,8 @@ BROAD: dict[str, str] = {
     "generation/graphs.py:_try": "whatever keeps a step from being captured, decoding goes on without",
     "generation/doors.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
-    "environments/scoring.py:_score_row": "the user's reward may raise anything; it becomes a counted value",
+    "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
+    "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }
 """`path:function` of every handler that catches anything -> why."""
 

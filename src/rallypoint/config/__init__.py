@@ -20,6 +20,7 @@ from rallypoint.config.sections import (
     OptimizerConfig,
     PlacementConfig,
     PPOConfig,
+    RewardConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "PlacementConfig",
     "Plan",
     "Problem",
+    "RewardConfig",
     "RoleMemory",
     "RoleName",
     "RolloutConfig",

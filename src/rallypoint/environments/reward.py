@@ -1,6 +1,7 @@
 """The reward function: one that ships with the package, or any function in a file of the user's.
 
-Owns: finding, loading and checking the function. Must not know: batches, tensors; what a score means.
+Owns: finding, loading and checking the function. Must not know: batches, tensors; what a score means. Every process
+that scores imports this, so it needs the standard library only.
 
 A file is run under a private module name that follows from its path, registered in `sys.modules` (so that
 dataclasses and pickle work in it). Its folder is put first on `sys.path`, as `python file.py` would do, so
@@ -21,18 +22,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-from rallypoint.data.digits import score_digits
 from rallypoint.errors import RewardError
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_SIGNATURE = f"({', '.join(PARAMETERS[:-1])}, extra_info=None)"
+"""What every function is called with, by name."""
+TOKEN_PARAMETERS = ("token_ids", "tokens")
+"""What a function is called with besides if it names them."""
+_SIGNATURE = f"({', '.join(PARAMETERS[:-1])}, extra_info=None), and {' and '.join(TOKEN_PARAMETERS)} if it wants them"
 
 
 class RewardFunction(Protocol):
-    """Scores one response; it is called with all four arguments by name.
+    """Scores one response; it is called with all arguments by name, those of TOKEN_PARAMETERS included that it names.
 
     Returns a number, an object with a number under "score" (other numbers in it become metrics), or a list
-    with one score for each token of the response.
+    with one score for each token of the response; or, if it is async, one of these after it was awaited.
     """
 
     def __call__(
@@ -52,7 +55,13 @@ def no_function(*, data_source: str, solution_str: str, ground_truth: Any, extra
     return 0.0
 
 
-SHIPPED: dict[str, RewardFunction] = {"digits": score_digits}
+def _digits() -> RewardFunction:
+    from rallypoint.data.digits import score_digits  # its package brings numpy along
+
+    return score_digits
+
+
+SHIPPED: dict[str, Callable[[], RewardFunction]] = {"digits": _digits}
 
 
 def check_reward_spec(spec: str) -> str | None:
@@ -80,9 +89,7 @@ def _find_written_problem(path: Path, name: str, tree: ast.Module, spec: str) ->
     if name not in found:
         return _no_such_function(path, name, list(found))
     node = found[name]
-    if isinstance(node, ast.AsyncFunctionDef):
-        return _is_async(spec)
-    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
         return _find_signature_problem(spec, _written_signature(node.args))
     return None
 
@@ -90,12 +97,14 @@ def _find_written_problem(path: Path, name: str, tree: ast.Module, spec: str) ->
 def load_reward(spec: str) -> RewardFunction:
     """Return the reward function that `spec` names: "digits", or "path/to/file.py:function".
 
+    A file is imported into this process, where it may do anything, or never end: `grader.py` has a process for it.
+
     Raises:
         RewardError: there is no such file or function, the file raises while it is imported, or the function
             cannot be called with (data_source, solution_str, ground_truth, extra_info).
     """
     if spec in SHIPPED:
-        return SHIPPED[spec]
+        return SHIPPED[spec]()
     parts = _split(spec)
     if isinstance(parts, str):
         raise RewardError(parts)
@@ -106,12 +115,19 @@ def load_reward(spec: str) -> RewardFunction:
     function: object = names[name]
     if not callable(function):
         raise RewardError(f"{spec}: expected a function, found {type(function).__name__}")
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(_is_async(spec))
     problem = _find_signature_problem(spec, _own_signature(function))
     if problem is not None:
         raise RewardError(problem)
     return cast("RewardFunction", function)
+
+
+def wanted_tokens(function: Callable[..., object]) -> tuple[str, ...]:
+    """Return which of the arguments about tokens a function names.
+
+    >>> wanted_tokens(lambda solution_str, tokens, **others: 0.0)
+    ('tokens',)
+    """
+    return _named_tokens(_own_signature(function))
 
 
 def format_user_traceback(error: BaseException, *, skip: Callable[[str], bool]) -> str:
@@ -149,10 +165,6 @@ def _no_such_function(path: Path, name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, public, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(public)[:8]) or 'no function at all'}"
     return f"{path} has no function {name!r}; {hint}"
-
-
-def _is_async(spec: str) -> str:
-    return f"{spec} is an async function, expected an ordinary one: def with {_SIGNATURE}"
 
 
 def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
@@ -200,9 +212,15 @@ def _own_signature(function: Callable[..., object]) -> inspect.Signature:
         return inspect.signature(lambda **_anything: None)
 
 
+def _named_tokens(signature: inspect.Signature) -> tuple[str, ...]:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = signature.parameters
+    return tuple(name for name in TOKEN_PARAMETERS if name in parameters and parameters[name].kind in by_name)
+
+
 def _find_signature_problem(spec: str, signature: inspect.Signature) -> str | None:
     try:
-        signature.bind(**dict.fromkeys(PARAMETERS))
+        signature.bind(**dict.fromkeys([*PARAMETERS, *_named_tokens(signature)]))
     except TypeError as error:
         return f"{spec} takes ({', '.join(signature.parameters)}), expected {_SIGNATURE}: {error}"
     return None
@@ -220,7 +238,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # it is the user's code: it may raise anything
+    except BaseException as error:  # it is the user's code: it may raise anything
         del sys.modules[name]
         shown = format_user_traceback(error, skip=lambda file: file != str(path))
         raise RewardError(f"{path} raised while it was imported:\n{shown}") from error

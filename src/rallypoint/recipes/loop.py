@@ -7,6 +7,7 @@ recipe's own page.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import uuid
 from collections.abc import Coroutine
@@ -18,6 +19,7 @@ import torch
 from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.config.plan import describe_way, weights_way
+from rallypoint.environments.pool import Grader, open_grader
 from rallypoint.observability import (
     Completion,
     MetricsLog,
@@ -137,7 +139,8 @@ def train(
 async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None) -> bool:
     config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
     endpoint = _endpoint(config, folder, say)
-    with MetricsLog(folder.metrics) as log:
+    grader = open_grader(config.reward.function, config.reward, folder.logs / "reward.log")
+    with MetricsLog(folder.metrics) as log, contextlib.closing(grader):
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
         for note in beginning.notes:
@@ -172,7 +175,7 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
-            recipe = await _start(config, placement, material, say)
+            recipe = await _start(config, placement, material, grader, say)
             run = _Run(config, folder, progress, log, recipe, material, placement, endpoint, await recording, say)
             if first:
                 await state.restore(folder, first, recipe)
@@ -211,7 +214,7 @@ def _take_note(prepared: asyncio.Task[Any]) -> None:
         prepared.exception()
 
 
-async def _start(config: RunConfig, placement: Placement, material: Material, say: _Voice) -> Recipe:
+async def _start(config: RunConfig, placement: Placement, material: Material, grader: Grader, say: _Voice) -> Recipe:
     actor = await Actor.create(placement)
     rollouts = await Rollouts.create(placement)
     if weights_way(config) is None:
@@ -223,7 +226,7 @@ async def _start(config: RunConfig, placement: Placement, material: Material, sa
         validation=material.validation,
         tokenizer=material.tokenizer,
         stop_tokens=material.stop_tokens,
-        reward=material.reward,
+        grader=grader,
         reward_model=await RewardModel.create(placement),
         say=say,
     )
@@ -231,14 +234,15 @@ async def _start(config: RunConfig, placement: Placement, material: Material, sa
 
 
 class _Voice:
-    """Says a line to the user and to the log."""
+    """Says a line to the user; what a message has besides its first line stands in the log."""
 
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self._folder, self._progress = folder, progress
 
     def __call__(self, message: str) -> None:
         self._folder.log(message)
-        self._progress.note(message)
+        first, _, more = message.partition("\n")
+        self._progress.note(f"{first} (more in logs/train.log)" if more else first)
 
 
 class _Run:

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RunConfig
 from rallypoint.data import EncodedPrompts
-from rallypoint.environments.reward import RewardFunction
 from rallypoint.models.load import quiet_transformers
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.reading import Found, repetitions
@@ -25,7 +24,6 @@ class Material:
     stop_tokens: tuple[int, ...]
     train: EncodedPrompts
     validation: EncodedPrompts | None
-    reward: RewardFunction
 
     def token_text(self, token: int) -> str:
         """Return what a token looks like; a special one by its name."""
@@ -65,4 +63,4 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
     for line in notes:
         say(line)
     model_path = config.model.path or str(made_model(config, folder))
-    return Material(model_path, found.tokenizer, found.stop_tokens, train, validation, found.reward)
+    return Material(model_path, found.tokenizer, found.stop_tokens, train, validation)

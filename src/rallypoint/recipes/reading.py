@@ -21,8 +21,8 @@ from rallypoint.data import (
     load_tokenizer,
     make_digits_tokenizer,
 )
-from rallypoint.environments.reward import RewardFunction, load_reward, no_function
-from rallypoint.errors import ModelError
+from rallypoint.environments.pool import probe_reward
+from rallypoint.errors import ModelError, RewardError
 from rallypoint.models import load_critic, load_policy, load_reward_model
 from rallypoint.models.load import quiet_transformers, read_config
 
@@ -35,7 +35,6 @@ class Found:
     stop_tokens: tuple[int, ...]
     limits: tuple[Limits, ...]
     """Of every model that reads the rows."""
-    reward: RewardFunction
     train: EncodedPrompts | None
     """None where data.generate makes them."""
     validation: EncodedPrompts | None
@@ -77,9 +76,10 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
         RewardError: the reward function cannot be loaded.
     """
     quiet_transformers()
-    reward = no_function if config.reward.function is None else load_reward(config.reward.function)
+    if config.reward.function is not None and (problem := probe_reward(config.reward.function)) is not None:
+        raise RewardError(problem)
     tokenizer, stops, limits = _read_models(config)
-    found = Found(tokenizer, stops, limits, reward, None, None)
+    found = Found(tokenizer, stops, limits, None, None)
     if config.data.generate is not None:
         return found
     notes: list[str] = []

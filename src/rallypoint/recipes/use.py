@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -10,9 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import LoRAConfig, RunConfig, load_config
+from rallypoint.config import LoRAConfig, RewardConfig, RunConfig, load_config
 from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
-from rallypoint.environments.reward import SHIPPED, load_reward
+from rallypoint.data.token_texts import TokenTexts
+from rallypoint.environments.pool import open_grader
+from rallypoint.environments.reward import SHIPPED
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
@@ -144,33 +147,36 @@ def evaluate(
         ModelError: the folder cannot be loaded.
     """
     config = trained.config
-    function = load_reward(reward or _reward_of(trained))
-    examples = load_dataset(data)[:max_prompts]
-    tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
-    engine = _engine(trained, tokenizer)
-    limits = Limits.of(engine.model.config)
-    encoded = encode_all(
-        tokenizer,
-        examples,
-        max_prompt_tokens=limits.max_prompt_tokens(config) if config else 4096,
-        on_too_long=config.data.on_too_long if config else "error",
-        num_ids=limits.num_ids,
-        say=say,
-    )
-    usual = config.rollout.max_response_tokens if config else 512
-    limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
-    params = _params(trained, tokenizer, engine, temperature, num_samples, limit, seed)
-    prompts = Prompts(
-        offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
-        tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
-        prompt_index=torch.arange(len(encoded.token_ids)),
-    )
-    batch = generate(engine, prompts, params, version=0)
-    texts = tokenizer.batch_decode(
-        [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
-    )
-    rows = [encoded.examples[int(index)] for index in batch.prompt_index]
-    return _summarise(batch, rows, texts, score_rollouts(batch, rows, texts, function, warn=say), len(prompts))
+    settings = config.reward if config else RewardConfig()
+    with contextlib.closing(open_grader(reward or _reward_of(trained), settings)) as grader:
+        grader.load()
+        examples = load_dataset(data)[:max_prompts]
+        tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
+        engine = _engine(trained, tokenizer)
+        limits = Limits.of(engine.model.config)
+        encoded = encode_all(
+            tokenizer,
+            examples,
+            max_prompt_tokens=limits.max_prompt_tokens(config) if config else 4096,
+            on_too_long=config.data.on_too_long if config else "error",
+            num_ids=limits.num_ids,
+            say=say,
+        )
+        usual = config.rollout.max_response_tokens if config else 512
+        limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
+        params = _params(trained, tokenizer, engine, temperature, num_samples, limit, seed)
+        prompts = Prompts(
+            offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
+            tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
+            prompt_index=torch.arange(len(encoded.token_ids)),
+        )
+        batch = generate(engine, prompts, params, version=0)
+        texts = tokenizer.batch_decode(
+            [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
+        )
+        rows = [encoded.examples[int(index)] for index in batch.prompt_index]
+        scored = score_rollouts(batch, rows, texts, grader, token_texts=TokenTexts(tokenizer), warn=say)
+        return _summarise(batch, rows, texts, scored, len(prompts))
 
 
 def _reward_of(trained: Trained) -> str:

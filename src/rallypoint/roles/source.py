@@ -10,6 +10,7 @@ The state to be saved is one number, of prompts admitted; everything else follow
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import EncodedPrompts, Example, PromptStream
-from rallypoint.environments.reward import RewardFunction
+from rallypoint.data.token_texts import TokenTexts
+from rallypoint.environments.pool import Grader
 from rallypoint.environments.scoring import ModelScores, Scored, describe_failures, score_rollouts
 from rallypoint.errors import RewardError, StalenessError
 from rallypoint.generation import SamplingParams
@@ -75,7 +77,7 @@ class RolloutSource:
         validation: EncodedPrompts | None,
         tokenizer: PreTrainedTokenizerBase,
         stop_tokens: tuple[int, ...],
-        reward: RewardFunction,
+        grader: Grader,
         reward_model: RewardModel,
         say: Callable[[str], None],
     ) -> None:
@@ -85,7 +87,8 @@ class RolloutSource:
         """The first few rollouts of the newest batch."""
         self._config, self._train, self._validation = config, train, validation
         self._tokenizer, self._say = tokenizer, say
-        self._reward, self._reward_model = reward, reward_model
+        self._grader, self._reward_model = grader, reward_model
+        self._token_texts = TokenTexts(tokenizer)
         self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
@@ -95,7 +98,7 @@ class RolloutSource:
         """Return B scored rollouts of the next P prompts, fewer when reward function or model failed on some.
 
         Raises:
-            RewardError: they failed on all of them.
+            RewardError: they failed on more of them than reward.max_failed, or on all.
             StalenessError: a rollout was sampled from weights that are not the newest.
         """
         first = self.num_admitted
@@ -140,7 +143,21 @@ class RolloutSource:
         )
         scores = await self._reward_model.scores(batch)
         model = None if scores is None else ModelScores(scores)
-        scored = score_rollouts(batch, examples, texts, self._reward, model=model, warn=self._say)
+        try:
+            scored = await asyncio.to_thread(
+                score_rollouts,
+                batch,
+                examples,
+                texts,
+                self._grader,
+                token_texts=self._token_texts,
+                max_failed=self._config.reward.max_failed,
+                model=model,
+                warn=self._say,
+            )
+        except asyncio.CancelledError:
+            self._grader.close()  # or the thread would wait for its calls
+            raise
         if scored.failures:
             self._say(describe_failures(scored.failures))
         if not len(scored.batch):
@@ -163,7 +180,6 @@ class RolloutSource:
                 **narrowed,
                 "reward/mean": Mean(float(scores.sum()), len(scores)),
                 "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
-                "reward/failed": Sum(len(scored.failures)),
                 "rollout/failed": Sum(len(self.rollouts.failures)),
                 "rollout/num_tokens": Sum(num_tokens),
                 "rollout/response_length": Mean(num_tokens, num_rows),

@@ -30,9 +30,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def two_arguments(data_source, text):
     return 0.0
-
-async def later(data_source, solution_str, ground_truth, extra_info=None):
-    return 0.0
 """
 SIZES = '"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8, "vocab_size": 9'
 EXPERTS = '"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 4'

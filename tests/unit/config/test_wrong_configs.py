@@ -269,7 +269,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "file: shipped reward misspelt": ("reward.function=digit", ("'digit'", "did you mean 'digits'?")),
     "file: torn reward": ("reward.function=torn.py:compute_score", ("torn.py:compute_score", "line 1")),
     "file: reward of two": ("reward.function=rewards.py:two_arguments", ("(data_source, text)", "ground_truth")),
-    "file: async reward": ("reward.function=rewards.py:later", ("rewards.py:later", "async")),
     "file: runs below a file": ("trainer.runs_dir=good.jsonl", ("runs_dir='good.jsonl' is a file", "a folder")),
     "file: name of two lines": ('trainer.name="a\\nb"', ("trainer.name='a\\nb'", "plain folder name")),
     "file: name with a slash": ("trainer.name=a/b", ("trainer.name='a/b'", "plain folder name")),

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rallypoint.data import score_digits
-from rallypoint.environments.reward import check_reward_spec, load_reward
+from rallypoint.environments.reward import check_reward_spec, load_reward, wanted_tokens
 from rallypoint.errors import RewardError
 
 RIGHT = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
@@ -44,6 +44,8 @@ ACCEPTED = [
     "def compute_score(solution_str, **others): return 0.5",
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=True): return 0.5",
     "compute_score = lambda data_source, solution_str, ground_truth, extra_info: 0.5",
+    "def compute_score(solution_str, token_ids, tokens, **others): return 0.5",
+    "def compute_score(solution_str, *, tokens=None, **others): return 0.5",
     "class Scorer:\n    def __call__(self, **row): return 0.5\ncompute_score = Scorer()",
     "import functools\ndef score(scale, **row): return scale\ncompute_score = functools.partial(score, 0.5)",
     "if True:\n    def compute_score(**row): return 0.5\nelse:\n    def compute_score(answer): return 0",
@@ -57,7 +59,8 @@ def test_any_function_that_takes_the_four_arguments_is_accepted_before_and_after
     spec = write(text)
     assert check_reward_spec(spec) is None
     reward = load_reward(spec)
-    assert reward(data_source="d", solution_str="s", ground_truth="g", extra_info={}) == 0.5
+    tokens = dict.fromkeys(wanted_tokens(reward))
+    assert reward(data_source="d", solution_str="s", ground_truth="g", extra_info={}, **tokens) == 0.5
 
 
 REFUSED = [
@@ -78,7 +81,6 @@ REFUSED = [
         RIGHT.replace("ground_truth", "ground_truth, /"),
         "compute_score takes (data_source, solution_str, ground_truth",
     ),
-    ("async " + RIGHT, "is an async function, expected an ordinary one"),
 ]
 
 
@@ -139,6 +141,22 @@ def test_a_file_that_cannot_be_imported_is_an_error_and_leaves_no_module_behind(
     assert not [name for name in set(sys.modules) - before if name.startswith("rallypoint_reward")]
 
 
+NAMED = [
+    ("def f(**row): return 0", ()),
+    ("def f(*, tokens, **row): return 0", ("tokens",)),
+    ("def f(data_source, solution_str, ground_truth, extra_info, token_ids=None): return 0", ("token_ids",)),
+    ("async def f(tokens, token_ids, **row): return 0", ("token_ids", "tokens")),
+    ("def f(solution_str, **tokens): return 0", ()),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), NAMED)
+def test_a_function_gets_of_the_tokens_what_it_names(write, text, named):
+    spec = write(text).replace("compute_score", "f")
+    assert check_reward_spec(spec) is None
+    assert wanted_tokens(load_reward(spec)) == named
+
+
 def test_the_check_runs_nothing_of_the_file(write, tmp_path):
     spec = write(f"open({str(tmp_path / 'was_run')!r}, 'w')\nimport no_such_module_anywhere\n" + RIGHT)
     assert check_reward_spec(spec) is None
@@ -155,13 +173,14 @@ def test_the_check_lets_pass_what_only_loading_can_tell(write, text):
     assert check_reward_spec(write(text)) is None
 
 
-def test_the_check_imports_no_torch():
+@pytest.mark.parametrize("module", ["reward", "pool", "worker"])
+def test_neither_the_check_nor_what_scores_imports_more_than_the_standard_library(module):
     program = (
-        "import sys; from rallypoint.environments.reward import check_reward_spec; "
-        "check_reward_spec('digits'); print('torch' in sys.modules)"
+        f"import sys; import rallypoint.environments.{module} as found; "
+        "print(sorted({'torch', 'ray', 'numpy', 'pydantic', 'asyncio', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"
 
 
 def test_dataclasses_pickle_and_the_files_beside_it_work_in_a_reward_file(write):

@@ -1,6 +1,5 @@
 import math
 import pickle
-import threading
 from fractions import Fraction
 
 import numpy as np
@@ -10,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.data import Example, Message
+from rallypoint.environments.pool import Inline
 from rallypoint.environments.reward import no_function
-from rallypoint.environments.scoring import ModelScores, describe_failures, score_rollouts
+from rallypoint.environments.scoring import ModelScores, TooManyFailuresError, describe_failures, score_rollouts
 from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, offsets_from_lengths
 
 PROMPT = 2
@@ -44,7 +44,20 @@ def make_examples(count):
     ]
 
 
-def score(results, response_lengths=None, truncated=None, model=None):
+def run(batch, examples, texts, reward, **options):
+    """Score with a function of this process; a token's text is its id in brackets."""
+    return score_rollouts(
+        batch,
+        examples,
+        texts,
+        Inline(reward),
+        token_texts=lambda ids: [f"<{token}>" for token in ids],
+        warn=pytest.fail,
+        **options,
+    )
+
+
+def score(results, response_lengths=None, truncated=None, **options):
     """Score one row for each result; an exception is raised instead of returned."""
     response_lengths = [3] * len(results) if response_lengths is None else response_lengths
 
@@ -56,7 +69,7 @@ def score(results, response_lengths=None, truncated=None, model=None):
 
     texts = [f"text {row}" for row in range(len(results))]
     batch = make_batch(response_lengths, truncated)
-    return score_rollouts(batch, make_examples(len(results)), texts, reward, model=model, warn=pytest.fail)
+    return run(batch, make_examples(len(results)), texts, reward, **options)
 
 
 def rewards(scored):
@@ -103,7 +116,7 @@ def test_a_list_may_leave_out_the_end_of_sequence_token_where_the_row_ended_by_i
     assert rewards(score([[0.5, 0.25]])) == [[0.5, 0.25, 0.0]]
     assert rewards(score([[]], response_lengths=[1])) == [[0.0]]
     failed = score([[0.5, 0.25]], truncated=[True])
-    assert failed.failures[0].reason == "expected one score for each of 3 tokens, found 2"
+    assert failed.failures[0].reason.startswith("expected one score for each of 3 tokens, found 2; ")
 
 
 def test_the_other_numbers_of_a_dict_become_metrics_averaged_over_the_rows_that_have_them():
@@ -115,14 +128,17 @@ def test_the_other_numbers_of_a_dict_become_metrics_averaged_over_the_rows_that_
             0.5,
         ]
     )
-    assert dict(scored.metrics) == {
-        "reward/accuracy": Mean(1.0, 2),
-        "reward/length": Mean(4.0, 1),
-        "reward/time": Mean(2.0, 1),
-    }
+    averaged = {"reward/accuracy": Mean(1.0, 2), "reward/length": Mean(4.0, 1), "reward/time": Mean(2.0, 1)}
+    assert {name: metric for name, metric in scored.metrics.items() if isinstance(metric, Mean)} == averaged
     assert scored.kept_rows == (0, 1, 3)
 
 
+TOO_LARGE = "{}, expected at most 1e+15: float32 cannot hold the squares of more; scale rewards down"
+WRONG_LENGTH = (
+    "expected one score for each of 3 tokens (2 without the end-of-sequence token), found {}; the list covers every "
+    "token of the response, also special ones, which solution_str does not show: name an argument token_ids (or "
+    "tokens) in the function and it is given the ids (or the texts) of all of them"
+)
 BAD_RESULTS = [
     (None, "the score is None, expected a number"),
     ("0.5", "the score is '0.5', expected a number"),
@@ -130,7 +146,9 @@ BAD_RESULTS = [
     (1j, "the score is complex, expected a number"),
     (math.nan, "the score is nan, expected a finite number"),
     (-math.inf, "the score is -inf, expected a finite number"),
-    (1e39, "the score is 1e+39, expected a finite number"),
+    (1e39, TOO_LARGE.format("the score is 1e+39")),
+    (-1e19, TOO_LARGE.format("the score is -1e+19")),
+    ([1e15, -1e15, 0], TOO_LARGE.format("the list adds up to 2e+15 in size")),
     (10**400, "the score is inf, expected a finite number"),
     (torch.tensor(math.nan), "the score is nan, expected a finite number"),
     ({}, "expected the key 'score', found no key"),
@@ -144,11 +162,10 @@ BAD_RESULTS = [
     ([0.1, 0.2, math.nan], "score 2 of the list is nan, expected a finite number"),
     ([0.1, None, 0.2], "score 1 of the list is None, expected a number"),
     ([[0.1], [0.2], [0.3]], "score 0 of the list is list, expected a number"),
-    ([0.1], "expected one score for each of 3 tokens (or 2 without the end-of-sequence token), found 1"),
-    ([0.1] * 4, "expected one score for each of 3 tokens (or 2 without the end-of-sequence token), found 4"),
+    ([0.1], WRONG_LENGTH.format(1)),
+    ([0.1] * 4, WRONG_LENGTH.format(4)),
     (ValueError("no number\nin it"), "the reward function raised ValueError: no number"),
     (KeyError("answer"), "the reward function raised KeyError: 'answer'"),
-    (SystemExit(2), "the reward function raised SystemExit: 2"),
     (SyntaxError("bad", ("answer", 1, 1, "x(", 1, 2)), "the reward function raised SyntaxError: bad"),
 ]
 
@@ -170,11 +187,11 @@ def test_a_raise_shows_the_frames_of_the_reward_function_and_not_ours():
     def reward(data_source, solution_str, ground_truth, extra_info=None):
         return int(solution_str)
 
-    scored = score_rollouts(make_batch([1]), make_examples(1), ["x"], reward, warn=pytest.fail)
+    scored = run(make_batch([1]), make_examples(1), ["x"], reward)
     shown = scored.failures[0].traceback
     assert "return int(solution_str)" in shown
     assert "ValueError: invalid literal" in shown
-    assert "environments/scoring.py" not in shown
+    assert "rallypoint/environments" not in shown
 
 
 class UnprintableError(Exception):
@@ -209,50 +226,59 @@ def test_the_function_is_given_the_row_by_name_and_cannot_change_the_data_set():
         return 0.0
 
     example = make_examples(1)[0]
-    score_rollouts(make_batch([1, 1]), [example, example], ["a", "b"], reward, warn=pytest.fail)
+    run(make_batch([1, 1]), [example, example], ["a", "b"], reward)
     assert seen == [("lab", text, ["truth", 0], {"row": 0}) for text in ("a", "b")]
 
 
 def test_one_example_and_one_text_are_needed_for_every_row():
     with pytest.raises(ValueError, match="2 rollouts, 1 examples and 2 texts"):
-        score_rollouts(make_batch([1, 1]), make_examples(1), ["a", "b"], lambda **row: 0.0, warn=pytest.fail)
+        run(make_batch([1, 1]), make_examples(1), ["a", "b"], lambda **row: 0.0)
 
 
-def test_interrupting_is_no_failure_of_the_reward_and_leaves_no_thread_behind():
-    def reward(**row):
-        raise KeyboardInterrupt
+def test_a_step_in_which_more_fail_than_may_is_refused_with_advice_and_the_whole_traceback():
+    results = [KeyError("answer"), 0.5, KeyError("answer"), 1.0]
+    assert len(score(results, max_failed=0.5).batch) == 2
+    with pytest.raises(TooManyFailuresError) as raised:
+        score(results, max_failed=0.49)
+    advice, first, second, whose, *trace = str(raised.value).splitlines()
+    assert advice.startswith("of 4 rollouts more than reward.max_failed=0.49 have no score")
+    assert "return 0 for it instead of raising" in advice
+    assert first.startswith("2 rollouts have no score (2 raised), the first is train.parquet:0, sample 0: the reward")
+    assert second.startswith("  - train.parquet:2, sample 0")
+    assert whose == "the reward function's traceback for train.parquet:0:"
+    assert trace[0] == "Traceback (most recent call last):"
+    assert trace[-1] == "KeyError: 'answer'"
 
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        score_rollouts(make_batch([1]), make_examples(1), ["a"], reward, warn=pytest.fail)
-    assert threading.active_count() == before
+
+def test_the_kinds_of_failures_and_the_rows_with_a_score_are_counted():
+    scored = score([None, math.nan, ValueError("x"), 1.0, [0.5], 1e19])
+    counts = {"num_scored": 1, "failed": 5, "failed_malformed": 3, "failed_nonfinite": 1, "failed_raised": 1}
+    counts |= {"failed_timeout": 0, "failed_crashed": 0}
+    assert scored.metrics.scalars() == {f"reward/{name}": count for name, count in counts.items()}
+    kinds = ["malformed", "nonfinite", "raised", "malformed", "malformed"]
+    assert [failure.kind for failure in scored.failures] == kinds
 
 
-def test_a_call_that_takes_long_is_named_again_and_again_until_it_comes_back():
-    warnings, third = [], threading.Event()
+def test_a_function_that_names_them_is_given_ids_and_texts_of_all_tokens():
+    def by_token(token_ids, tokens, extra_info, **row):
+        assert row.keys() == {"data_source", "solution_str", "ground_truth"}
+        assert tokens == [f"<{token}>" for token in token_ids]
+        return [float(token) for token in token_ids]
 
-    def warn(text):
-        warnings.append(text)
-        if len(warnings) == 3:
-            third.set()
+    scored = run(make_batch([3, 1]), make_examples(2), ["", ""], by_token)
+    assert rewards(scored) == [[2.0, 3.0, 4.0], [7.0]]
 
-    def reward(extra_info, **row):
-        assert extra_info["row"] == 0 or third.wait(20)
-        return 0.0
 
-    before = threading.active_count()
-    scored = score_rollouts(make_batch([1, 1]), make_examples(2), ["", ""], reward, warn=warn, warn_after_s=0.01)
-    assert scored.failures == ()
-    assert scored.seconds >= 0.03
-    assert "the reward function has been busy with train.parquet:1, sample 1 for 0 s" in warnings
-    assert threading.active_count() == before
+def test_the_largest_rewards_that_are_taken_have_finite_squares_however_many_are_added_up():
+    largest = score([1e15]).batch.scores
+    assert torch.isfinite(largest.square() * 2**20)
 
 
 def test_failures_are_described_with_the_first_few_and_one_traceback():
     text = describe_failures(score([None, ValueError("x"), None, None, None]).failures)
-    assert text.splitlines()[:5] == [
-        "5 rollouts have no score:",
-        "  - train.parquet:0, sample 0: the score is None, expected a number",
+    assert text.splitlines()[:4] == [
+        "5 rollouts have no score (4 malformed, 1 raised), the first is train.parquet:0, sample 0: the score is None, "
+        "expected a number",
         "  - train.parquet:1, sample 1: the reward function raised ValueError: x",
         "  - train.parquet:2, sample 0: the score is None, expected a number",
         "  - and 2 more",
@@ -260,7 +286,7 @@ def test_failures_are_described_with_the_first_few_and_one_traceback():
     assert "the reward function's traceback for train.parquet:1:" in text
     assert text.endswith("ValueError: x")
     one = score([None]).failures
-    assert describe_failures(one).splitlines() == ["1 rollout has no score:", f"  - {one[0]}"]
+    assert describe_failures(one) == f"1 rollout has no score (1 malformed), the first is {one[0]}"
 
 
 FINITE = st.floats(-100, 100, width=32)
@@ -285,17 +311,14 @@ def score_with_model(results, scores, **rows):
 def test_a_reward_models_score_is_added_on_the_last_token():
     scored = score_with_model([0.5, [0.1, 0.2, 0.25]], [2.0, -1.0])
     assert rewards(scored) == [[0.0, 0.0, 2.5], pytest.approx([0.1, 0.2, -0.75])]
-    assert dict(scored.metrics) == {
-        "reward/model_mean": Mean(1.0, 2),
-        "reward/model_min": Minimum(-1.0),
-        "reward/model_max": Maximum(2.0),
-    }
+    said = {"reward/model_mean": Mean(1.0, 2), "reward/model_min": Minimum(-1.0), "reward/model_max": Maximum(2.0)}
+    assert {name: scored.metrics[name] for name in said} == said
 
 
 def test_without_a_reward_function_the_models_score_is_the_reward():
     batch = make_batch([3, 2])
     model = ModelScores(torch.tensor([0.75, -3.0]))
-    scored = score_rollouts(batch, make_examples(2), ["a", "b"], no_function, model=model, warn=pytest.fail)
+    scored = run(batch, make_examples(2), ["a", "b"], no_function, model=model)
     assert rewards(scored) == [[0.0, 0.0, 0.75], [0.0, -3.0]]
 
 
@@ -305,13 +328,13 @@ def test_a_models_score_that_is_not_finite_is_a_failure_and_never_a_reward_of_0(
     assert rewards(scored) == [[0.0, 0.0, 4.0]]
     assert [failure.row for failure in scored.failures] == [0, 2]
     assert scored.failures[0].reason == f"the reward model's score is {bad}, expected a finite number"
-    assert scored.metrics.scalars() == {"reward/model_mean": 4.0, "reward/model_min": 3.0, "reward/model_max": 5.0}
-    assert score_with_model([1.0], [bad]).metrics == {}
+    said = {"reward/model_mean": 4.0, "reward/model_min": 3.0, "reward/model_max": 5.0}
+    assert said.items() <= scored.metrics.scalars().items()
+    assert "reward/model_mean" not in score_with_model([1.0], [bad]).metrics
 
 
-def test_a_sum_that_is_no_float32_and_a_response_without_tokens_are_failures():
-    failed = score_with_model([3e38], [3e38]).failures[0].reason
-    assert failed.startswith("the score with that of the reward model is 6.0")
-    assert failed.endswith("e+38, expected a finite number")
+def test_a_sum_that_is_too_large_and_a_response_without_tokens_are_failures():
+    failed = score_with_model([6e14], [6e14]).failures[0].reason
+    assert failed.startswith("the score with that of the reward model adds up to 1.2e+15 in size, expected at most")
     failed = score_with_model([[]], [1.0], response_lengths=[0]).failures[0].reason
     assert failed == "the response has no token that a score could be placed on"

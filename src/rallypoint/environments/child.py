@@ -1,0 +1,185 @@
+"""A process that scores, as the driver sees it: started, asked, ended at a deadline.
+
+Owns: the process, its connection and its end. `worker.py` is the program in it.
+
+A process begins anew from an interpreter of its own (no fork of the driver): it holds none of its descriptors, so
+neither the run's lock nor a socket. It is the leader of a session, so that Ctrl-C in the terminal does not reach it,
+and it is ended with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rallypoint.environments.outcome import Failure, Outcome, RewardCall, is_ours, timed_out
+from rallypoint.environments.worker import DUMP_SIGNAL, from_json
+from rallypoint.errors import RewardError
+
+_LOAD_TIMEOUT_S = 120.0
+"""Seconds that importing a user's file may take; large libraries take tens of them on a cold disk."""
+_GRACE_S = 0.5
+"""Seconds by which a process is ended later than its deadline, at which an async function is cancelled."""
+_LOOK_S = 0.1
+"""Seconds between two looks whether a process that says nothing is there at all."""
+
+
+class Child:
+    """One process, and the driver's end of its connection. Only one thread at a time uses it; any may `kill` it."""
+
+    def __init__(self, spec: str, timeout_s: float, log: Path | None) -> None:
+        """Start it, and wait until it has imported the file.
+
+        Raises:
+            RewardError: it could not.
+        """
+        self._timeout_s = timeout_s
+        self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.nullcontext(2) if log is None else log.open("ab") as output:
+            self._process = subprocess.Popen(
+                _command(theirs.fileno(), self._dump.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(), self._dump.fileno()),
+                start_new_session=True,
+            )
+        self._channel = Connection(ours.detach())
+        try:
+            self._channel.send_bytes(pickle.dumps((spec, timeout_s)))
+            answer = self._receive(_LOAD_TIMEOUT_S)
+        except (EOFError, OSError):
+            died = self._death()
+            raise RewardError(f"{spec} was not imported: its process {died}\n{self.end()}".rstrip()) from None
+        if answer is None:
+            where = self._where()
+            self.end()
+            raise RewardError(f"{spec} was not imported within {_LOAD_TIMEOUT_S:g} s\n{where}".rstrip())
+        loaded = json.loads(answer)
+        if "problem" in loaded:
+            self.end()
+            raise RewardError(loaded["problem"])
+        self.wanted: tuple[str, ...] = tuple(loaded["wanted"])
+        """Which of the arguments about tokens the function names."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self._process.returncode is None
+
+    def ask(self, call: RewardCall) -> Outcome:
+        """Return what became of a call; after a crash or a timeout the process has been ended."""
+        try:
+            self._channel.send_bytes(pickle.dumps(call))
+            answer = self._receive(self._timeout_s + _GRACE_S)
+        except (EOFError, OSError):
+            died = self._death()
+            return Failure("crashed", f"the process of the reward function {died}", self.end())
+        if answer is None:
+            where = self._where()
+            self.end()
+            return timed_out(self._timeout_s, where)
+        return from_json(json.loads(answer))
+
+    def end(self) -> str:
+        """End the process and what it has started; return where it was when it died of a fatal signal."""
+        self._kill_group()
+        self._process.wait()
+        told = self._told()
+        self._channel.close()
+        self._dump.close()
+        return told
+
+    def kill(self) -> None:
+        """End the process and what it has started, unless it has ended already."""
+        if self.is_alive:
+            self._kill_group()
+
+    def _receive(self, timeout_s: float) -> bytes | None:
+        """Return what it says, None if it says nothing in time.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._channel.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+            # What the function has forked may hold the connection open.
+            if self._process.poll() is not None and not self._channel.poll():
+                raise EOFError
+            if time.monotonic() >= deadline:
+                return None
+        return self._channel.recv_bytes()
+
+    def _death(self) -> str:
+        """Say how a process ended that has closed its connection."""
+        try:
+            status = self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection to the driver"
+        if status >= 0:
+            return f"ended with status {status}, as by os._exit"
+        hint = ", perhaps because memory ran out" if -status == signal.SIGKILL else ""
+        return f"was ended by signal {-status}, {signal.strsignal(-status)}{hint}"
+
+    def _where(self) -> str:
+        """Have a process that hangs say where it is."""
+        give_up, before = time.monotonic() + _GRACE_S, ""
+        self._process.send_signal(DUMP_SIGNAL)
+        while time.monotonic() < give_up:
+            time.sleep(_LOOK_S / 10)
+            told = self._told()
+            if told and told == before:
+                break
+            before = told
+        return before
+
+    def _told(self) -> str:
+        dump = os.pread(self._dump.fileno(), 2**16, 0).decode(errors="replace")
+        return read_dump(dump)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def read_dump(dump: str) -> str:
+    r"""Return what faulthandler has written as a traceback of the user's frames, with their lines.
+
+    >>> print(read_dump('Fatal Python error: Aborted\n\nCurrent thread 0x7f\n  File "a.py", line 2 in f\n'))
+    Traceback (most recent call last):
+      File "a.py", line 2, in f
+    Fatal Python error: Aborted
+    """
+    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(dump)][::-1]
+    users = list(itertools.dropwhile(lambda frame: is_ours(frame.filename), frames))
+    if not users:
+        return ""
+    lines = traceback.format_list(users)
+    fatal = [line for line in dump.splitlines() if line.startswith("Fatal Python error")]
+    return "\n".join(["Traceback (most recent call last):", "".join(lines).rstrip(), *fatal[:1]])
+
+
+def _command(connection: int, dump: int) -> list[str]:
+    """Return what starts `worker.main` with the driver's own search path, wherever that came from."""
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; from rallypoint.environments.worker import main; "
+        f"main({connection}, {dump}, {os.getpid()})"
+    )
+    return [sys.executable, "-u", "-P", "-c", program]

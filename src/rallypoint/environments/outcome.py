@@ -1,0 +1,250 @@
+"""One call of a reward function, and what became of it: scores, or a failure of one of five kinds.
+
+Owns: what a result of a reward function means. Must not know: batches, processes. Every process that scores imports
+this, so it needs the standard library only.
+
+What a result means, for a response of the three tokens 7 8 <eos>:
+
+    0.5                        0     0     0.5      a number: on the last token
+    {"score": 0.5, "len": 2}   0     0     0.5      and the metric `reward/len`
+    [0.1, 0.2, 0.3]            0.1   0.2   0.3      a score a token
+    [0.1, 0.2]                 0.1   0.2   0        `<eos>` may be left out where the row ended by itself
+    None, "0.5", nan, [0.1]    a failure
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+
+from rallypoint.environments.reward import format_user_traceback
+
+FailureKind = Literal["timeout", "crashed", "raised", "nonfinite", "malformed"]
+"""`timeout`: no result before its deadline. `crashed`: the process ended during the call. `raised`: an exception of any
+kind. `nonfinite`: a score is NaN or infinite. `malformed`: what came back is no score, or not one for each token."""
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+
+LARGEST_REWARD = 1e15
+"""The sum of the sizes of a response's scores may not be larger: advantages and values are squared and added up in
+float32, which ends at 3e38."""
+
+TAKEN = frozenset(
+    {"mean", "std", "num_scored", "failed", *(f"failed_{kind}" for kind in FAILURE_KINDS)}
+    | {"memory_gib", "model_mean", "model_min", "model_max"}
+)
+"""Metrics of every run under `reward/`, or of a run with a reward model."""
+NO_TOKEN = "the response has no token that a score could be placed on"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCall:
+    """What a reward function is asked about one response."""
+
+    name: str
+    """Example and sample, for messages: `train.parquet:17, sample 3`."""
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any
+    token_ids: tuple[int, ...]
+    """Of the whole response, special tokens and the one that ended it included."""
+    tokens: tuple[str, ...] | None = None
+    """The text of each; None if the function does not want it."""
+    ended: bool
+    """Whether the last token is the one that ended the response by itself."""
+
+    def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments by name, those about tokens only where they are wanted."""
+        usual = {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
+        tokens = {"token_ids": list(self.token_ids), "tokens": list(self.tokens or ())}
+        return usual | {name: tokens[name] for name in wanted}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """What the function said of one response."""
+
+    token_scores: tuple[float, ...]
+    """One for each token."""
+    extras: dict[str, float]
+    """Other finite numbers that it returned, by name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a response has no scores."""
+
+    kind: FailureKind
+    reason: str
+    """One line."""
+    traceback: str = ""
+    """The function's own frames; empty when it returned something that is no score."""
+
+
+Outcome = Scores | Failure
+
+
+def call_reward(
+    function: Callable[..., object],
+    call: RewardCall,
+    wanted: Sequence[str],
+    wait: Callable[[Awaitable[object]], object] | None = None,
+) -> Outcome:
+    """Call a function and read its result; an exception becomes a failure.
+
+    Args:
+        function: of the user's.
+        call: what it is asked.
+        wanted: which of the arguments about tokens it names.
+        wait: what awaits the result of an async function; None where none can come.
+    """
+    try:
+        value = function(**call.arguments(wanted))
+        if wait is not None and inspect.isawaitable(value):
+            value = wait(value)
+    except DeadlineError as error:
+        return timed_out(error.timeout_s, error.where)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
+        return raised(error)
+    return read_result(value, len(call.token_ids), call.ended)
+
+
+class DeadlineError(Exception):
+    """An async function was cancelled at its deadline."""
+
+    def __init__(self, timeout_s: float, where: str) -> None:
+        super().__init__(timeout_s, where)
+        self.timeout_s, self.where = timeout_s, where
+        """Seconds, and the traceback of where it waited."""
+
+
+def timed_out(timeout_s: float, where: str) -> Failure:
+    """Return the failure of a call that was ended at its deadline."""
+    return Failure("timeout", f"the reward function took longer than reward.timeout_s={timeout_s:g} s", where)
+
+
+def raised(error: BaseException) -> Failure:
+    """Return the failure that an exception of a reward function is."""
+    shown = format_user_traceback(error, skip=is_ours)
+    return Failure("raised", f"the reward function raised {_first_line(error)}", shown)
+
+
+_OURS = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), "asyncio", ""), "<")
+
+
+def is_ours(file: str) -> bool:
+    """Whether a frame of that file is part of how the function is called, and not of the function."""
+    return file.startswith(_OURS)
+
+
+def read_result(value: object, num_tokens: int, ended: bool) -> Outcome:
+    """Return what a result of the function means for a response of so many tokens."""
+    try:
+        return _read_result(value, num_tokens, ended)
+    except _NotAScoreError as error:
+        return error.failure
+
+
+class _NotAScoreError(ValueError):
+    def __init__(self, reason: str, kind: FailureKind = "malformed") -> None:
+        super().__init__(reason)
+        self.failure = Failure(kind, reason)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return type and message; the message may itself be code of the user's, so traceback is asked for it."""
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return next((line for line in lines if not line.startswith(" ")), lines[0])
+
+
+def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
+    extras: dict[str, float] = {}
+    if isinstance(value, dict):
+        entries = cast("dict[object, object]", value)
+        if "score" not in entries:
+            raise _NotAScoreError(f"expected the key 'score', found {', '.join(map(repr, entries)) or 'no key'}")
+        value = entries["score"]
+        if taken := sorted(TAKEN.intersection(map(str, entries))):
+            raise _NotAScoreError(
+                f"found the key {taken[0]!r}, but reward/{taken[0]} is a metric of every run; call it something else"
+            )
+        numbers = {str(key): _number(entry) for key, entry in entries.items() if key != "score"}
+        extras = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+    value = _unwrap(value)
+    if isinstance(value, list | tuple):
+        return Scores(_read_list(cast("Sequence[object]", value), num_tokens, ended), extras)
+    score = _read_score(value, "the score")
+    if num_tokens == 0:
+        raise _NotAScoreError(NO_TOKEN)
+    return Scores((*[0.0] * (num_tokens - 1), score), extras)
+
+
+def _read_list(entries: Sequence[object], num_tokens: int, ended: bool) -> tuple[float, ...]:
+    scores = [_read_score(entry, f"score {index} of the list") for index, entry in enumerate(entries)]
+    if ended and len(scores) == num_tokens - 1:
+        scores.append(0.0)
+    if len(scores) != num_tokens:
+        without_end = f" ({num_tokens - 1} without the end-of-sequence token)" if ended and num_tokens else ""
+        raise _NotAScoreError(
+            f"expected one score for each of {num_tokens} tokens{without_end}, found {len(scores)}; the list covers "
+            "every token of the response, also special ones, which solution_str does not show: name an argument "
+            "token_ids (or tokens) in the function and it is given the ids (or the texts) of all of them"
+        )
+    if problem := too_large(scores):
+        raise _NotAScoreError(f"the list {problem}")
+    return tuple(scores)
+
+
+def too_large(scores: Sequence[float]) -> str | None:
+    """Say why the scores of one response are too large to be computed with; None if they are not."""
+    size = math.fsum(map(abs, scores))
+    if size <= LARGEST_REWARD:
+        return None
+    what = f"adds up to {size:g} in size" if len(scores) > 1 else f"is {scores[0]:g}"
+    return f"{what}, expected at most {LARGEST_REWARD:g}: float32 cannot hold the squares of more; scale rewards down"
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """Numbers and vectors of numpy, torch and others, of which none need be imported here."""
+
+    def tolist(self) -> object: ...
+
+
+def _unwrap(value: object) -> object:
+    """Return numpy's and torch's numbers and vectors as Python's own."""
+    return value.tolist() if isinstance(value, _Array) and not isinstance(value, type) else value
+
+
+def _number(value: object) -> float | None:
+    """Return a number of any kind as a float; None for what is no number."""
+    value = _unwrap(value)
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _read_score(value: object, what: str) -> float:
+    number = _number(value)
+    if number is None:
+        shown = repr(value)[:60] if isinstance(value, str | None) else type(value).__name__
+        raise _NotAScoreError(f"{what} is {shown}, expected a number")
+    if not math.isfinite(number):
+        raise _NotAScoreError(f"{what} is {number}, expected a finite number", "nonfinite")
+    if problem := too_large([number]):
+        raise _NotAScoreError(f"{what} {problem}")
+    return number

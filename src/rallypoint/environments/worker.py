@@ -1,0 +1,154 @@
+"""The program of a process that scores: it imports the user's file, answers calls, and ends with its driver.
+
+Consumes: the name of a reward function, then calls, pickled. Produces: an answer to each, as JSON, since what comes
+from here may one day be written by somebody who is not to be trusted. Waits for: the next call. Unblocked by: it, or
+by the end of the driver, which closes the connection; a worker that is busy then is ended by the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Awaitable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from rallypoint.environments.outcome import (
+    DeadlineError,
+    Failure,
+    Outcome,
+    RewardCall,
+    Scores,
+    call_reward,
+    is_ours,
+    raised,
+)
+from rallypoint.environments.reward import format_user_traceback, load_reward, wanted_tokens
+from rallypoint.errors import RewardError
+
+if TYPE_CHECKING:
+    import asyncio
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""Has a worker write where it is, from C and at once, whatever its interpreter does."""
+
+
+def main(connection: int, dump: int, driver: int) -> None:
+    """Answer until the connection is closed.
+
+    Args:
+        connection: descriptor of the driver's.
+        dump: descriptor of a file that is told where the function was, at a fatal signal or when the driver asks.
+        driver: process id; this process ends with it.
+    """
+    _end_with(driver)
+    faulthandler.enable(dump, all_threads=False)
+    faulthandler.register(DUMP_SIGNAL, dump, all_threads=False)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes divide the cores between them
+    with Connection(connection) as channel:
+        _Forks(channel)
+        with contextlib.suppress(EOFError, OSError):  # the driver has gone, or wants no more
+            _serve(channel)
+
+
+def _serve(channel: Connection) -> None:
+    spec, timeout_s = pickle.loads(channel.recv_bytes())
+    try:
+        function = load_reward(spec)
+        wanted = wanted_tokens(function)
+    except RewardError as error:
+        return _answer(channel, {"problem": str(error)})
+    _answer(channel, {"wanted": wanted})
+    wait = _Wait(timeout_s)
+    pid = os.getpid()
+    while True:
+        call: RewardCall = pickle.loads(channel.recv_bytes())
+        try:
+            outcome = call_reward(function, call, wanted, wait)
+        except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt: it is this rollout's
+            outcome = raised(error)
+        if os.getpid() != pid:
+            os._exit(0)  # a fork that came back from the function
+        _answer(channel, as_json(outcome))
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON can hold it; `from_json` reads it."""
+    return dataclasses.asdict(outcome)
+
+
+def from_json(answer: dict[str, Any]) -> Outcome:
+    """Return the outcome of an answer.
+
+    >>> from_json(as_json(Failure("raised", "the reward function raised ValueError: x")))
+    Failure(kind='raised', reason='the reward function raised ValueError: x', traceback='')
+    """
+    if "kind" in answer:
+        return Failure(**answer)
+    return Scores(tuple(answer["token_scores"]), answer["extras"])
+
+
+def _answer(channel: Connection, answer: dict[str, Any]) -> None:
+    channel.send_bytes(json.dumps(answer).encode())
+
+
+class _Wait:
+    """Awaits the results of async functions, on one loop, so that a client that one call opens serves the next."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._runner: asyncio.Runner | None = None
+
+    def __call__(self, result: Awaitable[object]) -> object:
+        """Return what an awaitable comes to.
+
+        Raises:
+            DeadlineError: it took too long, and was cancelled.
+        """
+        import asyncio  # takes longer than the rest of this program
+
+        async def within_deadline() -> object:
+            deadline = asyncio.timeout(self._timeout_s)
+            try:
+                async with deadline:
+                    return await result
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                cancelled = error.__cause__ or error
+                raise DeadlineError(self._timeout_s, format_user_traceback(cancelled, skip=is_ours)) from None
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(within_deadline())
+
+
+def _end_with(driver: int) -> None:
+    """Have the kernel end this process with the thread that started it, by whatever death."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != driver:
+        os._exit(1)
+
+
+class _Forks:
+    """What the user's function forks must not answer in its place, nor outlive this process."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+        self._main_thread = threading.get_ident()
+        os.register_at_fork(after_in_child=self._detach)
+
+    def _detach(self) -> None:
+        self._channel.close()
+        if threading.get_ident() == self._main_thread:  # other threads may end sooner than what they forked
+            _end_with(os.getppid())

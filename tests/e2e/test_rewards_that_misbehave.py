@@ -1,0 +1,100 @@
+"""A reward function that hangs, exits or forks costs its own rollouts; the run stays in the hands of its user."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rallypoint.observability import read_metrics
+
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer={num_steps: 2, num_logged_rollouts: 1}")
+
+REWARDS = """
+import os, subprocess, time
+from pathlib import Path
+
+BEGUN = Path({begun!r})
+
+
+def hangs(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["split"] == "train":
+        BEGUN.write_text(f"{{os.getpid()}}\\n")
+        time.sleep(600)
+    return 0.0
+
+
+def forks_and_exits(data_source, solution_str, ground_truth, extra_info=None):
+    if not BEGUN.exists():
+        sleeper = subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)
+        BEGUN.write_text(f"{{sleeper.pid}}\\n")
+        time.sleep(600)
+    if extra_info["split"] == "train" and extra_info["index"] % 4 == 0:
+        os._exit(0)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The file that the functions write, in which a process id stands; that process is ended with the test."""
+    path = tmp_path / "begun"
+    (tmp_path / "rewards.py").write_text(REWARDS.format(begun=str(path)))
+    yield path
+    if path.exists() and is_alive(pid := int(path.read_text())):
+        os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(holds, process, timeout_s=120.0):
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_begun(begun):
+    return lambda: begun.exists() and begun.read_text().endswith("\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_a_run_whose_reward_function_hangs_and_the_function_with_it(runs, begun, number):
+    function = f"reward={{function: '{begun.parent}/rewards.py:hangs', timeout_s: 600}}"
+    process = runs.start("train", "digits", *runs.overrides("stopped", *INLINE, function))
+    wait_until(has_begun(begun), process)
+    process.send_signal(number)
+    time.sleep(1)
+    for _ in range(3):  # two that come at the same time are one
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+            break
+    assert process.returncode in {130, -number, 128 + number}
+    deadline = time.monotonic() + 60
+    while is_alive(int(begun.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_is_resumed_at_once_though_a_reward_function_forked_before_it_was_killed(runs, begun):
+    function = f"reward={{function: '{begun.parent}/rewards.py:forks_and_exits', max_failed: 0.9}}"
+    process = runs.start("train", "digits", *runs.overrides("killed", *INLINE, function))
+    wait_until(has_begun(begun), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    resumed = runs.resume("killed")
+    steps = [record for record in read_metrics(resumed.metrics) if "reward/mean" in record]
+    assert sum(record["reward/failed_crashed"] for record in steps) > 0
+    assert all(record["reward/num_scored"] + record["reward/failed"] == 32 for record in steps)
+    assert "ended with status 0, as by os._exit" in (resumed.logs / "train.log").read_text()

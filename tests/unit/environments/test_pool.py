@@ -1,0 +1,341 @@
+"""Rewards in processes of their own: whatever a function does to its process, it is one rollout's failure."""
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rallypoint.config import RewardConfig
+from rallypoint.environments.outcome import Failure, RewardCall, Scores
+from rallypoint.environments.pool import Inline, Pool, open_grader, probe_reward
+from rallypoint.environments.worker import as_json, from_json
+from rallypoint.errors import RewardError
+
+REWARDS = """
+import asyncio, ctypes, os, re, signal, subprocess, sys, time
+
+PATTERN = "(a+)+$"
+
+
+def fate(solution_str, ground_truth, extra_info, **row):
+    return FATES[solution_str]()
+
+
+def crash(depth):
+    return crash(depth - 1) if depth else ctypes.string_at(0)
+
+
+def fork_and_return():
+    return 7.0 if os.fork() == 0 else 1.0
+
+
+def fork_and_exit():
+    if os.fork() == 0:
+        sys.exit(3)
+    return 1.0
+
+
+def fork_a_sleeper():
+    sleeper = os.fork()
+    if sleeper == 0:
+        time.sleep(600)
+    return {"score": 1.0, "sleeper": sleeper}
+
+
+def raise_it(error):
+    raise error
+
+
+FATES = {
+    "good": lambda: 1.0,
+    "exits": lambda: os._exit(0),
+    "crashes": lambda: crash(2),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: re.match(PATTERN, "a" * 40 + "b"),
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sys.exit": lambda: sys.exit(0),
+    "interrupt": lambda: raise_it(KeyboardInterrupt()),
+    "cancelled": lambda: raise_it(asyncio.CancelledError()),
+    "unfit": lambda: object(),
+    "forks": fork_and_return,
+    "fork ends": fork_and_exit,
+    "sleeper": fork_a_sleeper,
+    "prints": lambda: print("hello") or 1.0,
+    "numpy": lambda: __import__("numpy").float32(0.5),
+    "pid": lambda: {"score": 1.0, "pid": os.getpid()},
+    "closes": lambda: os.closerange(3, 100) or 1.0,
+}
+
+
+async def waits(solution_str, **row):
+    if solution_str == "hangs":
+        await asyncio.sleep(600)
+    if solution_str == "blocks":
+        time.sleep(600)
+    if solution_str == "late":
+        raise TimeoutError("the judge")
+    loop = asyncio.get_running_loop()
+    return {"score": float(solution_str == "good"), "loop": id(loop) % 1000}
+
+
+def remembers(ground_truth, extra_info, **row):
+    ground_truth.append(len(ground_truth))
+    return {"score": float(len(ground_truth)), "sum": sum(extra_info.values())}
+
+
+def writes(solution_str, **row):
+    with open(solution_str, "w") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(600)
+"""
+
+
+def call(text, row=0, **changes):
+    fields = {
+        "name": f"train.parquet:{row}, sample 0",
+        "data_source": "lab",
+        "solution_str": text,
+        "ground_truth": ["truth"],
+        "extra_info": {"row": row},
+        "token_ids": (5, 6, 7),
+        "ended": True,
+    }
+    return RewardCall(**(fields | changes))
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    return file
+
+
+@pytest.fixture
+def opened(rewards):
+    """Open pools of functions in that file, and close them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def open_pool(function="fate", timeout_s=30.0, num_processes=1, **options):
+            pool = Pool(f"{rewards}:{function}", timeout_s=timeout_s, num_processes=num_processes, **options)
+            stack.enter_context(contextlib.closing(pool)).load()
+            return pool
+
+        yield open_pool
+
+
+def grade(pool, texts, max_failures=99, warn=lambda text: None, warn_after_s=30.0):
+    calls = [call(text, row) for row, text in enumerate(texts)]
+    return pool.grade(calls, max_failures=max_failures, warn=warn, warn_after_s=warn_after_s)
+
+
+def score(number, **extras):
+    return Scores((0.0, 0.0, number), extras)
+
+
+def is_alive(pid):
+    """Whether there is such a process that is not a zombie."""
+    try:
+        return Path(f"/proc/{pid:.0f}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(holds, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+FATES = [
+    ("exits", "crashed", "the process of the reward function ended with status 0, as by os._exit", ""),
+    ("crashes", "crashed", "signal 11, Segmentation fault", "in crash\n"),
+    ("killed", "crashed", "was ended by signal 9, Killed, perhaps because memory ran out", ""),
+    ("sys.exit", "raised", "the reward function raised SystemExit: 0", "in <lambda>"),
+    ("interrupt", "raised", "the reward function raised KeyboardInterrupt", "in raise_it"),
+    ("cancelled", "raised", "raised asyncio.exceptions.CancelledError", "in raise_it"),
+    ("unfit", "malformed", "the score is object, expected a number", ""),
+]
+
+
+def test_whatever_a_function_does_is_a_failure_of_its_rollout_and_of_no_other(opened):
+    texts = [text for fate in FATES for text in (fate[0], "good")]
+    outcomes = grade(opened(), texts)
+    assert outcomes[1::2] == [score(1.0)] * len(FATES)
+    for (text, kind, reason, frame), failure in zip(FATES, outcomes[::2], strict=True):
+        assert failure.kind == kind, text
+        assert reason in failure.reason
+        assert frame in failure.traceback
+        assert bool(frame) == bool(failure.traceback)
+        assert "rallypoint/environments" not in failure.traceback
+
+
+@pytest.mark.parametrize(("text", "frame"), [("hangs", 're.match(PATTERN, "a" * 40 + "b")'), ("stops", "")])
+def test_a_call_that_hangs_is_ended_at_its_deadline_and_says_where_it_was(opened, text, frame):
+    first, failure, last = grade(opened(timeout_s=0.2), ["good", text, "good"])
+    assert (first, last) == (score(1.0), score(1.0))
+    assert (failure.kind, failure.reason) == ("timeout", "the reward function took longer than reward.timeout_s=0.2 s")
+    assert frame in failure.traceback
+
+
+def test_an_async_function_is_awaited_on_one_loop_and_cancelled_at_its_deadline(opened):
+    pool = opened("waits", timeout_s=0.2)
+    first, late, raised, second, blocked = grade(pool, ["good", "hangs", "late", "good", "blocks"])
+    assert first == second
+    assert first.token_scores == (0.0, 0.0, 1.0)
+    assert (late.kind, raised.kind, blocked.kind) == ("timeout", "raised", "timeout")
+    assert "await asyncio.sleep(600)" in late.traceback
+    assert "time.sleep(600)" in blocked.traceback
+
+
+def test_the_processes_share_the_work_and_outcomes_keep_the_order_of_the_calls(opened):
+    texts = ["numpy", "good", "unfit", "pid"] * 16
+    outcomes = grade(opened(num_processes=3), texts)
+    assert outcomes[0::4] == [score(0.5)] * 16
+    assert outcomes[1::4] == [score(1.0)] * 16
+    assert all(isinstance(outcome, Failure) for outcome in outcomes[2::4])
+    assert 1 <= len({outcome.extras["pid"] for outcome in outcomes[3::4]}) <= 3
+
+
+def test_a_function_cannot_change_the_data_set(opened):
+    pool, truth = opened("remembers"), [5]
+    for _ in range(2):
+        (outcome,) = pool.grade(
+            [call("", ground_truth=truth, extra_info={"a": 2})], max_failures=0, warn=pytest.fail, warn_after_s=30.0
+        )
+        assert outcome == score(2.0, sum=2.0)
+    assert truth == [5]
+
+
+def test_a_fork_that_comes_back_from_the_function_does_not_answer_in_its_place(opened):
+    texts = ["forks", "good", "fork ends", "good", "forks", "pid"]
+    assert [outcome.token_scores[-1] for outcome in grade(opened(), texts)] == [1.0] * 6
+
+
+def test_what_a_function_forked_ends_with_its_process(opened):
+    pool = opened(timeout_s=0.2)
+    (outcome,) = grade(pool, ["sleeper"])
+    assert is_alive(outcome.extras["sleeper"])
+    grade(pool, ["hangs"])
+    wait_until(lambda: not is_alive(outcome.extras["sleeper"]))
+    (outcome,) = grade(pool, ["sleeper"])
+    pool.close()
+    wait_until(lambda: not is_alive(outcome.extras["sleeper"]))
+
+
+def test_a_function_that_closes_its_connection_costs_its_own_rollout_only(opened):
+    failure, good = grade(opened(), ["closes", "good"])
+    assert (failure.kind, good) == ("crashed", score(1.0))
+
+
+def test_no_further_call_is_made_when_more_have_failed_than_may(opened):
+    outcomes = grade(opened(), ["unfit"] * 20 + ["good"] * 200, max_failures=3)
+    assert sum(isinstance(outcome, Failure) for outcome in outcomes) >= 4
+    assert outcomes[-1] is None
+
+
+def test_closing_from_another_thread_ends_the_calls_under_way(opened, tmp_path):
+    pool, outcomes = opened("writes"), []
+    waiting = threading.Thread(target=lambda: outcomes.extend(grade(pool, [str(tmp_path / "begun"), "never"])))
+    waiting.start()
+    wait_until((tmp_path / "begun").exists)
+    pool.close()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert outcomes[1] is None
+
+
+def test_a_call_that_takes_long_is_named_again_and_again(opened):
+    warnings = []
+    grade(opened(timeout_s=0.3), ["good", "hangs"], warn=warnings.append, warn_after_s=0.02)
+    assert len(warnings) >= 3
+    assert set(warnings) <= {
+        f"the reward function has been busy with train.parquet:1, sample 0 for {seconds} s" for seconds in range(60)
+    } | {"the reward function has been busy with train.parquet:0, sample 0 for 0 s"}
+
+
+def test_what_a_function_prints_is_kept_in_the_log(opened, tmp_path):
+    grade(opened(log=tmp_path / "reward.log"), ["prints", "prints"])
+    assert (tmp_path / "reward.log").read_text() == "hello\nhello\n"
+
+
+def test_a_process_holds_no_descriptor_of_the_driver(opened, tmp_path):
+    with (tmp_path / ".lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)
+        (outcome,) = grade(opened(), ["pid"])
+        opened_files = {os.readlink(path) for path in Path(f"/proc/{outcome.extras['pid']:.0f}/fd").iterdir()}
+    assert str(tmp_path / ".lock") not in opened_files
+    others = [name for name in opened_files if not re.match(r"/dev/null|socket:|pipe:|/dev/pts|.*deleted\)", name)]
+    assert len([name for name in opened_files if name.startswith("socket:")]) <= 2  # its own, and perhaps stderr
+    assert len(others) <= 1  # standard error, where a test's goes to a file
+
+
+DRIVER = """
+import sys
+from test_pool import call
+from rallypoint.environments.pool import Pool
+pool = Pool(sys.argv[1], timeout_s=600, num_processes=2)
+pool.load()
+pool.grade([call(sys.argv[2]), call(sys.argv[3])], max_failures=9, warn=print, warn_after_s=600)
+"""
+
+
+def test_busy_and_idle_processes_end_with_a_driver_that_is_killed(rewards, tmp_path):
+    begun = [tmp_path / "first", tmp_path / "second"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"{rewards}:writes", *map(str, begun)], env=environment)
+    wait_until(lambda: all(path.exists() and path.read_text().endswith("\n") for path in begun))
+    pids = [int(path.read_text()) for path in begun]
+    assert all(map(is_alive, pids))
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+IMPORTS = [
+    ("import no_such_module", "raised while it was imported"),
+    ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ("raise KeyboardInterrupt", "raised while it was imported"),
+    ("import os; os._exit(0)", "was not imported: its process ended with status 0, as by os._exit"),
+    ("x = 1", "has no function 'f'"),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), IMPORTS)
+def test_a_file_that_cannot_be_imported_is_a_problem_and_harms_nobody(tmp_path, text, problem):
+    (tmp_path / "rewards.py").write_text(text)
+    assert problem in probe_reward(f"{tmp_path}/rewards.py:f")
+
+
+def test_probing_finds_nothing_wrong_with_what_can_be_used(rewards):
+    assert probe_reward("digits") is None
+    assert probe_reward(f"{rewards}:waits") is None
+    assert "did you mean 'digits'?" in probe_reward("digit")
+
+
+def test_a_file_that_changed_for_the_worse_stops_the_scoring_when_it_is_needed_again(opened, rewards):
+    pool = opened()
+    rewards.write_text("import no_such_module")
+    with pytest.raises(RewardError, match="no_such_module"):
+        grade(pool, ["good", "exits", "good"])
+
+
+def test_shipped_functions_stay_in_this_process():
+    grader = open_grader("digits", RewardConfig())
+    assert isinstance(grader, Inline)
+    (outcome,) = grader.grade([call("01", ground_truth="01")], max_failures=0, warn=pytest.fail, warn_after_s=30.0)
+    assert outcome == Scores((0.5, 0.5, 0.0), {})
+
+
+@pytest.mark.parametrize("outcome", [Scores((0.1, 1 / 3, -1e-300), {"a": 0.1}), Failure("raised", "x\ud800", "\n")])
+def test_an_outcome_crosses_the_connection_as_it_is(outcome):
+    assert from_json(as_json(outcome)) == outcome
