@@ -17,6 +17,7 @@ from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
+from rallypoint.engine.determinism import operators_without
 from rallypoint.errors import CheckpointError
 from rallypoint.models import (
     DTYPES,
@@ -36,7 +37,7 @@ from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.turns import TurnTaker, in_turn
-from rallypoint.types import Mean, Metrics, Sequences, merge
+from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 
@@ -88,7 +89,10 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         # Over the ranks it becomes what all did over what all could have done; sp and tp peers share one rank's rows.
         sizes = self.engine.shard.mesh.sizes
         peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
-        return merge(*measured, Metrics({"mfu": Mean(flops, seconds * peak)}))
+        measured.append(Metrics({"mfu": Mean(flops, seconds * peak)}))
+        if operators := operators_without():
+            measured.append(Metrics({"nondeterministic": Maximum(len(operators))}))
+        return merge(*measured)
 
     def _needed_flops(self, part: BatchT) -> int:
         """Count forward and backward of some rows: what they begin with once a prompt, and their last tokens never."""

@@ -20,6 +20,7 @@ from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.limits import NUM_KERNELS
 from rallypoint.config.plan import weights_way
 from rallypoint.data import decoder, load_tokenizer
+from rallypoint.engine.determinism import make_deterministic
 from rallypoint.errors import PlacementError
 from rallypoint.models import ModelShard, load_policy
 from rallypoint.observability.disk import naming
@@ -93,6 +94,8 @@ class WorkerSpec:
         Raises:
             PlacementError: this node does not see what it needs.
         """
+        if context.device != "cpu" and self.config.engine.deterministic:
+            make_deterministic()
         torch.set_num_threads(context.num_cpus)
         os.environ.setdefault(_KERNEL_CACHE, str(NUM_KERNELS))
         of_thread = NUM_KERNELS if context.num_cpus == 1 else _KERNELS_OF_THREAD

@@ -119,6 +119,10 @@ class EngineConfig(Section):
         "keep",
         help="What a layer leaves for the backward pass: all, its input (checkpointing), or that in CPU memory.",
     )
+    deterministic: bool = key(
+        True,
+        help="Off the CPU, kernels that give equal bits for equal seeds; false may be faster.",
+    )
     sleep: bool = key(
         False, help="Roles that share a pool keep weights and optimizer in CPU memory while others have their turn."
     )
