@@ -8,6 +8,7 @@ VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm|rccl|\bhip\b|\bmps\b|\bhpu
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
     "config/sections/places.py": "examples of what a user may write for cluster.device",
+    "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",
     "parallel/nccl.py": "calls one vendor's library itself, for weights between two sets of processes",
     "weights/ipc.py": "torch's names for handles of device memory, and the rules that they come with",
