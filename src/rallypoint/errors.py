@@ -80,6 +80,10 @@ class CheckpointError(RallyError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged; the file is named."""
 
 
+class UnusableCheckpointError(CheckpointError):
+    """The checkpoint that a run was to go on from is damaged, or not there; the way out is said."""
+
+
 class ResumeError(RallyError, ValueError):
     """A run cannot go on from a checkpoint with what has changed since; all of it is listed."""
 

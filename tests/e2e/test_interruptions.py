@@ -1,12 +1,19 @@
 """What is killed or interrupted goes on as if nothing had happened."""
 
+import fcntl
 import json
+import os
+import select
 import shutil
 import signal
+import subprocess
+import sys
+import termios
 import time
 
 import pytest
 
+from rallypoint.checkpoint import visible
 from rallypoint.errors import CheckpointError
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
@@ -93,17 +100,73 @@ def test_two_processes_cannot_train_in_one_run_folder(runs):
     assert f"is in use by process {process.pid}" in printed
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_scheduler_s_end_and_a_closed_terminal_save_like_ctrl_c(runs, name):
+def saved_all(run):
+    """Whether the newest checkpoint has every step that was done."""
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return max(steps) == max(visible(run / "checkpoints"))
+
+
+def test_a_scheduler_s_end_saves_like_ctrl_c(runs):
     process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=400", *INLINE))
     wait_for("stopped", "  3/400", process)
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"{name}: what is under way is finished and saved" in printed
-    run = runs.folder / "stopped"
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{max(steps):06d}"]
+    assert "SIGTERM: what is under way is finished and saved" in printed
+    assert saved_all(runs.folder / "stopped")
+
+
+def test_a_terminal_that_is_closed_saves_like_ctrl_c_though_nothing_can_be_written_to_it(runs):
+    ours, theirs = os.openpty()
+    overrides = runs.overrides("closed", "trainer.num_steps=400", *INLINE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+    )
+    os.close(theirs)
+    metrics = runs.folder / "closed" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and '"step": 3' in metrics.read_text()):
+        if select.select([ours], [], [], 0.05)[0]:
+            os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait(timeout=60) == 130
+    assert saved_all(runs.folder / "closed")
+
+
+KILL_BEFORE = """
+import os, signal, sys
+
+def look(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith(os.environ.get("KILL_BEFORE", "never")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(look)
+"""
+"""A sitecustomize.py of the process: the interpreter tells it of every rename before it is done."""
+
+
+@pytest.mark.parametrize("moment", ["/killed", "killed/data", "killed/model", "step_000002", "step_000004"])
+def test_a_run_killed_before_any_of_its_folders_appears_goes_on_to_the_same_weights(
+    runs, weights_of, tmp_path, monkeypatch, moment
+):
+    keys = ("checkpoint.every_steps=2", *INLINE)
+    whole = runs.run("whole", *keys)
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(KILL_BEFORE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
+    monkeypatch.setenv("KILL_BEFORE", moment)
+    process = runs.start("train", "digits", *runs.overrides("killed", *keys))
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    began = (runs.folder / "killed").exists()
+    assert began == (moment != "/killed")
+    resumed = runs.resume("killed") if began else runs.run("killed", *keys)
+    assert weights_of(resumed) == weights_of(whole)
 
 
 SLOW = """

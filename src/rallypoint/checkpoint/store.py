@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rallypoint.checkpoint.files import check_files, digests, sync, sync_below
 from rallypoint.errors import CheckpointError
+from rallypoint.observability.disk import explain
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -59,11 +60,19 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
         sync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
-        raise CheckpointError(f"{final}: cannot be written: {error}") from error
+        shutil.rmtree(temporary, ignore_errors=True)  # so that what is free is what there was
+        raise CheckpointError(explain(final, error, _size(folder))) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if replaced.exists() and not final.exists():
             replaced.rename(final)
+
+
+def _size(folder: Path) -> int | None:
+    """Return the bytes of the newest checkpoint in a folder, as those of the next; None without one."""
+    there = visible(folder)
+    files = (folder / checkpoint_name(there[-1])).rglob("*") if there else ()
+    return sum(path.stat().st_size for path in files if path.is_file()) if there else None
 
 
 def visible(folder: Path) -> list[int]:

@@ -17,8 +17,10 @@ from rallypoint.errors import (
     ModelError,
     PlacementError,
     RallyError,
+    ResumeError,
     RewardError,
     RunFolderError,
+    UnusableCheckpointError,
 )
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import RunFolder, create_run, has_begun, remove_run
@@ -43,16 +45,17 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
     try:
         finished = _run(loaded, folder, console, resume=resume, from_step=from_step)
     except (RallyError, OSError, KeyboardInterrupt) as error:
-        if isinstance(error, RunFolderError):
-            raise
+        if isinstance(error, (RunFolderError, ResumeError, UnusableCheckpointError)):
+            raise  # nothing was started
         if not resume and not has_begun(folder) and isinstance(error, (*_WRONG_MATERIAL, KeyboardInterrupt)):
             remove_run(folder)
             raise
         with contextlib.suppress(DiskError):  # which may be the very error
-            folder.log(f"failed: {error}")
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        console.print(f"the run stopped; when it is mended: rally train {folder.path} --resume", soft_wrap=True)
+            folder.log(f"failed: {str(error) or type(error).__name__}")
+        when = (
+            "interrupted; go on with" if isinstance(error, KeyboardInterrupt) else "the run stopped; when it is mended"
+        )
+        console.print(f"{when}: rally train {folder.path} --resume", soft_wrap=True)
         raise
     if not finished:
         console.print(f"interrupted, nothing is lost; go on with: rally train {folder.path} --resume", soft_wrap=True)

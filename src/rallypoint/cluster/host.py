@@ -28,6 +28,8 @@ from rallypoint.cluster.reference import attach
 from rallypoint.errors import (
     CacheError,
     CallCancelledError,
+    CheckpointError,
+    DiskError,
     MembershipLostError,
     ModelError,
     PeerFailedError,
@@ -253,7 +255,7 @@ def _report(invocation: Invocation, error: BaseException) -> WorkerError:
         _shortened(cause.strip()),
         # What says by itself where to look and what to do, is not about our code.
         ""
-        if isinstance(error, ModelError | CacheError)
+        if isinstance(error, ModelError | CacheError | CheckpointError | DiskError)
         else _shortened("".join(traceback.format_exception(type(error), error, frames))),
         step=invocation.step,
         pid=os.getpid(),

@@ -31,6 +31,7 @@ from rallypoint.models.part import Part
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
 from rallypoint.models.writer import Writing, save_tensors
+from rallypoint.observability.disk import explain
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -245,7 +246,7 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+        raise CheckpointError(explain(folder, error)) from error
 
 
 def _is_folder(path: str) -> bool:

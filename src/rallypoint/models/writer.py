@@ -26,6 +26,7 @@ from rallypoint.models.gather import gather
 from rallypoint.models.part import Part
 from rallypoint.models.reader import TYPES
 from rallypoint.models.shard import ModelShard
+from rallypoint.observability.disk import explain
 from rallypoint.parallel import DeviceMesh
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -80,7 +81,7 @@ def save_model(
     }
     stored = _stored(shard, gather(shard.tensors(), shard.parts, shard.mesh, dtypes))
     if shard.mesh.rank == 0:
-        with _explained(folder, stored):
+        with _explained(folder, stored, specs):
             folder.mkdir(parents=True, exist_ok=True)
             _save_config(shard, folder)
             _write_model(folder, specs, stored, max_file_bytes, how or Writing())
@@ -110,7 +111,7 @@ def save_tensors(
     specs = {name: Spec(tensor.dtype, parts[name].shape) for name, tensor in tensors.items()}
     whole = gather(tensors, parts, mesh)
     if mesh.rank == 0:
-        with _explained(path, whole):
+        with _explained(path, whole, specs):
             _write({path: specs}, whole, how or Writing())
     _exhaust(whole)
 
@@ -219,10 +220,11 @@ def _exhaust(items: Iterable[object]) -> None:
 
 
 @contextlib.contextmanager
-def _explained(path: Path, tensors: Iterable[object]) -> Iterator[None]:
+def _explained(path: Path, tensors: Iterable[object], specs: Mapping[str, Spec]) -> Iterator[None]:
     """Turn a failing disk into a `CheckpointError`, when the other ranks have got rid of their parts."""
     try:
         yield
     except OSError as error:
+        said = explain(path, error, sum(spec.num_bytes for spec in specs.values()))
         _exhaust(tensors)
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}; nothing partial is left of it") from error
+        raise CheckpointError(f"{said}; nothing partial is left of it") from error

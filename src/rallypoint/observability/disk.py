@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -17,9 +19,35 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")
 """How a library that is written in Rust says what the system said."""
 
 
+def explain(path: str | os.PathLike[str], error: Exception, needed: int | None = None) -> str:
+    """Say what a disk does not take, and why; of one that is full what was needed and what is free.
+
+    Args:
+        path: of the file or folder.
+        error: what the system said of it, or a library of what the system said.
+        needed: bytes of it, where they are known.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    found = _NUMBER.search(str(error))
+    if number is None and found:
+        number = int(found[1])
+    why = str(error) if number is None else os.strerror(number)
+    if number not in _NO_ROOM:
+        return f"{os.fspath(path)} cannot be written: {why}"
+    needs = "" if needed is None else f"it needs {_size(needed)}, "
+    return (
+        f"{os.fspath(path)} cannot be written: {why} ({needs}{_size(_num_free(Path(path)))} are free); "
+        "make room on its disk"
+    )
+
+
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: str | os.PathLike[str], needed: int | None = None) -> Iterator[None]:
     """Have whatever keeps a file from being written name it: what the system says of a write does not.
+
+    Args:
+        path: of the file.
+        needed: bytes that are written, where they are known.
 
     Raises:
         DiskError: instead of any `OSError` of the block.
@@ -29,7 +57,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     except DiskError:
         raise
     except OSError as error:
-        raise _named(path, error.strerror or str(error), error.errno) from error
+        raise DiskError(explain(path, error, needed)) from error
 
 
 @contextlib.contextmanager
@@ -42,11 +70,22 @@ def naming_tensors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        found = _NUMBER.search(str(error))
-        number = int(found[1]) if found else None
-        raise _named(path, str(error) if number is None else os.strerror(number), number) from error
+        raise DiskError(explain(path, error)) from error
 
 
-def _named(path: str | os.PathLike[str], why: str, number: int | None) -> DiskError:
-    remedy = "; make room on its disk" if number in _NO_ROOM else ""
-    return DiskError(f"{os.fspath(path)} cannot be written: {why}{remedy}")
+def _num_free(path: Path) -> int:
+    """Return the bytes that are free for this user on the disk that a path is on, or would be."""
+    there = next((each for each in path.absolute().parents if each.is_dir()), Path("/"))
+    return shutil.disk_usage(there).free
+
+
+def _size(num_bytes: int) -> str:
+    """Write a number of bytes as a person would.
+
+    >>> _size(900), _size(1_500), _size(84 * 2**30)
+    ('900 B', '1.5 KiB', '84.0 GiB')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 2**power:
+            return f"{num_bytes / 2**power:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -50,7 +50,7 @@ class MetricsLog:
             raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
         time_s = self._before_s + self._clock() - self._began
         line = _encode(step, time_s, scalars)
-        with naming(self.path):
+        with naming(self.path, len(line)):
             self._file.write(line)
             self._file.flush()
 

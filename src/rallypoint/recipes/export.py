@@ -11,6 +11,7 @@ from rallypoint.checkpoint import MANIFEST
 from rallypoint.data import load_tokenizer, save_tokenizer
 from rallypoint.errors import CheckpointError, ExportError
 from rallypoint.models import merge_adapters, save_model
+from rallypoint.observability.disk import explain
 from rallypoint.recipes.use import Trained
 
 _OWN = {MANIFEST, "training", "critic"}
@@ -44,7 +45,7 @@ def export(trained: Trained, to: Path, *, merge: bool | None) -> None:
             _merge(trained, partial)
         partial.rename(to)  # onto an empty folder too
     except (OSError, CheckpointError) as error:
-        raise ExportError(f"{to}: cannot be written: {error}") from error
+        raise ExportError(explain(to, error) if isinstance(error, OSError) else f"{to}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
-from rallypoint.errors import CheckpointError, ResumeError
+from rallypoint.errors import CheckpointError, ResumeError, UnusableCheckpointError
 from rallypoint.recipes.inputs import Inputs, external_inputs, software
 from rallypoint.recipes.made import made_inputs
 from rallypoint.recipes.run_folder import RunFolder
@@ -116,12 +116,12 @@ def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:
         from_step: an older checkpoint than the newest, 0 for the very beginning; None for the newest.
 
     Raises:
-        CheckpointError: it is damaged, or there is none of that step; nothing was changed, and the way out is said.
+        UnusableCheckpointError: it is damaged, or there is none of that step; nothing was changed.
     """
     checkpoint.recover(folder.checkpoints)
     there = checkpoint.visible(folder.checkpoints)
     if from_step is not None and from_step not in (0, *there):
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"{folder.checkpoints} has no checkpoint of step {from_step}; there are those of "
             f"{', '.join(map(str, there)) or 'none'}"
         )
@@ -132,7 +132,7 @@ def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:
     except CheckpointError as error:
         whole = checkpoint.newest_whole(folder.checkpoints)
         way = f"that of step {whole} is whole" if whole else "no other is whole, and 0 begins at step 1"
-        raise CheckpointError(
+        raise UnusableCheckpointError(
             f"{error}; give it back what it had, or go on from another: {way}: "
             f"rally train {folder.path} --resume --from-step {whole}"
         ) from error
@@ -186,7 +186,8 @@ def _changed_keys(
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from _changed_keys(before, after, both=both, prefix=f"{key}.")
         elif before != after and key not in both:
-            yield key, f"{key}={shown(after)} (was {shown(before)})"
+            was = f"was {shown(before)}" if name in old else "no key then"
+            yield key, f"{key}={shown(after)} ({was})"
 
 
 def _changed_files(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:

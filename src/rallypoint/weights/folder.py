@@ -30,6 +30,7 @@ from rallypoint.errors import CheckpointError, ModelError, WeightsMismatchError
 from rallypoint.models import ModelShard, TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
 from rallypoint.models.folder import find_weights
 from rallypoint.models.reader import TYPES
+from rallypoint.observability.disk import explain
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -184,6 +185,6 @@ def _replacing(partial: Path, final: Path) -> Iterator[None]:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
     except OSError as error:
-        raise CheckpointError(f"{final}: cannot be written: {error}") from error
+        raise CheckpointError(explain(final, error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

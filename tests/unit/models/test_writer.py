@@ -177,5 +177,5 @@ except CheckpointError as error:
 def test_a_full_disk_is_said_and_nothing_partial_stays(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path / "state.safetensors")]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "state.safetensors: cannot be written: File too large; nothing partial is left" in done.stdout
+    assert "state.safetensors cannot be written: File too large; nothing partial is left" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from rallypoint.observability.disk import naming, naming_tensors
 
 def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_there_is_none(tmp_path):
     file, lost = tmp_path / "a.txt", tmp_path / "nowhere" / "a.txt"
-    full = r"/a\.txt cannot be written: No space left on device; make room on its disk$"
+    full = r"/a\.txt cannot be written: No space left on device \(.* are free\); make room on its disk$"
     with pytest.raises(DiskError, match=full), naming(file):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(DiskError, match=r"nowhere/a\.txt cannot be written: No such file or directory$"), naming(lost):
@@ -25,7 +25,7 @@ def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_t
 
 def test_safetensors_errors_are_told_in_the_same_words(tmp_path):
     file = tmp_path / "model.safetensors"
-    full = r"/model\.safetensors cannot be written: No space left on device; make room on its disk$"
+    full = r"/model\.safetensors cannot be written: No space left on device \(.* are free\); make room on its disk$"
     with pytest.raises(DiskError, match=full), naming(tmp_path), naming_tensors(file):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(DiskError, match=r"/model\.safetensors cannot be written: InvalidHeader$"), naming_tensors(file):
