@@ -33,6 +33,9 @@ from rallypoint.errors import RunFolderError
 from rallypoint.observability.disk import naming
 from rallypoint.recipes.trust import sign
 
+_START_S = 3600.0
+"""Longer than any start takes to make a folder."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -192,7 +195,7 @@ def create_run(loaded: LoadedConfig) -> RunFolder:
     names = [name, *(f"{name}-{number}" for number in range(2, 1000) if trainer.name is None)]
     partial = RunFolder(runs_dir / f".{name}.{os.getpid()}.partial")
     try:
-        shutil.rmtree(partial.path, ignore_errors=True)
+        _clear_up(runs_dir)
         partial.logs.mkdir(parents=True)
         write_config(partial, loaded.config)
         Start.of(loaded).write(partial)
@@ -274,6 +277,14 @@ def _absolute(path: str | None) -> str | None:
     """Return a path that does not depend on the working directory; names on the hub stay what they are."""
     local = Path(path).expanduser() if path is not None else None
     return str(local.absolute()) if local is not None and local.exists() else path
+
+
+def _clear_up(runs_dir: Path) -> None:
+    """Remove what starts that were killed left; a start of this hour may be on its way, maybe on another machine."""
+    for leftover in runs_dir.glob(".*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - leftover.stat().st_mtime > _START_S:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _appears(partial: Path, final: Path) -> bool:

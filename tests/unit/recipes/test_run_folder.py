@@ -164,6 +164,15 @@ def test_a_kill_at_any_file_operation_leaves_a_folder_with_its_config_or_none(tm
     assert last > 10
 
 
+def test_what_a_killed_start_left_is_removed_by_a_later_one(tmp_path: Path):
+    old, young = (tmp_path / "runs" / f".{name}.1.partial" for name in ("old", "young"))
+    for leftover in (old, young):
+        (leftover / "logs").mkdir(parents=True)
+    os.utime(old, (1e9, 1e9))
+    create_run(named(tmp_path, "mine"))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [young.name, "mine"]
+
+
 def test_what_was_set_on_the_command_line_is_kept_with_paths_that_hold_and_the_last_word_counts(
     tmp_path: Path, monkeypatch
 ):

@@ -1,0 +1,91 @@
+"""Signals that ask a run for its end, in processes of their own."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import asyncio, signal, sys, threading, time
+from rallypoint.recipes.interruption import interruptible
+
+def say(line):
+    print(line, flush=True)
+
+async def main():
+    with interruptible(say, lambda: "all is lost") as interrupted:
+        say("ready")
+        if "blocks" in sys.argv:
+            time.sleep(600)
+        await interrupted.wait()
+        if "waits" in sys.argv:
+            await asyncio.sleep(600)
+    say(str(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
+
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+if "thread" in sys.argv:
+    async def once():
+        with interruptible(say, str) as interrupted:
+            say(str(interrupted.is_set()))
+    threading.Thread(target=lambda: asyncio.run(once())).start()
+else:
+    asyncio.run(main())
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if "thread" not in arguments:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
+)
+def test_the_first_signal_is_told_and_handlers_are_given_back(number: signal.Signals, name: str):
+    process = start()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, f"{name}\nTrue\n", "")
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_at_once_with_one_line(second: signal.Signals):
+    process = start("waits")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "Ctrl-C\n"
+    process.send_signal(second)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + second, "\nall is lost\n")
+
+
+def test_the_second_signal_ends_what_blocks_the_loop_too():
+    process = start("blocks")
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "\nall is lost\n")
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    process = start("nohup")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "SIGTERM\nTrue\n")
+
+
+def test_a_run_in_a_thread_leaves_signals_to_who_started_it():
+    out, err = start("thread").communicate(timeout=60)
+    assert (out, err) == ("False\n", "")
