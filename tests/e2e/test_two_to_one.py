@@ -15,7 +15,8 @@ from rallypoint.cluster.ray_cluster import RayCluster
 from rallypoint.config import load_config
 from rallypoint.generation import SamplingParams
 from rallypoint.roles.actor import Actor, ActorWorker
-from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
+from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
+from rallypoint.roles.pools import pools_of
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.types import ActorBatch, Prompts
 

@@ -26,7 +26,9 @@ from rallypoint.config import (
 )
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.plan import describe_way, weights_way
+from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.theme import PALETTE
+from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import load_named
 
@@ -77,19 +79,37 @@ def print_recipes() -> None:
 
 
 def print_plan(recipe: str, overrides: Sequence[str]) -> None:
-    """Print batch arithmetic, placement and memory, unless the weights that the config names could not be loaded."""
-    loaded = load_named(recipe, overrides)
-    config = loaded.config
-    if any((config.model.path, config.critic.path, config.reward.path)):
-        from rallypoint.recipes.reading import check_weights  # only now torch, and the seconds that it takes
+    """Print batch arithmetic, placement and memory, and what was read of data, tokenizer and reward.
 
-        check_weights(config)
-    plan, console = make_plan(config), _console()
+    Raises:
+        RallyError: a run would fail by it; what was known before is printed.
+    """
+    loaded = load_named(recipe, overrides)
+    config, plan, console = loaded.config, make_plan(loaded.config), _console()
     for title, lines in (_batches(loaded, plan), _placement(config, plan)):
         _print_line(console, title, "bold")
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
-    _print_line(console, f"Nothing was started. All keys: rally config {recipe}", "dim")
+    _print_line(console, "data and machine", "bold")
+    for line in check_machine(config, plan):
+        _print_line(console, f"  {line}")
+    for line in _read(config):
+        _print_line(console, f"  {line}")
+    _print_line(console, f"\nNothing was started. All keys: rally config {recipe}", "dim")
+
+
+def _read(config: RunConfig) -> Sequence[str]:
+    """Read what is the user's own, if anything is."""
+    generate, function = config.data.generate, config.reward.function
+    is_own = bool(config.model.path or config.critic.path or config.reward.path or config.data.train)
+    if generate is not None and not is_own and function in SHIPPED:
+        return [
+            f"prompts        {generate.num_train_prompts:,}, made when the run starts",
+            f"reward         {function}, which ships with rallypoint",
+        ]
+    from rallypoint.recipes.examine import examine_dry  # only now torch, and the seconds that it takes
+
+    return examine_dry(config)
 
 
 def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -26,6 +27,9 @@ from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import RunFolder, create_run, has_begun, remove_run
 from rallypoint.recipes.wanted import find_wanted
 
+if TYPE_CHECKING:
+    from rallypoint.recipes.reading import Found
+
 _WRONG_MATERIAL = (ConfigError, DataError, ModelError, PlacementError, RewardError)
 """What keeps a run from beginning and is not mended by trying again: its folder would only repeat it."""
 
@@ -41,9 +45,11 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
         raise ConfigError((f"{recipe} is the folder of a run: resume it with --resume, or name a recipe",))
     else:
         loaded = load_checked(recipe, overrides)
-        folder = create_run(loaded)
+        folder = None
+    found = _examine(loaded, console)
+    folder = folder or create_run(loaded)
     try:
-        finished = _run(loaded, folder, console, resume=resume, from_step=from_step)
+        finished = _run(loaded, folder, console, found, resume=resume, from_step=from_step)
     except (RallyError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, (RunFolderError, ResumeError, UnusableCheckpointError)):
             raise  # nothing was started
@@ -62,14 +68,24 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
     return 0 if finished else 130
 
 
-def _run(loaded: LoadedConfig, folder: RunFolder, console: Console, *, resume: bool, from_step: int | None) -> bool:
+def _examine(loaded: LoadedConfig, console: Console) -> Found:
+    """Look at everything that the run begins with, before a new one has a folder."""
     # Only now torch, and with it the seconds that importing takes: the config is right.
+    from rallypoint.recipes.examine import examine
+
+    with console.status("reading model and data"):
+        return examine(loaded.config)
+
+
+def _run(
+    loaded: LoadedConfig, folder: RunFolder, console: Console, found: Found, *, resume: bool, from_step: int | None
+) -> bool:
     from rallypoint.observability import make_progress
     from rallypoint.recipes.ending import summarise
     from rallypoint.recipes.loop import train as run
 
     with make_progress(console) as progress:
-        finished = run(loaded, folder, progress, resume=resume, from_step=from_step)
+        finished = run(loaded, folder, progress, resume=resume, from_step=from_step, found=found)
         if finished:
             progress.finish(summarise(folder, loaded.config))
     return finished

@@ -71,6 +71,38 @@ def misfit(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, grows: bool 
     return None
 
 
+def advice(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, is_local: bool) -> str:
+    """Say what to do about a misfit, by what is too little.
+
+    Args:
+        pools: that do not fit on the nodes.
+        nodes: all that there are.
+        is_local: whether the only node is this machine, because the cluster is one that we start.
+    """
+    elsewhere = "join a cluster with cluster.address"
+    wanted = {name for pool in pools for name in pool.bundle}
+    if "GPU" in wanted and not any(node.resources.get("GPU", 0) for node in nodes):
+        return f"There is no GPU: set cluster.device=cpu, or {elsewhere} that has GPUs."
+    labelled = [pool for pool in pools if pool.labels and not any(node.has_labels_of(pool) for node in nodes)]
+    if labelled:
+        return f"No node has the labels {dict(labelled[0].labels)}: start nodes with them, or change cluster.labels."
+    if is_local and any(len(pool.processes_per_node) > 1 for pool in pools):
+        return (
+            "A cluster that a run starts has one node, this machine: give cluster.pools one number for it, or "
+            f"{elsewhere}."
+        )
+    keys = {"GPU": "cluster.num_gpus_per_process", "memory": "cluster.memory_gib_per_process"}
+    short = [keys[name] for name in keys if name in wanted and not _has_enough(name, pools, nodes)]
+    less = " or ".join(short or ["cluster.num_cpus_per_process"])
+    return f"Ask for fewer processes (cluster.pools) or less for each ({less}), or {elsewhere}."
+
+
+def _has_enough(name: str, pools: Sequence[ResourcePool], nodes: Sequence[Node]) -> bool:
+    """Whether the nodes together have as much of a resource as pools take; which nodes it is on does not matter."""
+    wanted = sum(bundle.get(name, 0) for pool in pools for bundle in pool.node_bundles)
+    return wanted <= sum(node.resources.get(name, 0) for node in nodes) * (1 + _ROUNDING)
+
+
 def table(pool: ResourcePool, nodes: Sequence[Node]) -> str:
     """Draw what a pool wants beside what there is: most processes beside most room, node by node."""
     wants = sorted(pool.processes_per_node, reverse=True)

@@ -30,7 +30,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rallypoint.cluster.call import Host
-from rallypoint.cluster.fit import Node, amounts_text, misfit, table
+from rallypoint.cluster.fit import Node, advice, amounts_text, misfit, table
 from rallypoint.cluster.host import HostInfo
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.ray_host import RayActor, RayHost, on_node
@@ -80,11 +80,10 @@ class RayRuntime:
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`."""
-        problem = misfit(pools, await asyncio.to_thread(_nodes), grows=not self._cluster.is_local)
+        nodes = await asyncio.to_thread(_nodes)
+        problem = misfit(pools, nodes, grows=not self._cluster.is_local)
         if problem:
-            raise PlacementError(
-                f"{problem}\nAsk for fewer processes (cluster.pools) or less for each (cluster.num_cpus_per_process)."
-            )
+            raise PlacementError(f"{problem}\n{advice(pools, nodes, is_local=self._cluster.is_local)}")
 
     async def hosts(self, pool: Pool) -> Sequence[Host]:
         """See `Runtime.hosts`."""

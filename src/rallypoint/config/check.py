@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rallypoint.config.check_devices import device_contradictions
 from rallypoint.config.check_sampling import sampling_contradictions
 from rallypoint.config.check_vllm import vllm_contradictions
 from rallypoint.config.fields import shown, values_of
@@ -36,6 +37,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _sleep(config)
     yield from _shared_models(config)
     yield from _cluster(config)
+    yield from device_contradictions(config)
     yield from _without_effect(config, origins)
 
 
@@ -339,18 +341,6 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             ("cluster.rendezvous",),
             f"cluster.rendezvous={kind!r}: expected auto, ray, tcp, or the URL of an etcd server, such as "
             "http://10.0.0.1:2379",
-        )
-    if config.engine.activations == "offload" and cluster.device == "cpu":
-        yield Problem(
-            ("engine.activations", "cluster.device"),
-            "engine.activations='offload' has nothing to gain with cluster.device=cpu, where activations lie in CPU "
-            "memory already; expected checkpoint or keep",
-        )
-    gpus = cluster.num_gpus_per_process
-    if gpus > 1 and gpus % 1:
-        yield Problem(
-            ("cluster.num_gpus_per_process",),
-            f"cluster.num_gpus_per_process={gpus:g}: expected a whole number, or a fraction below 1 to share a GPU",
         )
 
 

@@ -36,6 +36,15 @@ class Plan:
         others = (memory.held for memory in self.memory if memory.pool == mine.pool and memory.role != role)
         return mine.total + mine.borrowed + sum(others)
 
+    def held_memory(self, pool: str) -> int:
+        """Return the bytes of weights, gradients and optimizers that a process of a pool holds, however short rows are.
+
+        Of roles that sleep only one at a time is there.
+        """
+        roles = [memory for memory in self.memory if memory.pool == pool]
+        awake = max((m.weights + m.gradients + m.optimizer + m.borrowed - m.held for m in roles), default=0)
+        return sum(memory.held for memory in roles) + awake
+
     def process_memory(self, pool: str) -> int:
         """Return the bytes that a process of a pool holds at its peak: roles that share it take turns."""
         return max((self.turn_memory(memory.role) for memory in self.memory if memory.pool == pool), default=0)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from rallypoint.data.hub import check_hub
 from rallypoint.errors import ModelError
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def load_tokenizer(
         _check_folder(path)
     elif isinstance(folder, Path) or _looks_like_path(folder):
         raise ModelError(f"model folder {folder} does not exist")
+    else:
+        check_hub(str(folder))
     where = str(path) if is_local else str(folder)
     try:
         tokenizer = cast(

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rallypoint.config import LoRAConfig
+from rallypoint.data.hub import check_hub
 from rallypoint.errors import ModelError
 from rallypoint.models.adapter import adapters_of, fill_adapters
 from rallypoint.models.agreement import check_agreement, check_finite
@@ -303,6 +304,8 @@ def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTraine
         raise ModelError(f"{path}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(f"{path}: not a Hugging Face model folder: expected config.json in it, and *.safetensors")
+    if not folder.is_dir():
+        check_hub(path)
     with explained(path):
         config = AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
     if quantization := getattr(config, "quantization_config", None):

@@ -42,7 +42,8 @@ from rallypoint.recipes.reading import Found, read_material
 from rallypoint.recipes.resume import Beginning, Record
 from rallypoint.recipes.run_folder import RunFolder, Start, anchored, write_config
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.placement import Placement, SharedFolder, pools_of, rendezvous_of
+from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
+from rallypoint.roles.pools import pools_of
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource

@@ -70,12 +70,23 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     function = config.reward.function
     if function is not None and (problem := check_reward_spec(function)) is not None:
         yield Problem(("reward.function",), f"reward.function={function!r}: {problem}")
-    runs = Path(config.trainer.runs_dir).expanduser()
-    if runs.exists() and not runs.is_dir():
-        yield Problem(("trainer.runs_dir",), f"trainer.runs_dir={str(runs)!r} is a file; expected a folder")
+    yield from _runs_dir(Path(config.trainer.runs_dir).expanduser())
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
         yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
+
+
+def _runs_dir(runs: Path) -> Iterator[Problem]:
+    """Look whether a folder can be made there, by the nearest one that exists."""
+    there = next(path for path in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        yield Problem(("trainer.runs_dir",), f"trainer.runs_dir={str(runs)!r}: {there} is a file; expected a folder")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Problem(
+            ("trainer.runs_dir",),
+            f"trainer.runs_dir={str(runs)!r}: nothing can be written to {there}; name a folder of yours, on a disk "
+            "that is not read-only",
+        )
 
 
 def is_hub_name(path: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, TypeVar
 
 import torch
 
-from rallypoint.cluster import Layout, Mesh, ResourcePool, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
+from rallypoint.cluster import Layout, Mesh, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.limits import NUM_KERNELS
@@ -197,24 +197,6 @@ class Placement:
         """Return the peak memory of every role, over its processes, since this was last asked."""
         measured = await asyncio.gather(*(group.call(TurnTaker.memory) for group in self.groups.values()))
         return merge(*(merge(*ranks).prefixed(role) for role, ranks in zip(self.groups, measured, strict=True)))
-
-
-def pools_of(config: RunConfig) -> ResourcePoolManager:
-    """Return the pools of a config, and which role is placed on which."""
-    cluster = config.cluster
-    pools = {
-        name: ResourcePool(
-            processes_per_node,
-            name=name,
-            num_cpus=cluster.num_cpus_per_process,
-            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process,
-            memory_gib=cluster.memory_gib_per_process or 0,
-            labels=cluster.labels,
-            device=cluster.device,
-        )
-        for name, processes_per_node in cluster.pools.items()
-    }
-    return ResourcePoolManager(pools, {role: placement.pool for role, placement in config.roles.items()})
 
 
 def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:

@@ -24,14 +24,16 @@ def rally(*arguments: str, typed: str | bytes = "", columns: int = 80) -> Result
     return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": str(columns)}, prog_name="rally")
 
 
-def spawn(*arguments: str, cwd: Path | None = None, typed: bytes | None = None) -> subprocess.CompletedProcess[str]:
+def spawn(
+    *arguments: str, cwd: Path | None = None, typed: bytes | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the real command, its output in pipes."""
     done = subprocess.run(
         [sys.executable, "-m", "rallypoint.cli.main", *arguments],
         capture_output=True,
         input=typed,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", **environment},
         check=False,
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -124,7 +124,7 @@ EXAMPLE = (
 
 
 def test_the_plan_of_a_run_fits_a_terminal_and_has_its_numbers(command):
-    lines = lines_of(command("train", "digits", *EXAMPLE, "--dry-run"))
+    lines = lines_of(command("train", "digits", *EXAMPLE, "cluster.address=auto", "--dry-run"))
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH
     assert "published weights: shared (rollouts are sampled from the actor's own)" in text
@@ -150,13 +150,16 @@ def test_the_plan_says_how_cores_that_would_be_idle_are_used(command, wanted):
     assert (f"num_cpus_per_process={num_cores()}" in text) == (int(wanted) < num_cores())
 
 
-def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known(command, tmp_path):
+def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known_and_then_what_to_do_without_a_network(process, tmp_path):
     (tmp_path / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info=None): ...")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}')
     own = ("model.path=Some/Model", f"data.train={tmp_path}/train.jsonl", f"reward.function={tmp_path}/rewards.py:f")
-    text = "\n".join(lines_of(command("train", "ppo", *own, "--dry-run")))
-    assert "unknown until it is loaded" in text
-    assert re.search(r"weights +\? +\? +\? +\?", text)
+    done = process("train", "ppo", *own, "--dry-run", HF_ENDPOINT="http://127.0.0.1:1", no_proxy="127.0.0.1")
+    assert "unknown until it is loaded" in done.stdout
+    assert re.search(r"weights +\? +\? +\? +\?", done.stdout)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Some/Model: the hub at http://127.0.0.1:1 (HF_ENDPOINT) cannot be reached")
+    assert "Retrying" not in done.stderr
 
 
 def test_a_plan_for_weights_that_could_not_be_loaded_is_an_error(command, tmp_path):
@@ -210,3 +213,19 @@ def test_what_only_prints_starts_nothing_makes_nothing_and_imports_nothing_heavy
     )
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_could_not_begin_is_refused_alike_by_a_dry_run_and_leaves_no_folder(command, tmp_path):
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1x", "ground_truth": "1"}')
+    (tmp_path / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info=None): ...")
+    arguments = (
+        "train", "grpo", f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl",
+        f"reward.function={tmp_path}/rewards.py:f", "data.max_prompt_tokens=32", "rollout.max_response_tokens=8",
+        f"trainer.runs_dir={tmp_path}/runs",
+    )  # fmt: skip
+    for more in ((), ("--dry-run",)):
+        result = command(*arguments, *more)
+        assert "train.jsonl:1: the tokenizer knows no token for 'x'" in str(result.exception)
+        assert "--resume" not in result.output
+    assert not (tmp_path / "runs").exists()

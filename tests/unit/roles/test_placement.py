@@ -12,7 +12,8 @@ from rallypoint.cluster.host import HostInfo
 from rallypoint.config import load_config
 from rallypoint.config.plan import weights_way
 from rallypoint.errors import PlacementError
-from rallypoint.roles.placement import SharedFolder, WorkerSpec, pools_of
+from rallypoint.roles.placement import SharedFolder, WorkerSpec
+from rallypoint.roles.pools import pools_of
 from rallypoint.roles.publishing import way_between
 
 
@@ -54,7 +55,7 @@ def test_pools_are_as_the_config_says_and_every_role_has_its_own():
             "rollout.placement.pool=side",
             "cluster.device=cuda",
             "cluster.num_cpus_per_process=3",
-            "cluster.num_gpus_per_process=0.5",
+            "cluster.num_gpus_per_process=2",
             "cluster.memory_gib_per_process=2",
             "cluster.labels={zone: west}",
         ],
@@ -64,7 +65,7 @@ def test_pools_are_as_the_config_says_and_every_role_has_its_own():
     assert pools.pool("critic") is pools.pool("reference") is main
     assert [pool.num_processes for pool in (main, side)] == [3, 4]
     (source,) = main.sources
-    assert source.bundle == {"CPU": 3, "GPU": 0.5, "memory": 2 * 2**30}
+    assert source.bundle == {"CPU": 3, "GPU": 2, "memory": 2 * 2**30}
     assert (source.labels, source.device, source.num_threads) == ({"zone": "west"}, "cuda", 3)
     assert merge(main, side).num_processes == 7
 

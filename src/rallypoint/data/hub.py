@@ -1,0 +1,76 @@
+"""Whether the Hugging Face hub can be asked for a model: one short attempt; its own client tries for half a minute.
+
+Owns: reachability, and what to do without it. Must not know: what is in a repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import queue
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from rallypoint.errors import ModelError
+
+_PATIENCE_S = 5.0
+
+
+@functools.cache
+def check_hub(name: str) -> None:
+    """Ask the hub for a model once, and take what answers, whatever it says, for the hub.
+
+    Args:
+        name: such as `Qwen/Qwen3-0.6B`; one that no repository can have is left to the hub's client.
+
+    Raises:
+        ModelError: nobody answers, or HF_HUB_OFFLINE is set and the model is not in the cache.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return
+    remedy = (
+        f"where there is a network: hf download {name} --local-dir FOLDER, and give FOLDER instead of the name; or "
+        f"set HF_HOME to a cache that has it (now {Path(constants.HF_HOME)})"
+    )
+    if constants.is_offline_mode():
+        if not is_cached:
+            raise ModelError(f"{name}: not in the cache, and HF_HUB_OFFLINE forbids to download it; {remedy}")
+        return
+    problem = unreachable(f"{constants.ENDPOINT}/{name}/resolve/main/config.json")
+    if problem is None:
+        return
+    if is_cached:
+        remedy = "it is in the cache: HF_HUB_OFFLINE=1 uses it without asking"
+    raise ModelError(f"{name}: the hub at {constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({problem}); {remedy}")
+
+
+def unreachable(url: str, patience_s: float = _PATIENCE_S) -> str | None:
+    """Say why nobody answers at a URL, through proxies as the environment names them; None when somebody does."""
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    # Names are looked up without a deadline of ours, so that a thread waits for that.
+    threading.Thread(target=lambda: answers.put(_ask(url, patience_s)), daemon=True).start()
+    try:
+        return answers.get(timeout=2 * patience_s)
+    except queue.Empty:
+        return f"no answer for {2 * patience_s:g} s"
+
+
+def _ask(url: str, patience_s: float) -> str | None:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with contextlib.closing(urllib.request.urlopen(request, timeout=patience_s)):
+            return None
+    except urllib.error.HTTPError:
+        return None  # somebody is there; what is wrong is explained by the client
+    except urllib.error.URLError as error:
+        return None if "CERTIFICATE" in str(error.reason) else str(error.reason)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return str(error) or type(error).__name__

@@ -1,0 +1,230 @@
+"""This machine beside what a config asks of it, for a run that starts its own cluster or needs none.
+
+Owns: what is here (cores, memory, accelerators) and whether pools and plan fit. Must not know: Ray. torch is asked for
+accelerators in a process of its own, so that this one never holds a context on a GPU that workers need.
+
+Of a cluster that is joined nothing is known here but the labels that it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rallypoint.cluster.fit import Node, advice, misfit, num_cores
+from rallypoint.config import Plan, Problem, RunConfig
+from rallypoint.errors import ConfigError
+from rallypoint.roles.pools import resource_pools
+
+_ASK_TORCH = """
+import json, sys, torch
+module = torch.get_device_module(torch.device(sys.argv[1]))
+devices = []
+if module.is_available():
+    for index in range(module.device_count()):
+        found = module.get_device_properties(index)
+        devices.append([found.name, found.total_memory])
+print(json.dumps([torch.__version__, devices]))
+"""
+_PATIENCE_S = 120.0
+_GIB = 2**30
+_OF_TYPES = {
+    "T4": 16, "A10G": 24, "L4": 24, "V100": 32, "A100-40G": 40, "L40S": 48, "A100": 80, "A100-80G": 80, "H100": 80,
+    "H20": 96, "GH200": 144, "H200": 141, "B200": 192,
+}  # fmt: skip
+"""GiB of a type in Ray's words, of the largest one that is sold."""
+_TYPE_LABEL = "ray.io/accelerator-type"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A device besides the CPU."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What is here."""
+
+    num_cores: int
+    num_bytes: int
+    """Of memory, as far as this process may have it."""
+    accelerators: tuple[Accelerator, ...] = ()
+    """Those of the kind that the config names, as torch finds them; with cluster.device=cpu those that a driver has."""
+    complaint: str = ""
+    """Why torch finds none."""
+
+
+def look_around(config: RunConfig) -> Machine:
+    """Return what this machine has for a run."""
+    device = config.cluster.device
+    if device == "cpu":
+        return Machine(num_cores(), _memory(), _ask_driver())
+    if config.cluster.address is not None:
+        return Machine(num_cores(), _memory())
+    accelerators, complaint = _ask_torch(device)
+    return Machine(num_cores(), _memory(), accelerators, complaint)
+
+
+def check_machine(config: RunConfig, plan: Plan, machine: Machine | None = None) -> tuple[str, ...]:
+    """Compare a run with this machine, and return what there is to say of it.
+
+    Raises:
+        ConfigError: the run cannot be here.
+    """
+    machine = machine or look_around(config)
+    problems = [*machine_problems(config, machine), *memory_problems(config, plan, machine)]
+    if problems:
+        raise ConfigError(tuple(problem.text for problem in problems))
+    return tuple(machine_notes(config, plan, machine))
+
+
+def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    """Yield why a run cannot be on this machine; nothing for one that joins a cluster."""
+    device = config.cluster.device
+    if config.cluster.address is not None:
+        return
+    if device != "cpu" and not machine.accelerators:
+        yield Problem(
+            ("cluster.device",),
+            f"cluster.device={device}: torch finds no such device on this machine ({machine.complaint}); set "
+            "cluster.device=cpu, or join a cluster that has some with cluster.address",
+        )
+        return
+    if config.cluster.runtime == "inline":
+        return
+    offers = {
+        "CPU": machine.num_cores,
+        "GPU": len(machine.accelerators) if device != "cpu" else 0,
+        "memory": machine.num_bytes - config.cluster.object_store_gib * _GIB,
+    }
+    # Ray would start a node with none of these labels; that is its own complaint, at once.
+    pools = [dataclasses.replace(pool, labels={}) for pool in resource_pools(config).values()]
+    here = [Node("this machine", offers)]
+    if problem := misfit(pools, here):
+        yield Problem(("cluster.pools",), f"cluster.pools: {problem}\n{advice(pools, here, is_local=True)}")
+
+
+def memory_problems(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[Problem]:
+    """Yield pools whose processes hold more than a device has, for certain: weights, gradients, optimizer."""
+    for pool, most, whose in _rooms(config, machine):
+        held = plan.held_memory(pool) if plan.memory else 0
+        if held > most:
+            yield Problem(
+                ("cluster.pools", "model.dtype"),
+                f"pool {pool}: weights, gradients and optimizer of its roles take {_gib(held)} in each process, but "
+                f"{whose}; divide the model (actor.mesh.dp_shard over more processes), give roles pools of their own, "
+                "or train adapters (model.lora)",
+            )
+
+
+def machine_notes(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[str]:
+    """Yield what a user would want to know of a run that can be: memory that may not do, devices that lie idle."""
+    for pool, most, whose in _rooms(config, machine):
+        peak = plan.process_memory(pool)
+        if peak > most >= plan.held_memory(pool):
+            yield (
+                f"pool {pool} may need {_gib(peak)} in each process when all rows are at their longest, but {whose}; "
+                "lower engine.max_tokens_per_micro_batch or rollout.cache_tokens, or set engine.activations=checkpoint"
+            )
+    cluster = config.cluster
+    if cluster.address is not None or not machine.accelerators:
+        return
+    names = ", ".join(dict.fromkeys(each.name for each in machine.accelerators))
+    if cluster.device == "cpu":
+        yield f"{_count(len(machine.accelerators), 'GPU')} here ({names}) lie idle: cluster.device=cuda uses them"
+        return
+    wanted = sum(map(sum, cluster.pools.values())) * (
+        1 if cluster.runtime == "inline" else cluster.num_gpus_per_process
+    )
+    if wanted <= len(machine.accelerators) - 1:
+        yield (
+            f"{wanted:g} of the {len(machine.accelerators)} devices here ({names}) are used: more processes in "
+            "cluster.pools use the others"
+        )
+
+
+def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]]:
+    """Yield every pool with the bytes of a device that one of its processes may have, and whose that is in words."""
+    cluster = config.cluster
+    if cluster.device == "cpu":
+        return
+    share = min(1.0, cluster.num_gpus_per_process)
+    kind = cluster.labels.get(_TYPE_LABEL, "")
+    if cluster.address is None and machine.accelerators:
+        least = min(machine.accelerators, key=lambda each: each.num_bytes)
+        num_bytes, name = least.num_bytes, least.name
+    elif kind in _OF_TYPES:
+        num_bytes, name = _OF_TYPES[kind] * _GIB, kind
+    else:
+        return
+    part = "" if share == 1 else f" has {_gib(num_bytes)} and {share:g} of it is"
+    whose = f"a {name}{part or ' has'} {_gib(round(num_bytes * share))}"
+    for pool in cluster.pools:
+        yield pool, round(num_bytes * share), whose
+
+
+def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
+    """Return the devices of a kind, or why there is none."""
+    command = [sys.executable, "-c", _ASK_TORCH, device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
+        said = done.stdout.strip().splitlines()[-1:]
+        version, devices = json.loads(said[0] if said else "")
+    except subprocess.TimeoutExpired:
+        return (), f"asking for it took longer than {_PATIENCE_S:g} s: the driver may hang"
+    except subprocess.CalledProcessError as error:
+        return (), (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
+    except (ValueError, TypeError):
+        return (), "torch did not answer"
+    if devices:
+        return tuple(Accelerator(name, num_bytes) for name, num_bytes in devices), ""
+    if driven := _ask_driver():
+        return (), f"torch {version} cannot use the {driven[0].name} that is here: install a build of torch for it"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (), f"torch {version}" + (f", CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "")
+
+
+def _ask_driver() -> tuple[Accelerator, ...]:
+    """Return the GPUs that NVIDIA's driver tells of, unless they are hidden; without torch."""
+    program = shutil.which("nvidia-smi")
+    if program is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(_devices()):
+        return ()
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=_PATIENCE_S / 10, check=True).stdout
+        pairs = [line.rpartition(",") for line in told.splitlines() if line.strip()]
+        return tuple(Accelerator(name.strip(), int(mebibytes) * 2**20) for name, _, mebibytes in pairs)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
+
+
+def _devices() -> Iterator[Path]:
+    return Path("/dev").glob("nvidia[0-9]*")
+
+
+def _memory() -> int:
+    """Return the bytes of memory of this machine, or of the container that this process is in."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            return min(there, int(limit.read_text()))
+        except (OSError, ValueError):  # no such limit: `max`, or no such file
+            continue
+    return there
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,68 @@
+"""What `--dry-run` and `rally train` read before anything is started."""
+
+import json
+
+import pytest
+from tiny_models import make_tiny_model
+
+from rallypoint.errors import DataError, ModelError, RewardError
+from rallypoint.recipes.examine import examine, examine_dry
+from rallypoint.recipes.preflight import load_checked
+
+REWARD = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Returns a function that loads a config of one's own model, data and reward, with changes."""
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text(REWARD)
+    write(tmp_path / "train.jsonl", [{"prompt": "1" * (1 + n % 9), "ground_truth": "1"} for n in range(64)])
+    keys = (
+        f"model.path={tmp_path}/model",
+        f"data.train={tmp_path}/train.jsonl",
+        f"reward.function={tmp_path}/rewards.py:f",
+        "data.max_prompt_tokens=32",
+        "rollout={num_prompts: 16, group_size: 2, max_response_tokens: 8}",
+    )
+    return lambda *changes: load_checked("grpo", [*keys, *changes]).config
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_dry_run_says_what_was_read(own):
+    lines = examine_dry(own())
+    assert "train          64 prompts, the longest of 11 tokens (data.max_prompt_tokens=32)" in lines
+    assert any(line.endswith("rewards.py:f, which could be imported") for line in lines)
+    assert any("only 9 that differ: every step samples the same ones 2 times" in line for line in lines)
+
+
+def test_of_a_large_data_set_a_dry_run_reads_a_part_and_says_so(own, tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": f"{n}", "ground_truth": "1"} for n in range(20_001)])
+    assert examine_dry(own())[0].startswith("train          the first 20,000 prompts alone were read, the longest of 7")
+
+
+@pytest.mark.parametrize("look", [examine, examine_dry])
+def test_data_of_other_columns_and_text_that_is_unknown_are_found_before_a_start(own, tmp_path, look):
+    write(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    with pytest.raises(DataError, match="column 'prompt' is missing; 'question' may be it"):
+        look(own())
+    write(tmp_path / "train.jsonl", [{"prompt": "What is 1 + 1?", "ground_truth": "2"}])
+    with pytest.raises(DataError, match="the tokenizer knows no token for 'W', 'h'"):
+        look(own())
+
+
+@pytest.mark.parametrize("look", [examine, examine_dry])
+def test_a_tokenizer_without_a_template_is_found_before_a_start(own, tmp_path, look):
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="no chat template"):
+        look(own())
+
+
+@pytest.mark.parametrize("look", [examine, examine_dry])
+def test_a_reward_file_whose_import_fails_is_found_before_a_start(own, tmp_path, look):
+    (tmp_path / "rewards.py").write_text("import a_module_that_is_not_there\n" + REWARD)
+    with pytest.raises(RewardError, match=r"(?s)rewards.py raised while it was imported.*a_module_that_is_not_there"):
+        look(own())

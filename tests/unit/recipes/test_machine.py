@@ -1,0 +1,105 @@
+"""What a run asks of this machine, beside machines of every kind: known before anything is started."""
+
+import pytest
+
+from rallypoint.config import load_config, make_plan
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.machine import Accelerator, Machine, check_machine, look_around
+
+GIB = 2**30
+H100 = Accelerator("NVIDIA H100", 80 * GIB)
+LAPTOP = Machine(num_cores=2, num_bytes=8 * GIB, complaint="torch 2.13.0+cpu")
+SERVER = Machine(num_cores=64, num_bytes=512 * GIB, accelerators=(H100,) * 8)
+LARGE = (
+    "model.create={hidden_size: 1024, num_layers: 32, num_heads: 16, num_key_value_heads: 16, intermediate_size: 8192}"
+)
+
+
+def check(machine, *overrides):
+    config = load_config("digits", overrides).config
+    return check_machine(config, make_plan(config), machine)
+
+
+def refusal(machine, *overrides):
+    with pytest.raises(ConfigError) as raised:
+        check(machine, *overrides)
+    return str(raised.value)
+
+
+def test_the_demo_fits_two_cores_and_has_nothing_to_say():
+    assert check(LAPTOP) == ()
+
+
+def test_a_device_that_is_not_here_is_refused_with_what_torch_says_and_never_with_fewer_processes():
+    said = refusal(LAPTOP, "cluster.device=cuda")
+    assert "cluster.device=cuda: torch finds no such device on this machine (torch 2.13.0+cpu)" in said
+    assert "set cluster.device=cpu, or join a cluster that has some with cluster.address" in said
+    assert "fewer" not in said
+
+
+def test_of_a_cluster_that_is_joined_nothing_is_said():
+    assert check(LAPTOP, "cluster.device=cuda", "cluster.pools={main: [8, 8]}", "cluster.address=auto") == ()
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "problem", "remedy"),
+    [
+        (LAPTOP, ("cluster.pools={main: [3]}",), "1 (this machine)  3 CPU   2 CPU      too little", "fewer processes"),
+        (LAPTOP, ("cluster.num_cpus_per_process=2",), "4 CPU   2 CPU", "(cluster.num_cpus_per_process)"),
+        (LAPTOP, ("cluster.pools={main: [1, 1]}",), "no such node", "give cluster.pools one number"),
+        (LAPTOP, ("cluster.memory_gib_per_process=4",), "8 GiB memory", "(cluster.memory_gib_per_process)"),
+        (SERVER, ("cluster.device=cuda", "cluster.pools={main: [9]}"), "9 GPU  64 CPU, 8 GPU", "num_gpus_per_process"),
+    ],
+    ids=["cores", "cores of each", "nodes", "memory", "devices"],
+)
+def test_pools_larger_than_the_machine_are_refused_with_the_key_that_helps(machine, overrides, problem, remedy):
+    said = refusal(machine, *overrides)
+    assert problem in said
+    assert remedy in said
+
+
+def test_threads_of_one_process_need_no_cores():
+    assert check(LAPTOP, "cluster.runtime=inline", "cluster.pools={main: [8]}") == ()
+
+
+GPU = ("cluster.device=cuda", "cluster.pools={main: [1]}", "model.dtype=float32")
+
+
+def test_weights_that_a_device_cannot_hold_are_refused_with_both_numbers():
+    small = Machine(8, 64 * GIB, (Accelerator("Tesla T4", 4 * GIB),))
+    assert "weights, gradients and optimizer of its roles take" in refusal(small, LARGE, *GPU)
+    assert "but a Tesla T4 has 4.0 GiB; divide the model (actor.mesh.dp_shard" in refusal(small, LARGE, *GPU)
+    assert "has 80.0 GiB and 0.05 of it is 4.0 GiB" in refusal(SERVER, LARGE, *GPU, "cluster.num_gpus_per_process=0.05")
+
+
+def test_the_label_of_a_cluster_tells_what_its_devices_have():
+    labels = "cluster.labels={ray.io/accelerator-type: T4}"
+    joined = (*GPU, "cluster.address=10.0.0.1:6379", "engine.max_tokens_per_micro_batch=1000000")
+    assert check(LAPTOP, LARGE, *joined) == ()
+    assert "but a T4 has 16.0 GiB" in refusal(LAPTOP, LARGE, *joined, labels)
+
+
+def test_a_peak_that_may_not_fit_is_said_with_the_keys_that_lower_it():
+    large_batches = (
+        "rollout={num_prompts: 4096, max_response_tokens: 2000}",
+        "engine.max_tokens_per_micro_batch=2100000",
+    )
+    machine = Machine(64, 512 * GIB, (Accelerator("Tesla T4", 16 * GIB),) * 8)
+    [said, idle] = check(machine, *GPU, *large_batches, "engine.activations=keep", "kl=null")
+    assert "pool main may need" in said
+    assert "when all rows are at their longest, but a Tesla T4 has 16.0 GiB; lower" in said
+    assert "1 of the 8 devices here (Tesla T4) are used" in idle
+
+
+def test_devices_that_lie_idle_are_said():
+    assert check(SERVER) == ("8 GPUs here (NVIDIA H100) lie idle: cluster.device=cuda uses them",)
+    assert check(SERVER, "cluster.device=cuda", "cluster.pools={main: [8]}") == ()
+
+
+def test_this_machine_has_cores_and_memory_and_a_kind_of_device_that_nobody_makes_is_explained():
+    here = look_around(load_config("digits").config)
+    assert here.num_cores >= 1
+    assert here.num_bytes > GIB / 4
+    there = look_around(load_config("digits", ["cluster.device=warp"]).config)
+    assert there.accelerators == ()
+    assert "warp" in there.complaint
