@@ -7,10 +7,12 @@ PACKAGE = Path(__file__).parents[2] / "src" / "rallypoint"
 VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE)
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
+    "config/check_devices.py": "one vendor's collectives refuse two ranks on one device; refused before they do",
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",
     "parallel/nccl.py": "calls one vendor's library itself, for weights between two sets of processes",
+    "recipes/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
     "weights/ipc.py": "torch's names for handles of device memory, and the rules that they come with",
 }
 """Files that name one -> why."""
