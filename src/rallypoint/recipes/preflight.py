@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -77,15 +78,19 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _runs_dir(runs: Path) -> Iterator[Problem]:
-    """Look whether a folder can be made there, by the nearest one that exists."""
+    """Look whether a folder can be made there, by making one in the nearest folder that exists, and removing it."""
     there = next(path for path in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(path))
+    named = f"trainer.runs_dir={str(runs)!r}"
     if not there.is_dir():
-        yield Problem(("trainer.runs_dir",), f"trainer.runs_dir={str(runs)!r}: {there} is a file; expected a folder")
-    elif not os.access(there, os.W_OK | os.X_OK):
+        what = "is a file" if there == runs.absolute() else f"lies below {there}, which is a file"
+        yield Problem(("trainer.runs_dir",), f"{named} {what}; expected a folder")
+        return
+    try:
+        Path(tempfile.mkdtemp(prefix=".rally-", dir=there)).rmdir()
+    except OSError as error:
         yield Problem(
             ("trainer.runs_dir",),
-            f"trainer.runs_dir={str(runs)!r}: nothing can be written to {there}; name a folder of yours, on a disk "
-            "that is not read-only",
+            f"{named}: nothing can be written to {there} ({error.strerror}); name a folder of yours on another disk",
         )
 
 

@@ -172,6 +172,15 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.device=cuda cluster.num_gpus_per_process=1.5",
         ("cluster.num_gpus_per_process=1.5", "a fraction below 1"),
     ),
+    "cluster: several ranks of a role on one GPU": (
+        "cluster.device=cuda cluster.num_gpus_per_process=0.5",
+        ("num_gpus_per_process=0.5 puts several of the 2 ranks of actor on one GPU", "NCCL", "pools.main=[1]"),
+    ),
+    "cluster: threads on one GPU": (
+        "cluster.device=cuda cluster.runtime=inline",
+        ("cluster.runtime=inline with cluster.device=cuda: the 2 processes", "use cluster.runtime=ray, or one process"),
+    ),
+    "cluster: one device by its number": ("cluster.device=cuda:1", ("'cuda:1'", "the kind alone, such as cuda")),
     "cluster: a hasty heartbeat": ("cluster.heartbeat_timeout_s=1", ("heartbeat_timeout_s=1", "at least 5", "(s)")),
     "fit: no node": ("cluster.pools.main=[]", ("cluster.pools.main=[]", "such as [2]")),
     "fit: mini-batches and rows": ("actor.num_mini_batches=33", ("num_mini_batches=33", "more than the 32 rows")),

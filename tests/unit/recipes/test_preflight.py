@@ -81,3 +81,13 @@ def test_the_least_limits_of_each_task_are_accepted_and_one_less_is_not(task: st
         less = {**limits, key: limits[key] - 1}
         with pytest.raises(ValueError, match=rf"{key}={less[key]} cannot hold"):
             load_checked("digits", [*base, *(f"{key}={limit}" for key, limit in less.items())])
+
+
+def test_a_runs_dir_that_cannot_be_written_is_refused_and_one_that_can_is_left_as_it_was(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"trainer.runs_dir='/proc/self/runs': nothing can be written to /proc/self"):
+        load_checked("digits", ["trainer.runs_dir=/proc/self/runs"])
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"lies below .*, which is a file; expected a folder"):
+        load_checked("digits", [f"trainer.runs_dir={tmp_path}/file/runs"])
+    load_checked("digits", [f"trainer.runs_dir={tmp_path}/new/runs"])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
