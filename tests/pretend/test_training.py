@@ -32,6 +32,13 @@ def run_on(runs, device, name, *more):
         return runs.run(f"{name}-{device}", *INLINE, f"cluster.device={device}", *more)
 
 
+@pytest.fixture(autouse=True)
+def without_all_scores(pretend):
+    """No run has a pass whose attention keeps all scores on a GPU."""
+    yield
+    assert not pretend.kernels["attention by math"]
+
+
 def check_same(runs, name, *more, only_there=()):
     """Run on both, and compare all that comes out."""
     there, here = run_on(runs, "pretend", name, *more, *only_there), run_on(runs, "cpu", name, *more)

@@ -68,19 +68,19 @@ def install() -> Pretend:
     return DEVICE
 
 
-def attention_kernel(
-    dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int, has_mask: bool, enable_gqa: bool
-) -> str:
+def attention_kernel(query: Tensor, key: Tensor, *, has_mask: bool, is_causal: bool, enable_gqa: bool) -> str:
     """Return which kernel CUDA's `scaled_dot_product_attention` takes: flash, efficient or math.
 
-    From torch's own source (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.13), for capability 8.0 and later:
-    flash takes half precision without a mask, grouped heads, and heads up to 256; the memory-efficient kernel takes
-    float32, and a mask that is aligned or can be padded, but no grouped heads and nothing in float64.
+    From torch's own source (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), for capability 8.0 and later: flash
+    takes half precision without a mask, grouped heads, heads up to 256, and is causal for squares only; the
+    memory-efficient kernel takes float32 as well, and a mask, but no grouped heads, and heads of multiples of 16 bytes.
     """
-    is_half, is_grouped = dtype in (torch.float16, torch.bfloat16), enable_gqa and num_heads != num_kv_heads
-    if is_half and not has_mask and head_dim <= 256:
+    is_half, is_grouped = query.dtype in (torch.float16, torch.bfloat16), enable_gqa and query.shape[1] != key.shape[1]
+    is_square, size = query.shape[-2] == key.shape[-2], query.shape[-1]
+    if is_half and not has_mask and size <= 256 and (is_square or not is_causal):
         return "flash"
-    if (is_half or dtype == torch.float32) and not is_grouped:
+    is_aligned = size * query.itemsize % 16 == 0
+    if (is_half or query.dtype == torch.float32) and not is_grouped and is_aligned:
         return "efficient"
     return "math"
 
@@ -280,14 +280,10 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     _device_of(torch.ops.aten.scaled_dot_product_attention.default, (query, key, value, attn_mask), {})
-    kernel = attention_kernel(
-        query.dtype,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[-1],
-        has_mask=attn_mask is not None,
-        enable_gqa=enable_gqa,
-    )
+    has_mask = attn_mask is not None
+    kernel = attention_kernel(query, key, has_mask=has_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    # Along the second and third axes of its grid.
+    assert max(len(query), query.shape[1]) < 2**16, "CUDA error: invalid configuration argument"
     DEVICE.kernels[f"attention by {kernel}"] += 1
     assert not dropout_p, "nobody trains with dropout here"
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}

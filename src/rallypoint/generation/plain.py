@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from rallypoint.generation.bags import Bags, attend
@@ -114,7 +115,7 @@ def linear(
     if len(layers.biases) > 0:
         bias = layers.biases[0] if len(layers.biases) == 1 else torch.cat(layers.biases)
     parts: list[Tensor] = []
-    if not torch.jit.is_scripting() and not computes_in_pieces(states.device):
+    if not is_scripting() and not computes_in_pieces(states.device):
         min_rows = states.shape[0] + 1  # accelerators need no such detour
     if states.dtype == torch.bfloat16 and states.shape[0] >= min_rows and states.shape[1] >= min_width:
         for weight in layers.weights:
@@ -132,7 +133,7 @@ def linear(
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `rallypoint.models.norm.RMSNorm`, whose bits these are: [..., E] -> [..., E]."""
     # Accelerators have a kernel of their own.
-    if not torch.jit.is_scripting() and not computes_in_pieces(states.device):
+    if not is_scripting() and not computes_in_pieces(states.device):
         return functional.rms_norm(states, weight.shape, weight, eps)
     wide = states if states.dtype == torch.float64 else states.float().contiguous()
     length = torch.linalg.vector_norm(wide, 2.0, [-1], True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rallypoint.generation.blocks import Block, BlockPool
 from rallypoint.models import PackedRows
 from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.fused import attend_fused
 from rallypoint.models.head import soft_capped
 from rallypoint.types import offsets_from_lengths
 
@@ -116,12 +116,5 @@ class StretchRows:
             keys, values = (states.squeeze(0).repeat_interleave(share, 0) for states in (keys, values))
             scores = soft_capped((query.transpose(0, 1) @ keys.transpose(1, 2)) * scaling, limits.softcap)
             return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
-        out = functional.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            keys,
-            values,
-            attn_mask=visible,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        out = attend_fused(query.transpose(0, 1).unsqueeze(0), keys, values, scaling, visible)
         return out.squeeze(0).transpose(0, 1)

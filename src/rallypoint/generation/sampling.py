@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from rallypoint.generation.protocol import SamplingParams
@@ -161,7 +162,7 @@ def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> 
 def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
     # Kernels of accelerators turn numbers into others while they add them up.
-    if not torch.jit.is_scripting() and not computes_in_pieces(shares.device):
+    if not is_scripting() and not computes_in_pieces(shares.device):
         return shares.view(len(shares), -1, block).sum(-1, dtype=torch.float64)
     rows_at_once = min(len(shares), max(1, chunk_bytes // (8 * shares.shape[1])))
     room = torch.empty(rows_at_once, shares.shape[1], dtype=torch.float64, device=shares.device)

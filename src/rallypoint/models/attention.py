@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from rallypoint.models.fused import attend_fused, attend_in_window
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks, tokens_per_block
 from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
@@ -191,11 +192,11 @@ def _attend_fused(
 ) -> Tensor:
     """Attention by torch's own kernel: folded queries, keys and values of a rectangle -> [slots * heads, D]."""
     size = states[0].shape[-1]
-    query, key, value = (x.view(shape.num_rows * kv_heads, shape.longest, -1, size).transpose(1, 2) for x in states)
+    query, key, value = (x.view(shape.num_rows * kv_heads, shape.longest, -1, size) for x in states)
+    if window is not None and window < shape.longest and not computes_in_pieces(query.device):
+        return attend_in_window(query, key, value, scaling, window).reshape(-1, size)
     seen = None if window is None or window >= shape.longest else _seen_in_window(shape.longest, window, query.device)
-    out = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] > 1
-    )
+    out = attend_fused(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling, seen)
     return out.transpose(1, 2).reshape(-1, size)
 
 

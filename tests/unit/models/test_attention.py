@@ -3,6 +3,8 @@
 Its eager attention rounds every softmax to float32, so it is compared more loosely than its sdpa.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rallypoint.models import PackedRows, lm_head, load_policy
 from rallypoint.models.attention import Limits, attend_rows
 from rallypoint.models.norm import replace_norms
+from rallypoint.parallel.forms import accelerator_forms
 from rallypoint.types import offsets_from_lengths
 
 CPU = torch.device("cpu")
@@ -209,10 +212,11 @@ def plain_attention(query, key, value, scaling, limits):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
 
 
+@pytest.mark.parametrize("forms", [contextlib.nullcontext, accelerator_forms], ids=["CPU", "accelerator"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 7, 65, 530])
 @pytest.mark.parametrize("lengths", [[150] * 2, [64, 65, 129, 1], [560, 70, 7]], ids=["even", "borders", "long"])
-def test_windows_and_capped_scores_give_what_all_scores_at_once_give(lengths, window, softcap):
+def test_windows_and_capped_scores_give_what_all_scores_at_once_give(lengths, window, softcap, forms):
     generator = torch.Generator().manual_seed(0)
     limits = Limits(window, softcap)
     states = [
@@ -220,7 +224,8 @@ def test_windows_and_capped_scores_give_what_all_scores_at_once_give(lengths, wi
         for heads in (4, 2, 2)
     ]
     weigh = torch.randn(sum(lengths), 4, 4, generator=generator, dtype=torch.float64)
-    ours = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 0.9, limits)
+    with forms():
+        ours = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 0.9, limits)
     rows = zip(*(tensor.split(lengths) for tensor in states), strict=True)
     plain = torch.cat([plain_attention(*row, 0.9, limits) for row in rows])
     torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
