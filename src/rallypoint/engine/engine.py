@@ -228,17 +228,21 @@ class Engine(Generic[BatchT]):
     ) -> tuple[list[Metrics], NotFiniteError | None]:
         """Make the passes of a lane, forward and backward."""
         measured: list[Metrics] = []
-        failure: NotFiniteError | None = None
+        passed: list[tuple[list[int], Tensor]] = []
         for rows, part, positions in self._micro_batches(batch, lane, tick):
             if not rows:
                 backward(self._sharding.run(functools.partial(self._nothing, part, positions)))
                 continue
             total, metrics = self._sharding.run(functools.partial(loss, part, positions))
-            if failure is None and not math.isfinite(total.item()):
-                failure = NotFiniteError(f"the loss is {total.item()} for {self._blame(batch, rows, loss)}")
             backward(total / denominator)
             measured.append(metrics)
-        return measured, failure
+            passed.append((rows, total.detach()))
+        # All at once: a look at each of them would wait for the device before it has anything else to do.
+        totals = torch.stack([total for _, total in passed]).tolist() if passed else []
+        for (rows, _), total in zip(passed, totals, strict=True):
+            if not math.isfinite(total):
+                return measured, NotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}")
+        return measured, None
 
     def _run(self, call: Callable[[Passes, Callable[[], None]], ResultT], lanes: list[Lane]) -> list[ResultT]:
         """Call with each lane, side by side, and with what is to be called after each of its micro-batches.

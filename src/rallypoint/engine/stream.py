@@ -26,6 +26,7 @@ from rallypoint.models import ModelShard, PackedRows, SharedPrefixes
 from rallypoint.models.prefix import pick
 from rallypoint.models.sizes import filled_up
 from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
+from rallypoint.parallel.transfer import sent
 from rallypoint.types import Sequences
 
 
@@ -90,6 +91,7 @@ class Stream:
         tokens, sources = tokens[shared.kept], shared.place[sources]
         # What rows share stands in the first of them, so that a slice's share of the positions is not in one piece.
         self._order = sources.argsort(stable=True)
+        self._from_order = sent(self._order.argsort(), self._model.device)
         sources = sources[self._order]
         self._part = TokenSlice.of(self._size(len(tokens)), sources, sp)
         num_filler = sum(self._part.num_tokens) - len(tokens)
@@ -107,7 +109,7 @@ class Stream:
         n may be more than its share; what is behind is zero.
         """
         output = self._model.base_model(
-            input_ids=self._tokens.to(self._model.device).unsqueeze(0),
+            input_ids=sent(self._tokens, self._model.device).unsqueeze(0),
             position_ids=self._rows.position_ids,
             use_cache=False,
             rows=self._rows,
@@ -117,7 +119,7 @@ class Stream:
     def targets(self) -> Tensor:
         """Return the tokens in question that `states` chose: [n] int64, with the same filler."""
         num_filler = self._size(len(self._targets)) - len(self._targets)
-        return functional.pad(self._targets, (0, num_filler)).to(self._model.device)
+        return sent(functional.pad(self._targets, (0, num_filler)), self._model.device)
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return what all ranks computed, [N] in the order of the positions, from [n] of each.
@@ -125,7 +127,7 @@ class Stream:
         Every rank has all of it. Backward returns to each the gradient of its own.
         """
         outputs = self._part.join(outputs[: len(self._sources)])
-        return outputs[self._order.argsort().to(outputs.device)]
+        return outputs[self._from_order]
 
     def _size(self, num_tokens: int) -> int:
         return filled_up(num_tokens, self._model.dtype, self._model.device, at_most=self._most)

@@ -21,6 +21,7 @@ from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks, tokens_per_block
 from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
 from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.parallel.transfer import sent
 
 ATTENTION = "rallypoint_rows"
 
@@ -115,7 +116,7 @@ class PackedRows:
         position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
         if shared is not None:
             position_ids = position_ids[shared.kept]
-        self.position_ids = functional.pad(position_ids, (0, num_filler)).to(device).unsqueeze(0)
+        self.position_ids = sent(functional.pad(position_ids, (0, num_filler)), device).unsqueeze(0)
         self._slots = Slots(offsets, _length_classes(lengths), shared, num_filler)
         # What layers of one kind have in common is made by the first of them.
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from rallypoint.parallel.transfer import sent
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedPrefixes:
@@ -83,7 +85,7 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, states: Tensor, places: Tensor, num_rows: int) -> Tensor:
         ctx.places, ctx.num_states = places, len(states)
-        picked = states.index_select(0, places.to(states.device))
+        picked = states.index_select(0, sent(places, states.device))
         return picked if num_rows == len(places) else functional.pad(picked, (0, 0, 0, num_rows - len(places)))
 
     @staticmethod
@@ -94,4 +96,5 @@ class _Pick(torch.autograd.Function):
         counts = torch.bincount(ctx.places, minlength=ctx.num_states)
         copies, starts = ctx.places.argsort(stable=True), counts.cumsum(0) - counts
         # A bag of embeddings is a sum of rows, in float32 for half precision; an empty one is zero.
-        return functional.embedding_bag(copies.to(grad.device), grad, starts.to(grad.device), mode="sum"), None, None
+        bags = sent(copies, grad.device), grad, sent(starts, grad.device)
+        return functional.embedding_bag(*bags, mode="sum"), None, None

@@ -25,6 +25,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
 from rallypoint.models.prefix import SharedPrefixes
+from rallypoint.parallel.transfer import sent
 
 _ALIGNMENT = 32
 """Numbers in bfloat16 of the longest vectors; on a CPU a softmax over 159 takes twice as long as one over 160."""
@@ -120,7 +121,7 @@ class Slots:
         stream = torch.empty(places.numel(), dtype=torch.int64)
         stream[places] = self._token_of_slot.unsqueeze(1) * len(heads) + heads
         own = places[self._slot_of_token].flatten()
-        return Fold(stream.to(device), own.to(device), self._num_tokens * len(heads), None)
+        return Fold(sent(stream, device), sent(own, device), self._num_tokens * len(heads), None)
 
     def _shared(self, kv_heads: int, device: torch.device) -> Shared | None:
         if self._copies is None:
@@ -134,7 +135,8 @@ class Slots:
         num_slots = num_slots[several].repeat_interleave(kv_heads)
         places = torch.nonzero(several) * kv_heads + heads
         slots = self._places(kv_heads, 1, [shape.longest for shape in self.rectangles])[slot].flatten()[order]
-        return Shared(places.flatten().to(device), slots.to(device), (num_slots.cumsum(0) - num_slots).to(device))
+        starts = num_slots.cumsum(0) - num_slots
+        return Shared(sent(places.flatten(), device), sent(slots, device), sent(starts, device))
 
     def _places(self, kv_heads: int, share: int, blocks: Sequence[int]) -> Tensor:
         """Return where each head of each slot lies in folded states: [slots, heads]."""

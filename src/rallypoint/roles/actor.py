@@ -16,6 +16,7 @@ from rallypoint.config import RunConfig
 from rallypoint.config.plan import Way, attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
+from rallypoint.parallel.transfer import sent
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
@@ -114,11 +115,11 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         old = own
         if not on_policy:
             assert judged is not None, "`Actor.update` refuses such a batch"
-            old = judged.to(device)
+            old = sent(judged, device)
         policy = policy_loss(
             outputs.logprobs,
             old,
-            part.advantages[at].to(device),
+            sent(part.advantages[at], device),
             everything,
             clip_low=actor.clip_low,
             clip_high=actor.clip_high,
@@ -138,7 +139,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
             metrics = merge(metrics, compare(part, at, own.cpu(), reference))
         if kl is not None and part.reference_logprobs is not None:
             penalty = kl_loss(
-                outputs.logprobs, part.reference_logprobs[at].to(device), everything, estimator=kl.estimator_used
+                outputs.logprobs, sent(part.reference_logprobs[at], device), everything, estimator=kl.estimator_used
             )
             total = total + kl.coef * penalty.sum
             metrics = merge(metrics, penalty.metrics())

@@ -13,6 +13,7 @@ from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import critic_values
 from rallypoint.models import fresh, load_critic
+from rallypoint.parallel.transfer import sent
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -55,8 +56,8 @@ class CriticWorker(LearnerWorker[CriticBatch]):
         values = critic_values(self.engine.shard, part, at)
         loss = value_loss(
             values,
-            part.values[at].to(values.device),
-            part.returns[at].to(values.device),
+            sent(part.values[at], values.device),
+            sent(part.returns[at], values.device),
             torch.ones(len(at), dtype=torch.bool, device=values.device),
             clip=self.config.critic.clip,
         )

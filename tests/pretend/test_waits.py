@@ -1,0 +1,66 @@
+"""How often the host waits for the device while it trains, and how much it copies: indices, without a wait."""
+
+import pytest
+import torch
+from tiny_models import make_tiny_model
+
+from rallypoint.config import OptimizerConfig
+from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.models import load_critic, load_policy
+from rallypoint.types import Metrics, Sequences, offsets_from_lengths
+
+DEVICE = torch.device("pretend:0")
+ROW, PROMPT = 20, 6
+OUTPUTS = {"policy": lambda *args: policy_outputs(*args, 1.0).logprobs, "critic": critic_values}
+
+
+def rows(num):
+    """Return so many rows, two of a prompt, whose trained tokens are those behind it."""
+    place = torch.arange(num * ROW) % ROW
+    tokens = torch.randint(20, (num // 2, ROW), generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
+    tokens[1::2, PROMPT:] = 7
+    return Sequences(
+        offsets=offsets_from_lengths(torch.full((num,), ROW)),
+        tokens=tokens.flatten(),
+        loss_mask=place >= PROMPT,
+        prompt_index=torch.arange(num) // 2,
+        sample_index=torch.arange(num) % 2,
+    )
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("activations", ["keep", "checkpoint", "offload"])
+def test_a_micro_batch_is_trained_without_a_wait(pretend, tmp_path, activations, outputs):
+    folder = make_tiny_model(tmp_path / "model")
+    load = load_policy if outputs == "policy" else load_critic
+    shard = load(folder, dtype="float32", device=DEVICE)
+    engine = Engine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW, activations=activations)
+
+    def loss(part, at):
+        return OUTPUTS[outputs](shard, part, at).sum(), Metrics()
+
+    counted = []
+    for num in (4, 4, 8):  # in the first step the optimizer makes its state
+        pretend.reset()
+        engine.train(rows(num), loss, denominator=1.0, step=1, num_steps=2)
+        counted.append((pretend.syncs.copy(), pretend.copies.copy(), pretend.bytes.copy()))
+    _, (few, copies, num_bytes), (many, more_copies, more_bytes) = counted
+    # The losses of all micro-batches, and the norm of the gradient.
+    assert few == many == {"copy to the host": 1, "item": 1}
+    assert more_copies["to the device"] - copies["to the device"] <= 2 * (14 + 4 * (activations == "offload"))
+    # Indices: of each token a few numbers for each head.
+    per_token = (more_bytes["to the device"] - num_bytes["to the device"]) / (4 * ROW)
+    assert per_token < 8 * 20 + (200 if activations == "offload" else 0)
+
+
+def test_what_a_loss_tells_of_a_micro_batch_is_all_that_is_waited_for(runs, pretend):
+    def waited(name, cap):
+        pretend.reset()
+        tiny = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "cluster.device=pretend", "trainer.num_steps=1")
+        runs.run(name, *tiny, "recipe=grpo", "validation.every_steps=99", f"engine.max_tokens_per_micro_batch={cap}")
+        return sum(pretend.syncs.values()), pretend.kernels["embedding_dense_backward"]
+
+    (many, num_trained), (few, fewer_trained) = waited("small", 48), waited("large", 512)
+    assert num_trained - fewer_trained >= 4
+    # Of a micro-batch its metrics, and the logprobs of the policy and of the reference before.
+    assert many - few <= (11 + 2) * (num_trained - fewer_trained)
