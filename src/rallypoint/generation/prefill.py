@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rallypoint.generation.blocks import Block, BlockPool
 from rallypoint.models import PackedRows
