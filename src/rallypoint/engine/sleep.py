@@ -3,14 +3,25 @@
 Owns: the memory behind tensors, whole storages at a time. Must not know: models, optimizers, roles. Invariant: tensors
 stay the same objects, so that whoever refers to them (tied weights, the optimizer, a generator that samples from the
 same model) finds them again; in between they must not be touched.
+
+Storages lie behind one another in a few large pieces of page-locked memory. torch's allocator rounds each block of that
+up to a power of two, which is half as much again with a block for every weight, and is nothing for pieces that are one:
+
+    storages   | w0 | w1   | w2          | w3 |
+    pieces     | 0        | 1        | 2    |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+_PIECE_BYTES = 2**28
+"""A power of two."""
+_SMALLEST_BYTES = 2**20
+"""Of a last piece: it becomes the next power of two from here on."""
 
 
 class Sleeper:
@@ -26,41 +37,72 @@ class Sleeper:
     tensor([0., 1., 2.])
     """
 
-    def __init__(self) -> None:
-        self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
+    def __init__(self, piece_bytes: int = _PIECE_BYTES) -> None:
+        """Hold memory in pieces of so many bytes."""
+        self._piece_bytes = piece_bytes
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._pieces: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         """What sleeps now."""
-        return sum(len(held) for _, held in self._held)
+        return sum(size for _, size in self._storages)
 
     @torch.no_grad()
     def sleep(self, tensors: Iterable[Tensor]) -> None:
         """Copy the memory behind some tensors to page-locked CPU memory, and free it; who sleeps sleeps on."""
-        if self._held:
+        if self._storages:
             return
         storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
-        for storage in storages.values():
-            on_accelerator = storage.device.type != "cpu"
-            held = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_accelerator)
-            held.copy_(_bytes_of(storage), non_blocking=on_accelerator)
-            self._held.append((storage, held))
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        on_accelerator = any(storage.device.type != "cpu" for storage, _ in self._storages)
+        self._pieces = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=on_accelerator)
+            for size in piece_sizes(self.num_bytes, self._piece_bytes)
+        ]
+        for held, part in self._parts():
+            held.copy_(part, non_blocking=on_accelerator)
         self._synchronize()
-        for storage, _ in self._held:
+        for storage, _ in self._storages:
             storage.resize_(0)
 
     @torch.no_grad()
     def wake(self) -> None:
         """Bring everything back; nothing happens when nothing sleeps."""
-        for storage, held in self._held:
-            storage.resize_(len(held))
-            _bytes_of(storage).copy_(held, non_blocking=True)
+        for storage, size in self._storages:
+            storage.resize_(size)
+        for held, part in self._parts():
+            part.copy_(held, non_blocking=True)
         self._synchronize()
-        self._held.clear()
+        self._storages.clear()
+        self._pieces.clear()
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every part of a storage that lies in one piece, there and where it belongs."""
+        place = 0
+        for storage, size in self._storages:
+            whole, begin = _bytes_of(storage), 0
+            while begin < size:
+                index, within = divmod(place + begin, self._piece_bytes)
+                step = min(size - begin, self._piece_bytes - within)
+                yield self._pieces[index][within : within + step], whole[begin : begin + step]
+                begin += step
+            place += size
 
     def _synchronize(self) -> None:
-        for device in {storage.device for storage, _ in self._held if storage.device.type != "cpu"}:
+        for device in {storage.device for storage, _ in self._storages if storage.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
+
+
+def piece_sizes(num_bytes: int, piece_bytes: int) -> list[int]:
+    """Return the sizes of pieces that hold so many bytes: powers of two, all alike but for the last.
+
+    >>> piece_sizes(2**30 + 5, 2**29)
+    [536870912, 536870912, 1048576]
+    """
+    whole, rest = divmod(num_bytes, piece_bytes)
+    last = max(min(_SMALLEST_BYTES, piece_bytes), 1 << (rest - 1).bit_length()) if rest else 0
+    return [piece_bytes] * whole + [last] * bool(rest)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -28,7 +28,7 @@ from torch.nn import functional
 from rallypoint.parallel.forms import computes_in_pieces
 
 _MAX_FLASH_HEAD = 256
-_ALIGNMENT = 8
+_HEAD_MULTIPLE = 8
 """Numbers of a head: 16 bytes in half precision."""
 _MAX_BATCH = 2**16 - 1
 """The most blocks that a grid of CUDA has along its second and third axes."""
@@ -50,8 +50,8 @@ def attend_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
         )
     size, shape = query.shape[-1], query.shape
-    if size % _ALIGNMENT:
-        query, key, value = (functional.pad(part, (0, -size % _ALIGNMENT)) for part in (query, key, value))
+    if size % _HEAD_MULTIPLE:
+        query, key, value = (functional.pad(part, (0, -size % _HEAD_MULTIPLE)) for part in (query, key, value))
     takes_groups = takes_grouped_queries(query.dtype, query.shape[-1], has_mask=mask is not None)
     if is_grouped and not takes_groups:
         # The queries of a group become the heads, and its one key is shown to each of them.
