@@ -4,7 +4,7 @@ BIN := .venv/bin
 # An index of CPU builds, for machines whose package index would answer with CUDA packages: see CONTRIBUTING.md.
 PIP_FLAGS ?=
 
-.PHONY: demo test check format test-slow test-vllm bench clean
+.PHONY: demo test check format test-slow test-vllm gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/rally train digits
@@ -25,6 +25,12 @@ check: .venv/installed
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/architecture
+
+# Everything that a machine with a GPU can show, in at most eight minutes, with the Python that has torch: .venv's if there
+# is one. DEVICE=cpu runs all of it tiny; WHEELS=folder has packages that the machine lacks; OUT=folder takes the report.
+gpu-check:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(if $(DEVICE),--device $(DEVICE)) \
+		$(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
 
 format: .venv/installed
 	$(BIN)/ruff check --fix src tests benchmarks examples

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from figures import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rallypoint.algorithms import policy_loss
@@ -30,6 +31,15 @@ from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
 GROUP_SIZE = 8
+COLUMNS = {
+    "model": "",
+    "activations": "",
+    "s": ".3f",
+    "tokens/s": ",.0f",
+    "MFU": ".0%",
+    "peak GiB": ".2f",
+    "predicted GiB": ".2f",
+}
 SIZES = {
     "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
@@ -83,8 +93,10 @@ def predicted_bytes(name: str, num_rows: int, length: int, activations: str) -> 
     return next(memory.total for memory in plan.memory if memory.role == "actor")
 
 
-def measure(name: str, device: torch.device, activations: str, times: int, num_rows: int, length: int) -> str:
-    """Return a line of the table."""
+def measure(
+    name: str, device: torch.device, activations: str, times: int, num_rows: int, length: int
+) -> dict[str, str | float]:
+    """Return a row of the table."""
     gc.collect()  # what the line before held
     before = 0
     if device.type != "cpu":
@@ -118,9 +130,15 @@ def measure(name: str, device: torch.device, activations: str, times: int, num_r
     flops = flops_of(model).forward_backward((batch.lengths - 1).tolist(), batch.num_loss_tokens)
     share = flops / taken / device_peak(device, torch.bfloat16)
     peak = (torch.accelerator.max_memory_allocated() - before) / 2**30 if device.type != "cpu" else float("nan")
-    predicted = predicted_bytes(name, num_rows, length, activations) / 2**30
-    rate = batch.num_tokens / taken
-    return f"| {name} | {activations} | {taken:.3f} | {rate:,.0f} | {share:.0%} | {peak:.2f} | {predicted:.2f} |"
+    return {
+        "model": name,
+        "activations": activations,
+        "seconds": taken,
+        "tokens_per_s": batch.num_tokens / taken,
+        "mfu": share,
+        "peak_gib": peak,
+        "predicted_gib": predicted_bytes(name, num_rows, length, activations) / 2**30,
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -132,14 +150,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)
     device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu shows that it runs")
-    print("| model | activations | s | tokens/s | MFU | peak GiB | predicted GiB |\n|---|---|---:|---:|---:|---:|---:|")
+    table = Table(COLUMNS, wanted.json)
     for name in wanted.models:
         for activations in wanted.activations:
-            print(measure(name, device, activations, wanted.times, wanted.rows, wanted.length), flush=True)
+            table.add(**measure(name, device, activations, wanted.times, wanted.rows, wanted.length))
 
 
 if __name__ == "__main__":

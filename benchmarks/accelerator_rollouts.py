@@ -15,17 +15,30 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from accelerator import SIZES, config_of
+from figures import Table
 from transformers import Qwen3ForCausalLM
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams
-from rallypoint.generation.graphs import Capture
+from rallypoint.generation.graphs import Capture, captures_on
 from rallypoint.generation.passes import Passes
 from rallypoint.models.layers import replace_layers
 
 PROMPT_TOKENS = 256
+COLUMNS = {
+    "model": "",
+    "batch": "d",
+    "graphs": "d",
+    "ms a step": ".2f",
+    "tokens/s": ",.0f",
+    "GiB of weights": ".2f",
+    "GiB of cache": ".2f",
+    "limit, tokens/s": ",.0f",
+    "of it": ".0%",
+}
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -48,6 +61,23 @@ def refuse(step: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG001
     raise RuntimeError("--no-graphs")
 
 
+def capture_of(device: torch.device) -> Capture | None:
+    """Return what captures steps; where torch has CUDA's graphs only, as before 2.13, these stand in for it."""
+    if device.type != "cuda" or hasattr(torch.accelerator, "Graph"):
+        return captures_on(device)
+    stream, pools = torch.cuda.Stream(device), []
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        pool = pools[0] if pools else None
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            step()
+        pools.append(graph.pool())
+        return graph.replay
+
+    return capture
+
+
 def sampled(engine: NativeEngine, batch: int, num_tokens: int, seed: int) -> None:
     """Have an engine draw so many tokens of each of so many rows, whose prompts differ."""
     params = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, seed=seed)
@@ -58,12 +88,22 @@ def sampled(engine: NativeEngine, batch: int, num_tokens: int, seed: int) -> Non
         engine.step()
 
 
-def measure(model: Qwen3ForCausalLM, name: str, wanted: argparse.Namespace, batch: int, rate: float) -> str:
-    """Return a line of the table."""
+def measure(
+    model: Qwen3ForCausalLM, name: str, wanted: argparse.Namespace, batch: int, rate: float
+) -> dict[str, str | float]:
+    """Return a row of the table."""
     few, many, config = wanted.tokens // 4, wanted.tokens, model.config
-    capture: Capture | None = refuse if wanted.no_graphs else None
+    makes = refuse if wanted.no_graphs else capture_of(model.device)
+    num_captured = 0
+
+    def counted(step: Callable[[], None]) -> Callable[[], None]:
+        nonlocal num_captured
+        replay = refuse(step) if makes is None else makes(step)
+        num_captured += 1
+        return replay
+
     rows_tokens = batch * (PROMPT_TOKENS + many + 64)
-    passes = Passes(model, is_exact=False, capture=capture, in_pages=True)
+    passes = Passes(model, is_exact=False, capture=counted, in_pages=True)
     engine = NativeEngine(model, max_rows=batch, cache_tokens=rows_tokens + 1024, passes=passes)
     differences: list[float] = []
     for turn in range(wanted.times + 1):  # the first one warms up, and captures
@@ -77,12 +117,22 @@ def measure(model: Qwen3ForCausalLM, name: str, wanted: argparse.Namespace, batc
     of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     cache = batch * (PROMPT_TOKENS + (few + many) / 2) * of_a_token
     limit = (weights + cache) / rate
-    read = f"{weights / 2**30:.2f} + {cache / 2**30:.2f} | {batch / limit:,.0f} | {limit / step:.0%}"
-    return f"| {name} | {batch} | {step * 1e3:.2f} | {batch / step:,.0f} | {read} |"
+    return {
+        "model": name,
+        "batch": batch,
+        "graphs": num_captured,
+        "ms_a_step": step * 1e3,
+        "tokens_per_s": batch / step,
+        "weights_gib": weights / 2**30,
+        "cache_gib": cache / 2**30,
+        "limit_tokens_per_s": batch / limit,
+        "share_of_limit": limit / step,
+    }
 
 
 @torch.no_grad()
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; `arguments` are those of the command line by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "1.7B"], choices=SIZES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
@@ -91,21 +141,21 @@ def main() -> None:
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--no-graphs", action="store_true", help="launch every step kernel by kernel")
-    wanted = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
+    wanted = parser.parse_args(arguments)
     device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu --dtype float32 shows that it runs")
     rate = bandwidth(device, 2**26 if device.type == "cpu" else 2**30)
     print(f"{device}, torch {torch.__version__}, copies at {rate / 1e9:,.0f} GB/s read and written\n")
-    print("| model | batch | ms a step | tokens/s | GiB read: weights + cache | limit, tokens/s | of it |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    table = Table(COLUMNS, wanted.json)
     for name in wanted.models:
         with device:
             torch.manual_seed(0)
             model = Qwen3ForCausalLM(config_of(name)).to(getattr(torch, wanted.dtype)).eval()
         replace_layers(model)
         for batch in wanted.batches:
-            print(measure(model, name, wanted, batch, rate), flush=True)
+            table.add(**measure(model, name, wanted, batch, rate))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ OF_FAMILIES = (
 )
 """The cells that other families have too: an actor's, in float64. Several axes at a time know nothing of families."""
 NUM_STEPS = 3
+TEMPERATURE = 0.9
 LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8, 24, 24, 3)
 
 
@@ -86,7 +87,7 @@ def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Met
     device = shard.model.device
     everything = torch.ones(len(at), dtype=torch.bool, device=device)
     if isinstance(part, ActorBatch):
-        outputs = policy_outputs(shard, part, at, 0.9)
+        outputs = policy_outputs(shard, part, at, TEMPERATURE)
         policy = policy_loss(
             outputs.logprobs,
             part.old_logprobs[at].to(device),

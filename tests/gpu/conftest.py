@@ -1,10 +1,21 @@
-"""A model that is large enough for its memory to be seen."""
+"""A model that is large enough for its memory to be seen.
+
+With RALLYPOINT_PRETEND these tests run on the pretend device, those of them that it has patience for: see
+tests/unit/test_pretend_device.py.
+"""
+
+import os
 
 import pytest
 import torch
 from tiny_models import make_tiny_model
 
 from rallypoint.models import load_policy
+
+if os.environ.get("RALLYPOINT_PRETEND"):
+    from pretend_device import install
+
+    install()
 
 
 @pytest.fixture

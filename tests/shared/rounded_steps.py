@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from parity_rank import NUM_STEPS, loss_of, make_batch
+from parity_rank import NUM_STEPS, TEMPERATURE, loss_of, make_batch
 from ranks import CONFIG, EPS, loss_and_norm
 from tiny_models import make_tiny_model
 from torch import Tensor
 
-from rallypoint.engine import Engine, critic_values
+from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.models import load_critic, load_policy, save_model
 from rallypoint.types import ActorBatch, CriticBatch
 
@@ -25,9 +25,9 @@ BOUNDS = {"losses": 0.01, "norms": 0.02, "changes": 0.04, "worst change": 0.06}
 
 bfloat16 keeps 8 bits, so that a rounding is off by up to 0.4 %. A gradient has a few dozen of them behind it, forward
 and backward through two layers: in the norm of all gradients they cancel out, in the change of a single weight they add
-up like a random walk, to some 2 %. Measured on a CPU, packed and padded, in one micro-batch and many: 0.0024, 0.0053,
-0.022 and 0.029, and a critic less; other kernels round in other places, but as often. With the advantages of one row
-dropped "changes" is 0.09 to 0.56, with the loss negated 1.2 and more.
+up like a random walk, to some 2 %. Measured for an actor on a CPU, packed and padded, in one micro-batch and many:
+0.0058, 0.011, 0.020 and 0.034; in the form of accelerators, whose kernels round in other places, 0.0075, 0.014, 0.036
+and 0.050; for a critic less. With the advantages of one row dropped "changes" is 0.09 and more.
 """
 
 
@@ -59,18 +59,28 @@ def drop_row(batch: ActorBatch | CriticBatch, row: int) -> ActorBatch | CriticBa
     return dataclasses.replace(batch, returns=torch.where(mine, batch.values, batch.returns))
 
 
-def off_the_bound(folder: str, batch: CriticBatch) -> CriticBatch:
-    """Return a batch in which no value is near a place where the gradient of its clipped loss jumps.
+def off_the_bound(folder: str, batch: ActorBatch | CriticBatch) -> ActorBatch | CriticBatch:
+    """Return a batch in which nothing is near a place where the gradient of its clipped loss jumps.
 
-    It jumps where a value is 0.2 from the old one, and where it is as far from the return as its bound is. So a third
-    of the old values are the critic's own, the others are half above and half below, and returns are at least 1 away.
-    Otherwise one rounding decides whether a token has a gradient at all.
+    An actor's jumps where a ratio is at its bound: one token there, which a kernel of another kind rounds to the other
+    side, changes gradients by a fifth. So a third of the old logprobs are the policy's own, the others are 1 above and
+    1 below. A critic's jumps where a value is 0.2 from the old one, and where it is as far from the return as its bound
+    is. So a third of the old values are the critic's own, the others are half above and half below, and returns are at
+    least 1 away. Otherwise one rounding decides whether a token has a gradient at all.
     """
-    shard, at = load_critic(folder, dtype="float64"), batch.loss_mask.nonzero().flatten()
+    at = batch.loss_mask.nonzero().flatten()
+    away = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)[torch.arange(len(at)) % 3]
+    if isinstance(batch, ActorBatch):
+        with torch.no_grad():
+            own = policy_outputs(load_policy(folder, dtype="float64"), batch, at, TEMPERATURE).logprobs
+        old = batch.old_logprobs.clone()
+        old[at] = own + away
+        return dataclasses.replace(batch, old_logprobs=old)
+    shard = load_critic(folder, dtype="float64")
     with torch.no_grad():
         own = critic_values(shard, batch, at)
     values, returns = batch.values.clone(), batch.returns.clone()
-    values[at] = own + torch.tensor([0.0, 0.5, -0.5], dtype=torch.float64)[torch.arange(len(at)) % 3]
+    values[at] = own + 0.5 * away
     returns[at] += own + returns[at].sign()
     return dataclasses.replace(batch, values=values, returns=returns)
 
@@ -101,7 +111,7 @@ def take_steps(
     shard = (load_policy if role == "actor" else load_critic)(folder, dtype=dtype, device=device)
     engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap, padded=padded)
     batch = make_batch(role)
-    batch = change(off_the_bound(folder, batch) if isinstance(batch, CriticBatch) else batch)
+    batch = change(off_the_bound(folder, batch))
 
     def loss(rows, at):
         total, metrics = loss_of(shard, rows, at)
