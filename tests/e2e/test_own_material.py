@@ -32,6 +32,9 @@ def picky(data_source, solution_str, ground_truth, extra_info=None):
         raise KeyError("cannot read this")
     return math.nan if solution_str[:1] in "56" else 1.0
 
+def usual(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.split("####")[1].strip() == ground_truth)
+
 def broken(data_source, solution_str, ground_truth, extra_info=None):
     raise RuntimeError("the grader is offline")
 """
@@ -134,6 +137,11 @@ def test_long_prompts_are_left_out_or_cut_and_counted(own, fate, said):
     assert f"128 prompts are longer than 4 tokens and {said}: train.jsonl:16" in (run.logs / "train.log").read_text()
 
 
-def test_a_reward_function_that_fails_on_everything_ends_the_run_with_its_traceback(own):
-    with pytest.raises(RewardError, match="the grader is offline"):
-        own("own", "broken")
+@pytest.mark.parametrize(("function", "raised"), [("broken", "the grader is offline"), ("usual", "IndexError")])
+def test_a_run_of_which_most_rollouts_fail_ends_with_advice_and_the_whole_traceback(own, function, raised):
+    with pytest.raises(RewardError, match=raised) as stopped:
+        own("own", function)
+    said = str(stopped.value)
+    assert "rollouts more than reward.max_failed=0.5 have no score" in said
+    assert "return 0 for it instead of raising" in said
+    assert "Traceback (most recent call last):\n  File " in said

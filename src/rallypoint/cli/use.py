@@ -46,7 +46,10 @@ def evaluate(
         say=console.print,
     )
     seconds = time.monotonic() - began
-    console.print(f"[bold]score {result.mean:.4f}[/]  {len(result.scores)} responses to {result.num_prompts} prompts")
+    failed = f", {len(result.failures)} more without a score" if result.failures else ""
+    console.print(
+        f"[bold]score {result.mean:.4f}[/]  {len(result.scores)} responses to {result.num_prompts} prompts{failed}"
+    )
     console.print(
         f"temperature {temperature:g}  {result.num_tokens:,} tokens  {result.num_truncated} truncated  {seconds:.1f} s"
     )

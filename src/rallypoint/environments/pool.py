@@ -253,7 +253,7 @@ def probe_reward(spec: str) -> str | None:
     if spec in SHIPPED:
         return None
     try:
-        with contextlib.closing(Pool(spec, timeout_s=1.0, num_processes=1)) as pool:
+        with contextlib.closing(Pool(spec, timeout_s=1.0, num_processes=1, log=Path(os.devnull))) as pool:
             pool.load()
     except RewardError as error:
         return str(error)

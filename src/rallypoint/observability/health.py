@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
         side="above",
         watch=0.0,
         bad=0.5,
-        advice="the reward raised or gave NaN: the logs name samples",
+        advice="the reward function fails: the log has samples and reasons",
         reason="a failure is a bug in somebody's code: none is normal; a count of one is past both thresholds",
     ),
     Rule(

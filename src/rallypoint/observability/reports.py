@@ -12,7 +12,8 @@ from rallypoint.observability.agreement import Agreement
 from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 
-VALIDATION, REWARD, REWARD_FAILED = "validation/score", "reward/mean", "reward/failed"
+VALIDATION, REWARD = "validation/score", "reward/mean"
+REWARD_FAILED, REWARD_SCORED = "reward/failed", "reward/num_scored"
 TOKENS_SAMPLED, TOKENS_TRAINED = "rollout/num_tokens", "actor/num_tokens"
 """Names in metrics.jsonl under which the summary finds a step's token counts."""
 MEMORY = "/memory_gib"
@@ -115,8 +116,6 @@ class Summary:
         """
         records = read_metrics(metrics_path)
         phases = top_level(_totals(records, TIME_PREFIX))
-        failed = _total(records, REWARD_FAILED)
-        failures = (f"{failed:.0f} rewards failed; their rollouts were left out",) if failed >= 1 else ()
         return cls(
             name=name,
             run_dir=run_dir,
@@ -131,7 +130,7 @@ class Summary:
             commands=commands or {},
             memory_gib=_memory(records, predicted_memory_gib or {}),
             agreement=Agreement.of(records, text_of),
-            notes=(*notes, *failures),
+            notes=(*notes, *_failures(records)),
         )
 
 
@@ -144,6 +143,21 @@ def _memory(
         role: (max(record[name] for record in records if name in record), predicted.get(role))
         for name, role in roles.items()
     }
+
+
+def _failures(records: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+    """Say of how many rollouts the rewards of a run are the mean, if not of all."""
+    failed = _total(records, REWARD_FAILED)
+    if failed < 1:
+        return ()
+    kinds = _totals(records, f"{REWARD_FAILED}_")
+    why = ", ".join(f"{number:.0f} {kind}" for kind, number in kinds.items() if number)
+    scored = _total(records, REWARD_SCORED)
+    of_all, in_which_way = f" of {failed + scored:,.0f}" if scored else "", f" ({why})" if why else ""
+    return (
+        f"{failed:,.0f}{of_all} rollouts have no score{in_which_way} and were left out: reward/mean is that of the "
+        "others; logs/train.log names them",
+    )
 
 
 def _total(records: Sequence[Mapping[str, float]], name: str) -> float:

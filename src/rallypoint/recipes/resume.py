@@ -61,6 +61,8 @@ _FREE = (
     "cluster",
     "rollout.serve",
     "rollout.weights",
+    "reward.num_processes",
+    "reward.max_failed",
     "model.trust_remote_code",
     "engine.sleep",
 )

@@ -122,7 +122,7 @@ def test_a_reward_that_fails_on_everything_is_an_error_and_on_some_is_counted(co
     result = command("eval", str(trained.checkpoint), trained.data, "--reward", f"{tmp_path}/rewards.py:never")
     assert "offline" in refused(result, RewardError)
     result = command("eval", str(trained.checkpoint), trained.data, "--reward", f"{tmp_path}/rewards.py:some")
-    assert "score 1.0000  2 responses to 3 prompts" in result.stdout
+    assert "score 1.0000  2 responses to 3 prompts, 1 more without a score" in result.stdout
     assert "validation.parquet:0" in result.stdout
 
 

@@ -1,3 +1,4 @@
+import json
 import math
 import struct
 import subprocess
@@ -81,4 +82,13 @@ def test_a_summary_is_read_from_the_metrics_file(tmp_path: Path) -> None:
     assert summary.validations == [(0, 0.1), (10, 0.5), (20, 1.0)]
     assert summary.phases == pytest.approx({"rollout": 4.0, "learn": 2.0})
     assert summary.num_tokens_sampled == 200
-    assert summary.notes == ("slow disk", "4 rewards failed; their rollouts were left out")
+    left_out = "left out: reward/mean is that of the others; logs/train.log names them"
+    assert summary.notes == ("slow disk", f"4 rollouts have no score and were {left_out}")
+
+
+def test_a_summary_says_of_how_many_rollouts_the_rewards_are_the_mean(tmp_path: Path) -> None:
+    steps = [{"reward/num_scored": 500, "reward/failed": failed, "reward/failed_raised": failed} for failed in (12, 0)]
+    lines = [json.dumps({"step": step, "time_s": 1.0, **record}) for step, record in enumerate(steps, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (note,) = Summary.from_metrics(tmp_path / "metrics.jsonl", name="x", run_dir=tmp_path).notes
+    assert note.startswith("12 of 1,012 rollouts have no score (12 raised) and were left out")
