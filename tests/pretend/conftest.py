@@ -9,7 +9,6 @@ import os
 import sys
 
 import pytest
-import torch
 from pretend_device import install
 from tiny_runs import Runs
 
@@ -17,7 +16,6 @@ IS_PRETEND = bool(os.environ.get("RALLYPOINT_PRETEND"))
 collect_ignore_glob = [] if IS_PRETEND else ["test_*.py"]
 if IS_PRETEND:
     install()
-    torch.jit._state.disable()  # scripts, which are for CPUs, cannot be read where the device stands in for functions
 
 
 @pytest.fixture(autouse=True)

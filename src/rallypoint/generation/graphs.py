@@ -160,7 +160,9 @@ class Steps:
                 replay()
         rows.num_moves += num
         rows.forget()
-        found = [result[lines, :num_rows].to("cpu", copy=True) for result in board.results]
+        # All at once, so that the host waits once: a float64 has every token and every float32 as it is.
+        tokens, *logprobs = torch.stack([result[lines, :num_rows].double() for result in board.results]).cpu()
+        found = [tokens.long(), *(column.float() for column in logprobs)]
         return [Draws(*line, *([] if len(line) == 3 else line[1:])) for line in zip(*found, strict=True)]
 
     def _begin(self, rows: PagedRows, rules: Rules) -> tuple[Board, Callable[[], None] | None]:

@@ -12,6 +12,7 @@ No bit depends on the values of other rows; how many parts there are depends on 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import subprocess
@@ -55,12 +56,13 @@ class PageKernel:
         """Store keys and values of T tokens, [T, K, D] both, in those of one layer; see `gathered`."""
         kv_heads, dim, size = keys.shape[1:]
         key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (key, value))
-        self._write[len(key), kv_heads](
-            *(pages.step, pages.places, keys, values, key, value),
-            *(len(key), kv_heads, dim, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-            SIZE=size,
-            DIM=_power_of_two(dim),
-        )
+        with _launching_on(keys.device):
+            self._write[len(key), kv_heads](
+                *(pages.step, pages.places, keys, values, key, value),
+                *(len(key), kv_heads, dim, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+                SIZE=size,
+                DIM=_power_of_two(dim),
+            )
 
     def attend(
         self, pages: Pages, keys: Tensor, values: Tensor, query: Tensor, scaling: float, limits: Limits
@@ -75,20 +77,34 @@ class PageKernel:
         numbers = {"DIM": _power_of_two(dim), "PARTS": parts}
         room = query.new_empty(num, heads, parts, numbers["DIM"], dtype=torch.float32) if parts > 1 else out
         tops, sums = query.new_empty(2, num, heads, parts, dtype=torch.float32).unbind(0)
-        self._attend[num, kv_heads, parts](
-            *(out, room, tops, sums, query, keys, values),
-            *(pages.table, pages.num_blocks, pages.first_positions, pages.sizes, pages.position_ids),
-            *(scaling, limits.softcap or 0.0, limits.window or 0),
-            *(num_slots, -(-num_slots // parts), kv_heads, heads // kv_heads, dim, query.stride(0), query.stride(1)),
-            SIZE=size,
-            SHARE=_power_of_two(heads // kv_heads),
-            HAS_CAP=limits.softcap is not None,
-            HAS_WINDOW=limits.window is not None,
-            **numbers,
-        )
-        if parts > 1:
-            self._join[num, heads](out, room, tops, sums, heads, dim, **numbers)
+        with _launching_on(keys.device):
+            self._attend[num, kv_heads, parts](
+                *(out, room, tops, sums, query, keys, values),
+                *(pages.table, pages.num_blocks, pages.first_positions, pages.sizes, pages.position_ids),
+                *(scaling, limits.softcap or 0.0, limits.window or 0),
+                *(
+                    num_slots,
+                    -(-num_slots // parts),
+                    kv_heads,
+                    heads // kv_heads,
+                    dim,
+                    query.stride(0),
+                    query.stride(1),
+                ),
+                SIZE=size,
+                SHARE=_power_of_two(heads // kv_heads),
+                HAS_CAP=limits.softcap is not None,
+                HAS_WINDOW=limits.window is not None,
+                **numbers,
+            )
+            if parts > 1:
+                self._join[num, heads](out, room, tops, sums, heads, dim, **numbers)
         return out
+
+
+def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Have Triton launch on a device: it takes the thread's current one, whatever tensors it is given."""
+    return contextlib.nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
 
 
 def find_kernel(

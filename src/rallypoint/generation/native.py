@@ -60,6 +60,7 @@ class NativeEngine:
         on_load: Literal["keep", "recompute"] = "keep",
         decode: Decode | None = None,
         version: int = 0,
+        keeps_memory: bool = False,
         passes: Passes | None = None,
     ) -> None:
         """Sample from a model that `load_policy` made.
@@ -72,6 +73,7 @@ class NativeEngine:
             on_load: whether rows that run go on with their old keys and values under new weights.
             decode: turns token ids into text, for stop strings.
             version: of the model's weights.
+            keeps_memory: while it sleeps, and with it the steps that were captured: where nobody else needs it.
             passes: ways through the model; None: those for its device and the mode.
 
         Raises:
@@ -79,10 +81,10 @@ class NativeEngine:
         """
         check_settings(max_rows, cache_tokens, mode, on_load)
         self.model, self.version, self.is_asleep = model, version, False
-        self._max_rows, self._is_exact, self._recomputes = max_rows, mode == "exact", on_load == "recompute"
+        self._max_rows, self._keeps_memory = max_rows, keeps_memory
+        self._is_exact, self._recomputes = mode == "exact", on_load == "recompute"
         self._passes = passes or Passes(model, is_exact=self._is_exact)
-        self._lanes = Lanes(model.device)
-        self._decode = decode
+        self._lanes, self._decode = Lanes(model.device), decode
         self._num_blocks = -(-cache_tokens // BLOCK_TOKENS)
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
@@ -188,8 +190,11 @@ class NativeEngine:
     def sleep(self) -> None:
         """See `GenerationEngine.sleep`."""
         self._set_back(self._running)
-        self._pool = None
-        self._passes.forget()
+        if self._keeps_memory and self._pool is not None:
+            self._pool.forget()  # an engine that is made anew, as by a run that goes on, knows no prompts either
+        else:
+            self._pool = None
+            self._passes.forget()
         self.is_asleep = True
 
     def wake(self) -> None:

@@ -34,6 +34,7 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
         cache_tokens=rollout.cache_tokens or _num_rows(config) * (config.max_row_tokens + 2 * BLOCK_TOKENS),
         mode="exact" if rollout.exact else "fast",
         decode=decode,
+        keeps_memory=_has_a_device_alone(config),
     )
 
 
@@ -108,6 +109,14 @@ def make_guest_engine(
         )
     engine.sleep()
     return engine
+
+
+def _has_a_device_alone(config: RunConfig) -> bool:
+    """Whether a rollout rank's memory is of use to nobody else between its turns; that of a host is."""
+    pools = [placement.pool for placement in config.roles.values()]
+    return (
+        config.cluster.device != "cpu" and not config.rollout.serve and pools.count(config.rollout.placement.pool) == 1
+    )
 
 
 def _adapter_rank(lora: LoRAConfig | None) -> int | None:

@@ -133,6 +133,26 @@ def test_what_was_captured_serves_later_rows(plain, make_prompts, params):
     assert tapes.num_replays > 3 * len(tapes.made)
 
 
+@pytest.mark.parametrize("keeps_memory", [True, False])
+def test_an_engine_that_keeps_its_memory_asleep_captures_no_step_again(plain, make_prompts, params, keeps_memory):
+    """New weights are in place of the old ones; prompts are unknown when it wakes, as to an engine that begins."""
+    model, tapes, prompts = copy.deepcopy(plain), Tapes(), make_prompts(LENGTHS)
+    engine = NativeEngine(model, passes=in_pages(model, tapes), keeps_memory=keeps_memory)
+    expected, num_captured = [], []
+    for version in range(3):
+        expected.append(generate(NativeEngine(model), prompts, params, version=0))
+        assert_same(generate(engine, prompts, params, version=version), expected[-1])
+        num_captured.append(len(tapes.made))
+        engine.sleep()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.1)
+        engine.load(version + 1, None)
+        engine.wake()
+    first, second, third = num_captured
+    assert (second == third == first) if keeps_memory else (third - second == second - first == first > 0)
+
+
 def test_weights_that_change_in_place_are_replayed_and_those_that_move_are_captured_anew(plain, make_prompts, params):
     model, tapes, prompts = copy.deepcopy(plain), Tapes(), make_prompts([4, 4])
     asked = dataclasses.replace(params, stop_tokens=(), group_size=1)
