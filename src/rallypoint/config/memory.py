@@ -49,6 +49,8 @@ _PREFILL_TOKENS = 8192
 """Of prompts that go through the model at once."""
 _CHUNK_BYTES, _KEPT_LOGITS_BYTES = 64 * 2**20, 256 * 2**20
 """Of the logits that the head makes in one product, and of those that it keeps for the backward pass."""
+_CHUNK_BYTES_ON_ACCELERATORS, _KEPT_LOGITS_BYTES_ON_ACCELERATORS = 256 * 2**20, 2**30
+"""Likewise, where not a strip of a chunk has room for a softmax in float32, forth and back, but all of it."""
 _SAMPLED_LOGITS, _SAMPLED_BLOCK = 6, 256
 """Numbers of four bytes for every token of the vocabulary, filled up to blocks, that a token is drawn with: shares, and
 sums of them in float64."""
@@ -164,9 +166,10 @@ class _Pass:
 def _forward_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     """Return the most that full micro-batches need in passes without gradients: in a layer, or in the head."""
     size, num_lanes = _BYTES[config.model.dtype], _num_lanes(config, role, gradient_bytes=0)
-    full, most_logits = _full_pass(config, role, num_parts=1, num_lanes=num_lanes), num_lanes * _CHUNK_BYTES
+    full = _full_pass(config, shape, role, num_parts=1, num_lanes=num_lanes)
     states = 2 * full.num_outputs * shape.hidden_size * size
-    logits = 0 if role in ("critic", "reward") else min(full.num_outputs * shape.vocab_size * size, most_logits)
+    has_logits = role not in ("critic", "reward")
+    logits = _logits_bytes(config, full.num_outputs * shape.vocab_size, num_lanes, kept=False) if has_logits else 0
     return _on_heap(config, role, max(full.live_bytes(shape, size), states + logits), num_lanes=num_lanes)
 
 
@@ -184,7 +187,7 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
 
     The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
     """
-    size, full = _BYTES[config.model.dtype], _full_pass(config, role, num_parts=num_parts, num_lanes=num_lanes)
+    size, full = _BYTES[config.model.dtype], _full_pass(config, shape, role, num_parts=num_parts, num_lanes=num_lanes)
     of_layer = full.kept_bytes(shape, size)
     of_input = full.num_computed * size * shape.hidden_size
     kept, in_layer = {
@@ -197,14 +200,22 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
     # Input and output of the last norm, the states that the head sees and their gradient, and the head itself.
     at_head = 2 * size * shape.hidden_size * (full.num_computed + full.num_outputs)
     if role != "critic":
-        logits = full.num_outputs * shape.vocab_size * size
-        at_head += min(logits, num_lanes * (_KEPT_LOGITS_BYTES + _CHUNK_BYTES))
+        at_head += _logits_bytes(config, full.num_outputs * shape.vocab_size, num_lanes, kept=True)
         if config.model.lora is None:  # the gradient of its weight, and a part of that
             at_head += num_lanes * shape.vocab_size * shape.hidden_size * (4 + size)
     # Gradients of the MLP's two halves and of the residual stream.
     at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
     is_checkpointed = config.engine.activations != "keep"
     return _on_heap(config, role, kept + max(at_head, at_layer), checkpointed=is_checkpointed, num_lanes=num_lanes)
+
+
+def _logits_bytes(config: RunConfig, num_logits: int, num_lanes: int, *, kept: bool) -> int:
+    """Return what the head's logits take at most: a chunk, what is kept for the backward pass, and of softmaxes."""
+    size = _BYTES[config.model.dtype]
+    if config.cluster.device == "cpu":
+        return min(num_logits * size, num_lanes * (_CHUNK_BYTES + _KEPT_LOGITS_BYTES * kept))
+    chunk, most = _CHUNK_BYTES_ON_ACCELERATORS, _CHUNK_BYTES_ON_ACCELERATORS + _KEPT_LOGITS_BYTES_ON_ACCELERATORS * kept
+    return min(num_logits * size, most) + 2 * _WIDE * min(num_logits, chunk // size)
 
 
 def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -215,7 +226,7 @@ def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     """
     size, prompt = _BYTES[config.model.dtype], config.data.max_prompt_tokens
     num_prompts = max(1, min(_prompts_together(config), _PREFILL_TOKENS // prompt))
-    prompts = _Pass(num_prompts, num_prompts, num_prompts, prompt, prompt, *_blocks_of_row(config, prompt))
+    prompts = _Pass(num_prompts, num_prompts, num_prompts, prompt, prompt, *_blocks_of_row(config, shape, prompt))
     # Of each number of a key the place that it is written to.
     places = 8 * prompts.num_computed * shape.num_key_value_heads * shape.head_dim
     vocabulary = -(-shape.vocab_size // _SAMPLED_BLOCK) * _SAMPLED_BLOCK
@@ -237,7 +248,7 @@ def _row_bytes(config: RunConfig, shape: ModelShape, size: int) -> int:
     return shape.num_heads * num_blocks * of_block
 
 
-def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int, num_lanes: int) -> _Pass:
+def _full_pass(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int, num_lanes: int) -> _Pass:
     """Return the largest micro-batches of all lanes; `num_parts` is of mini-batches an epoch.
 
     Whole groups hardly ever fill the share of the cap that a lane has: 2 lanes of 8 rows may be where one had 24.
@@ -253,19 +264,21 @@ def _full_pass(config: RunConfig, role: RoleName, *, num_parts: int, num_lanes: 
     sp, row_tokens = config.mesh(role)["sp"], row if is_reward else row - 1
     num_rows, num_prompts = -(-units * together // sp), -(-units // sp)
     num_outputs = num_rows * (1 if is_reward else row - config.data.max_prompt_tokens)
-    blocks = _blocks_of_row(config, row_tokens)
+    blocks = _blocks_of_row(config, shape, row_tokens)
     return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.data.max_prompt_tokens, *blocks)
 
 
-def _blocks_of_row(config: RunConfig, num_tokens: int) -> tuple[int, int]:
+def _blocks_of_row(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int, int]:
     """Return `num_scores` and `num_block_scores` of a pass over rows of so many tokens.
 
-    The longest rows go through the fused kernel, which keeps no scores, and on accelerators all do. Elsewhere a block
-    of queries has scores for itself and what is before it.
+    The longest rows go through the fused kernel, which keeps no scores, and on accelerators all do, unless scores are
+    capped. Elsewhere a block of queries has scores for itself and what is before it.
     """
-    if config.cluster.device != "cpu":
-        return 0, 0
-    longest = min(_num_slots(num_tokens), _LONGEST_WITH_SCORES)
+    longest = _num_slots(num_tokens)
+    if not shape.caps_scores:
+        if config.cluster.device != "cpu":
+            return 0, 0
+        longest = min(longest, _LONGEST_WITH_SCORES)
     block = _QUERIES_PER_BLOCK
     if config.model.dtype != "float32":
         half = -(-longest // (2 * _ALIGNMENT)) * _ALIGNMENT

@@ -40,6 +40,8 @@ class ModelShape:
     """That a token is sent to."""
     expert_size: int = 0
     """The width inside an expert."""
+    caps_scores: bool = False
+    """Whether scores of attention are bent to stay below a bound, which no fused kernel knows."""
 
     @property
     def mlp_size(self) -> int:
@@ -201,6 +203,7 @@ def read_shape(folder: Path) -> ModelShape | None:
             tie_embeddings=bool(values.get("tie_word_embeddings", family is not None and family.ties_embeddings)),
             query_key_norm=family is not None and family.norms_heads,
             model_type=model_type,
+            caps_scores=bool(values.get("attn_logit_softcapping")),
             **_read_experts(values),
         )
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):

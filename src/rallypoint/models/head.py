@@ -10,9 +10,10 @@ float32, for a strip of a chunk, which on a CPU is small enough for its cache:
 The logits of the first chunks are kept for the backward pass as far as a bound of bytes allows; of the others only
 the normaliser stays, one number a token, and the backward pass makes them again.
 
-Invariants: where chunks end follows from the size of the vocabulary alone, so that the same call gives the same bits,
-with or without gradients, kept or made again. Another chunk size gives the same numbers up to rounding and no better:
-the gradient of the weight is a sum over tokens, and matrix products may round a row by how many others stand beside it.
+Invariants: where chunks end follows from the size of the vocabulary and the kind of device alone, so that the same call
+gives the same bits, with or without gradients, kept or made again. Another chunk size gives the same numbers up to
+rounding and no better: the gradient of the weight is a sum over tokens, and matrix products may round a row by how many
+others stand beside it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from torch.nn import functional
 
 from rallypoint.parallel.forms import computes_in_pieces
 
-CHUNK_BYTES = 64 * 2**20
-"""Of the logits of one product."""
+CHUNK_BYTES, CHUNK_BYTES_ON_ACCELERATORS = 64 * 2**20, 256 * 2**20
+"""Of the logits of one product: on a CPU, and where a product must be larger to keep a device busy. With 152,000 tokens
+in half precision these are 220 rows and 880."""
 
-KEPT_BYTES = 256 * 2**20
+KEPT_BYTES, KEPT_BYTES_ON_ACCELERATORS = 256 * 2**20, 2**30
 """Of logits that wait for their backward pass."""
 
 _STRIP_BYTES = 2 * 2**20
@@ -62,8 +64,8 @@ def head_outputs(
     temperature: float,
     *,
     softcap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    kept_bytes: int = KEPT_BYTES,
+    chunk_bytes: int | None = None,
+    kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprobs of some tokens and the entropies (nats) of what they were drawn from: [N] each.
 
@@ -86,8 +88,9 @@ def head_outputs(
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
         softcap: see `soft_capped`.
-        chunk_bytes: of the logits that one product may make; at least one token is taken at a time.
-        kept_bytes: of the logits that may wait for the backward pass.
+        chunk_bytes: of the logits that one product may make; at least one token is taken at a time. None: as the kind
+            of device likes it.
+        kept_bytes: of the logits that may wait for the backward pass; likewise.
     """
     logprobs, entropy, _ = head_statistics(
         states, weight, bias, targets, temperature, softcap=softcap, chunk_bytes=chunk_bytes, kept_bytes=kept_bytes
@@ -112,13 +115,18 @@ def head_statistics(
     temperature: float,
     *,
     softcap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    kept_bytes: int = KEPT_BYTES,
+    chunk_bytes: int | None = None,
+    kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `head_outputs` returns, and logsumexp(z): [N], with gradients as well.
 
     With it, the results of a vocabulary in parts can be made from those of the parts.
     """
+    in_pieces = computes_in_pieces(states.device)
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES if in_pieces else CHUNK_BYTES_ON_ACCELERATORS
+    if kept_bytes is None:
+        kept_bytes = KEPT_BYTES if in_pieces else KEPT_BYTES_ON_ACCELERATORS
     row_bytes = weight.shape[0] * states.itemsize
     rows_per_chunk = max(1, chunk_bytes // row_bytes)
     num_kept = kept_bytes // (row_bytes * rows_per_chunk) if torch.is_grad_enabled() else 0

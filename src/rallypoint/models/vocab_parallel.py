@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rallypoint.models.head import CHUNK_BYTES, head_statistics
+from rallypoint.models.head import head_statistics
 from rallypoint.parallel import Collective, reduce, replicate
 
 
@@ -45,7 +45,7 @@ def vocab_parallel_outputs(
     temperature: float,
     *,
     softcap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return on every rank what `head_outputs` returns for the whole vocabulary: logprobs and entropies, [N] each.
 
@@ -61,7 +61,7 @@ def vocab_parallel_outputs(
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
         softcap: see `head_outputs`.
-        chunk_bytes: of this rank's logits that may exist at once.
+        chunk_bytes: of this rank's logits that may exist at once; None: as the kind of device likes it.
     """
     tokens, tp = head.tokens, head.tp
     own = (targets >= tokens.start) & (targets < tokens.stop)

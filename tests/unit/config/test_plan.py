@@ -113,6 +113,8 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(here: Path, changes:
         ("BLOCK_TOKENS", generation, "BLOCK_TOKENS"),
         ("_PREFILL_TOKENS", generation, "_PREFILL_TOKENS"),
         ("_KEPT_LOGITS_BYTES", models, "KEPT_BYTES"),
+        ("_KEPT_LOGITS_BYTES_ON_ACCELERATORS", models, "KEPT_BYTES_ON_ACCELERATORS"),
+        ("_CHUNK_BYTES_ON_ACCELERATORS", models, "CHUNK_BYTES_ON_ACCELERATORS"),
         ("_SAMPLED_BLOCK", generation, "_BLOCK"),
     ],
 )
