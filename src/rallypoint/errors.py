@@ -119,6 +119,10 @@ class ClusterError(RallyError, RuntimeError):
     """A Ray cluster cannot be started, or cannot be joined."""
 
 
+class RayLostError(ClusterError):
+    """One of Ray's own processes is gone, stopped or silent; it is named, and no worker is to blame."""
+
+
 class PlacementError(RallyError, RuntimeError):
     """A resource pool does not fit on the cluster, or a node does not have what a role needs."""
 

@@ -268,6 +268,28 @@ def main(
 def run() -> None:
     """Run the command line: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     try:
+        _run()
+    except SystemExit as end:
+        if "rallypoint.cluster" in sys.modules:  # else nothing can be held, and importing takes its time
+            _leave_at_once_if_held(end)
+        raise
+
+
+def _leave_at_once_if_held(end: SystemExit) -> None:
+    """End the process here if Ray has lost a thread of it, and would crash or wait at an orderly end."""
+    from rallypoint.cluster import is_held_by_ray
+
+    if is_held_by_ray():
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def _run() -> None:
+    try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)

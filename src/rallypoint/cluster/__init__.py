@@ -27,6 +27,7 @@ from rallypoint.cluster.dispatch import (
 from rallypoint.cluster.group import Layout, Runtime, WorkerGroup, at_step
 from rallypoint.cluster.host import HostInfo, WorkerContext
 from rallypoint.cluster.inline import InlineRuntime
+from rallypoint.cluster.lane import is_held_by_ray
 from rallypoint.cluster.manager import ResourcePoolManager
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, merge
@@ -56,7 +57,7 @@ def open_runtime(
         object_store_gib: shared memory for data between processes, of a cluster that is started.
         dashboard: whether Ray's dashboard is started, on loopback.
         placement_timeout_s: how long a pool may wait for its place.
-        silence_s: how long a process may give no sign of life during a call.
+        silence_s: how long a process may give no sign of life during a call, and Ray no answer.
         preload: modules that every process imports as soon as it is there.
         say: called with one line about everything that is waited for.
 
@@ -77,10 +78,14 @@ def open_runtime(
         ) from None
     if address is None:
         cluster = RayCluster.start_local(
-            log_folder=log_folder, object_store_gib=object_store_gib, dashboard=dashboard, say=say
+            log_folder=log_folder,
+            object_store_gib=object_store_gib,
+            dashboard=dashboard,
+            say=say,
+            silence_s=silence_s,
         )
     else:
-        cluster = RayCluster.join(address, namespace=namespace, say=say)
+        cluster = RayCluster.join(address, namespace=namespace, say=say, silence_s=silence_s)
     return RayRuntime(
         cluster,
         log_folder=log_folder,
@@ -114,6 +119,7 @@ __all__ = [
     "collect",
     "dispatched",
     "first_rank",
+    "is_held_by_ray",
     "joined",
     "merge",
     "open_runtime",

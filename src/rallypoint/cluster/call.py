@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
@@ -21,8 +20,6 @@ from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.reference import Reference
 from rallypoint.errors import CallCancelledError, WorkerDiedError, WorkerError, WorkerHungError
 
-_SOON_S = 1.0
-"""How long a caller waits for the ranks directly, before the call is looked after."""
 _PATIENCE_S = 10.0
 """How long the rank that failed first may take to say so after another one stopped because of it."""
 
@@ -93,10 +90,6 @@ class Host(Protocol):
 
     def share(self, value: Any) -> Any:
         """Return what to send for a value that several hosts of this runtime get, so that it is sent once."""
-        ...
-
-    def get(self, pending: Sequence[Pending], timeout_s: float) -> list[Any] | None:
-        """Wait for values directly, if that is quicker here; None when they are not all there, or one is an error."""
         ...
 
     def pulse(self) -> Future[Pulse]:
@@ -183,22 +176,16 @@ class Call(Generic[ResultT]):
         Raises:
             TimeoutError: it is not there after that many seconds; the call goes on and can be waited for again.
         """
-        began, goes_on = time.monotonic(), False
+        goes_on = False
         try:
-            if self._outcome is None and self._values is None:
-                # Most calls end soon and well. For the others everything below is there.
-                soon_s = _SOON_S if timeout_s is None else min(_SOON_S, timeout_s)
-                self._values = self.pending[0].host.get(self.pending, soon_s)
-            if self._values is None:
-                left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
-                self._begin().result(left_s)
+            self._begin().result(timeout_s)
         except TimeoutError:
             goes_on = not self._begin().done()  # else the call's own error happens to be one
             if not goes_on:
                 raise
             raise TimeoutError(f"{self} has no result after {timeout_s:g} s; it goes on") from None
         finally:
-            if self._values is None and not goes_on:
+            if not goes_on:
                 self.cancel()
         return self._joined()
 
@@ -214,7 +201,7 @@ class Call(Generic[ResultT]):
             if not one.future().done():
                 one.cancel()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the waiting with an error; the first one counts."""
         num_others = sum(not one.future().done() for one in self.pending)
         with self._lock:
@@ -244,7 +231,7 @@ class Call(Generic[ResultT]):
         error = None if raised is None else one.error(raised)
         is_consequence = isinstance(error, WorkerError) and error.is_consequence
         if error is not None and not (is_consequence or isinstance(error, CallCancelledError)):
-            self._fail(error)
+            self.fail(error)
             return
         with self._lock:
             self._num_missing -= 1
@@ -254,12 +241,12 @@ class Call(Generic[ResultT]):
             if is_last and consequence is None and outcome is not None and not outcome.done():
                 outcome.set_result(None)
         if is_last and consequence is not None:
-            self._fail(consequence)
+            self.fail(consequence)
         elif is_last:
             one.host.watch.remove(self)
         elif is_first_consequence and consequence is not None:
             # What failed first will say so itself; if its process cannot, this is all that is known.
-            timer = threading.Timer(_PATIENCE_S, self._fail, [consequence])
+            timer = threading.Timer(_PATIENCE_S, self.fail, [consequence])
             timer.daemon = True
             timer.start()
 

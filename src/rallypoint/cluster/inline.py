@@ -23,7 +23,7 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
-from rallypoint.cluster.call import Host, Pending
+from rallypoint.cluster.call import Host
 from rallypoint.cluster.host import HostInfo, Invocation, Pulse, WorkerHost
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
@@ -99,11 +99,6 @@ class InlineHost:
     def share(self, value: Any) -> Any:
         """See `Host.share`; nothing is sent here."""
         return value
-
-    def get(self, pending: Sequence[Pending], timeout_s: float) -> list[Any] | None:
-        """See `Host.get`; there is no quicker way."""
-        del pending, timeout_s
-        return None
 
     def pulse(self) -> Future[Pulse]:
         """See `Host.pulse`."""

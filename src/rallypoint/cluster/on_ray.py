@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 # First, because it decides what Ray reads when it is imported.
 from rallypoint.cluster.ray_cluster import RayCluster
@@ -38,7 +39,11 @@ from rallypoint.cluster.stacks import stacks_of
 from rallypoint.cluster.watch import Vigil, Watchdog
 from rallypoint.errors import PlacementError
 
+AnswerT = TypeVar("AnswerT")
+
 _STACKS_TIMEOUT_S = 20.0
+_SIGNS_OF_A_LOST_NODE = ("node has died", "node has crashed", "Node died")
+"""In what Ray says about the end of a process. It says that the owner, which is the driver, died with its node."""
 
 
 class RayRuntime:
@@ -68,9 +73,19 @@ class RayRuntime:
         """
         self._cluster, self._timeout_s, self._preload, self._say = cluster, placement_timeout_s, tuple(preload), say
         self._voice_every_s = voice_every_s
+        self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayHost]]] = {}
-        self.watch = Watchdog(Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder))
+        self.lane = cluster.lane
+        """See `Home.lane`."""
+        vigil = Vigil(
+            hosts=self._all,
+            silence_s=silence_s,
+            save_stacks=self._save_stacks,
+            folder=log_folder,
+            ground=self.lane.look,
+        )
+        self.watch = Watchdog(vigil)
         """Looks after the calls of all hosts."""
 
     @property
@@ -80,7 +95,7 @@ class RayRuntime:
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`."""
-        nodes = await asyncio.to_thread(_nodes)
+        nodes = await self._asked("Ray to list its nodes", _nodes)
         problem = misfit(pools, nodes, grows=not self._cluster.is_local)
         if problem:
             raise PlacementError(f"{problem}\n{advice(pools, nodes, is_local=self._cluster.is_local)}")
@@ -105,17 +120,20 @@ class RayRuntime:
             if pool not in self._groups:
                 await self.reserve([pool])
                 # One bundle per node: Ray gives each bundle a node of its own, and processes share their node's.
-                self._groups[pool] = placement_group(
-                    pool.node_bundles,
-                    strategy="STRICT_SPREAD",
-                    bundle_label_selector=[dict(pool.labels)] * len(pool.node_bundles),
+                labels = [dict(pool.labels)] * len(pool.node_bundles)
+                self._groups[pool] = await self._asked(
+                    f"Ray to take note of pool {pool.name!r}",
+                    lambda: placement_group(pool.node_bundles, strategy="STRICT_SPREAD", bundle_label_selector=labels),
                 )
                 unless_all_goes_well.callback(self._give_back, pool)
             nodes = [node for node, count in enumerate(pool.processes_per_node) for _ in range(count)]
-            hosts = [
-                self._host(pool, node) if before is None or before.ended else before
-                for node, before in itertools.zip_longest(nodes, running)
-            ]
+            hosts = await self._asked(
+                f"Ray to take note of the processes of pool {pool.name!r}",
+                lambda: [
+                    self._host(pool, node) if before is None or before.ended else before
+                    for node, before in itertools.zip_longest(nodes, running)
+                ],
+            )
             new = [host for host in hosts if host not in running]
             for host in new:
                 unless_all_goes_well.callback(host.end)
@@ -138,7 +156,8 @@ class RayRuntime:
             if done:
                 continue
             spoken = time.monotonic()
-            missing = await asyncio.to_thread(_missing, pool, self._groups[pool])
+            group = self._groups[pool]
+            missing = await self._asked("Ray to say what is free", lambda group=group: _missing(pool, group))
             missing = missing or f"{len(pending)} of {len(hosts)} processes to start"
             state = f"pool {pool.name!r} has waited {spoken - since:.0f} s for {missing}"
             if spoken - since >= self._timeout_s:
@@ -181,7 +200,8 @@ class RayRuntime:
 
     def _give_back(self, pool: ResourcePool) -> None:
         if pool in self._groups:
-            remove_placement_group(self._groups.pop(pool))
+            group = self._groups.pop(pool)
+            self.lane.put(lambda: remove_placement_group(group))
 
     def _all(self) -> list[RayHost]:
         """Return the processes that we have not ended."""
@@ -194,12 +214,45 @@ class RayRuntime:
         for pool in starting:
             pool.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
-        for host in self._all():
-            host.end()
+        if not self._cluster.is_local:  # ours goes with all that is in it
+            for host in self._all():
+                host.end()
+            for pool in list(self._groups):
+                self._give_back(pool)
         self._pools.clear()
-        for pool in list(self._groups):
-            self._give_back(pool)
+        self._groups.clear()
         await asyncio.to_thread(self._cluster.shutdown)
+
+    async def _asked(self, what: str, question: Callable[[], AnswerT]) -> AnswerT:
+        return await asyncio.to_thread(self.lane.ask, what, question)
+
+    def node_lost(self, where: HostInfo, told: str) -> str | None:
+        """See `Home.node_lost`."""
+        found = self._cluster.processes.ailment()
+        if not (found is not None and found.ends_calls) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
+            return None
+        if self._cluster.is_local or (found is not None and where.node_id == self._here):
+            return self._cluster.processes.why_workers_ended()
+        reason = " ".join(told.split()).rpartition("is dead because ")[2]
+        return f"Ray has lost node {where.node} of the cluster: {reason}"
+
+    def _save_stacks(self, hosts: Sequence[Host], file: Path) -> str:
+        """Ask every node for the stacks of its processes."""
+        by_node: defaultdict[str, list[HostInfo]] = defaultdict(list)
+        for host in hosts:
+            by_node[host.info.node_id].append(host.info)
+        there = [node for node in by_node if node != self._here]
+        asked = self.lane.put(lambda: [on_node(node, stacks_of).remote(by_node[node]).future() for node in there])
+        texts = [stacks_of(by_node[self._here])] if self._here in by_node else []
+        until = time.monotonic() + _STACKS_TIMEOUT_S
+        for place, node in enumerate(there):
+            try:
+                answer = asked.result(max(0.0, until - time.monotonic()))[place]
+                texts.append(answer.result(max(0.0, until - time.monotonic())))
+            except (RayError, TimeoutError) as error:
+                texts.append(f"=== node {node}: no stacks: {error or f'no answer in {_STACKS_TIMEOUT_S:g} s'}")
+        file.write_text("\n".join(texts))
+        return f"the stacks of all {len(hosts)} processes are in {file}"
 
 
 def _started(pool: asyncio.Task[list[RayHost]] | None) -> list[RayHost] | None:
@@ -235,20 +288,3 @@ def _missing(pool: ResourcePool, group: PlacementGroup) -> str | None:
         return None
     wanted = " + ".join(f"{n} x ({amounts_text(pool.bundle)})" for n in pool.processes_per_node)
     return f"{wanted}; free now:\n{table(pool, _nodes(free=True))}"
-
-
-def _save_stacks(hosts: Sequence[Host], file: Path) -> str:
-    """Ask every node for the stacks of its processes."""
-    here = ray.get_runtime_context().get_node_id()
-    by_node: defaultdict[str, list[HostInfo]] = defaultdict(list)
-    for host in hosts:
-        by_node[host.info.node_id].append(host.info)
-    asked = {node: on_node(node, stacks_of).remote(processes) for node, processes in by_node.items() if node != here}
-    texts = [stacks_of(by_node[here])] if here in by_node else []
-    for node, answer in asked.items():
-        try:
-            texts.append(ray.get(answer, timeout=_STACKS_TIMEOUT_S))
-        except RayError as error:
-            texts.append(f"=== node {node}: no stacks: {error}")
-    file.write_text("\n".join(texts))
-    return f"the stacks of all {len(hosts)} processes are in {file}"

@@ -9,10 +9,12 @@ Better imported before ray is: two of Ray's settings are read when ray is import
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
 import logging
+import mmap
 import os
 import secrets
 import shutil
@@ -23,11 +25,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.cluster import ray_probe, reaper
 from rallypoint.cluster.fit import num_cores
+from rallypoint.cluster.lane import Lane
+from rallypoint.cluster.ray_processes import RayProcesses
 from rallypoint.errors import ClusterError
 
 
@@ -61,13 +66,18 @@ with _environment(_READ_AT_IMPORT), warnings.catch_warnings():
     logging.disable(logging.INFO)  # in a notebook it speaks of widgets
     warnings.simplefilter("ignore")
     import ray
-    from ray._private import ray_constants
+    from ray._private import ray_constants, worker
 
     importlib.reload(ray_constants)  # in case ray was imported before, without our settings
     logging.disable(logging.NOTSET)
 _raylet: Any = importlib.import_module("ray._raylet")  # compiled, so without types
 
+_GCS_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6)}
+"""Seconds after which a process ends itself, from within Ray's C++, because there is no GCS. Workers that are there
+need none, and what the driver needs it for has a limit of its own (`Lane`)."""
+
 _OF_OUR_CLUSTERS = {
+    **_GCS_PATIENCE,
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray makes its workers nice (15); ours do the actual work, and the driver waits for them.
     "RAY_worker_niceness": "0",
@@ -88,7 +98,9 @@ _MAX_SOCKET_PATH = 103
 
 _SOCKETS = "/rally-0123456789ab/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
-_VOICE_EVERY_S, _END_TIMEOUT_S = 10.0, 20.0
+_VOICE_EVERY_S, _LEAVE_TIMEOUT_S, _LET_GO_S, _END_TIMEOUT_S = 10.0, 20.0, 5.0, 20.0
+_REAPER_PATIENCE = 12.0
+"""How many times the limit the reaper waits: longer than the lane ever does, if its thread can run."""
 
 Say = Callable[[str], None]
 
@@ -99,13 +111,22 @@ class RayCluster:
     A process is in one cluster at a time, because Ray knows no more.
     """
 
-    def __init__(self, *, address: str, namespace: str, own: _OwnCluster | None) -> None:
+    def __init__(self, *, address: str, namespace: str, own: _OwnCluster | None, silence_s: float, say: Say) -> None:
         """Use `start_local` or `join`; nothing else makes a cluster."""
         self.address = address
         """host:port of the cluster."""
         self.namespace = namespace
         """Of this run alone; its named Ray actors live in it."""
-        self._own = own
+        self._own, self._say = own, say
+        self.processes = RayProcesses(worker._global_node, None if own is None else own.logs)
+        """Those of Ray that this program cannot do without."""
+        self.lane = Lane(
+            limit_s=silence_s,
+            ailment=self.processes.ailment,
+            note_busy=None if own is None else own.note_busy,
+            say=say,
+        )
+        """Where Ray is asked what may take it long."""
 
     @property
     def is_local(self) -> bool:
@@ -113,7 +134,9 @@ class RayCluster:
         return self._own is not None
 
     @classmethod
-    def start_local(cls, *, log_folder: Path, object_store_gib: float, dashboard: bool, say: Say) -> Self:
+    def start_local(
+        cls, *, log_folder: Path, object_store_gib: float, dashboard: bool, say: Say, silence_s: float = 60.0
+    ) -> Self:
         """Start a cluster on this machine that nobody else can use, and that ends with this process, however it ends.
 
         Call it from the main thread: Linux ends Ray's processes together with the thread that started them.
@@ -123,13 +146,14 @@ class RayCluster:
             object_store_gib: shared memory for data between processes.
             dashboard: whether Ray's dashboard is started; its address is said.
             say: called, from any thread, with one line about everything that a user should know.
+            silence_s: how long Ray may leave a question unanswered.
 
         Raises:
             ClusterError: Ray does not start, or would not keep to itself.
         """
         _check_that_ray_is_free()
         _check_that_a_cluster_would_keep_to_itself()
-        own = _OwnCluster(log_folder, say)
+        own = _OwnCluster(log_folder, say, silence_s)
         _speak_for_ray(say)
         try:
             with _ray_environment(own.environment):
@@ -151,10 +175,12 @@ class RayCluster:
             raise ClusterError(f"Ray did not start: {error} (its logs: {own.logs}){remedy}") from error
         if dashboard:
             say(f"Ray's dashboard: http://{context.dashboard_url}, token in {own.token}")
-        return cls(address=context.address_info["gcs_address"], namespace=own.name, own=own)
+        return cls(
+            address=context.address_info["gcs_address"], namespace=own.name, own=own, silence_s=silence_s, say=say
+        )
 
     @classmethod
-    def join(cls, address: str, *, namespace: str, say: Say, timeout_s: float = 30.0) -> Self:
+    def join(cls, address: str, *, namespace: str, say: Say, timeout_s: float = 30.0, silence_s: float = 60.0) -> Self:
         """Join a cluster that somebody started, and bring this program's rallypoint to its workers.
 
         The token is looked for where Ray does: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
@@ -164,6 +190,7 @@ class RayCluster:
             namespace: unique to this run.
             say: called, from any thread, with one line about everything that is waited for.
             timeout_s: how long the cluster may take to answer.
+            silence_s: how long it may leave a question unanswered later.
 
         Raises:
             ClusterError: there is no cluster, it refuses, runs other versions, or does not answer in time.
@@ -173,7 +200,7 @@ class RayCluster:
         address = _ask(address, token, say, timeout_s)
         _speak_for_ray(say)
         try:
-            with _ray_environment(token):
+            with _ray_environment({**token, **_GCS_PATIENCE}):
                 ray.init(
                     address=address,
                     namespace=namespace,
@@ -184,20 +211,33 @@ class RayCluster:
         except (OSError, RuntimeError, ValueError) as error:
             ray.shutdown()
             raise ClusterError(f"cannot join the Ray cluster at {address}: {error}") from error
-        return cls(address=address, namespace=namespace, own=None)
+        return cls(address=address, namespace=namespace, own=None, silence_s=silence_s, say=say)
 
     def shutdown(self) -> None:
-        """Leave. Of a cluster of our own nothing remains but its logs; any other loses what this program had in it."""
-        ray.shutdown(wait_for_processes=True)
-        _forget_token()
+        """Leave. Of a cluster of our own nothing remains but its logs; any other loses what this program had in it.
+
+        Never raises, and never takes longer than a minute: what was done before is done, whatever becomes of Ray.
+        """
+        is_well = self.lane.lost is None and self.processes.ailment() is None
+        left = self.lane.put(lambda: ray.shutdown(wait_for_processes=True))
+        wait([left], timeout=_LEAVE_TIMEOUT_S if is_well else 0)
         if self._own is not None:
-            self._own.end()
+            self._own.end()  # and with Ray's processes ends what the lane waits for, most often
+            wait([left], timeout=_LEAVE_TIMEOUT_S if is_well else _LET_GO_S)
+        if not left.done():
+            self.lane.abandon()
+            atexit.unregister(ray.shutdown)  # it would wait for the same
+            if is_well:
+                self._say(f"Ray did not let this program go within {_LEAVE_TIMEOUT_S:g} s, which left all the same")
+        elif (error := left.exception()) is not None:
+            self._say(f"Ray was left with an error: {error}")
+        _forget_token()
 
 
 class _OwnCluster:
     """What a cluster of our own has besides Ray: a private folder with its token, a mark, and a reaper."""
 
-    def __init__(self, log_folder: Path, say: Say) -> None:
+    def __init__(self, log_folder: Path, say: Say, silence_s: float) -> None:
         mark = secrets.token_hex(6)
         self.name = f"rallypoint-{mark}"
         self._say = say
@@ -216,15 +256,25 @@ class _OwnCluster:
         elif self.logs.exists():
             shutil.rmtree(self.logs)
         self.logs.symlink_to(self.ray_folder / "session_latest" / "logs")
+        page = reaper.open_page()
+        self._busy = None if page is None else memoryview(mmap.mmap(page, reaper.PAGE_BYTES)).cast("q")
+        guard = [] if page is None else [str(page), f"{_REAPER_PATIENCE * silence_s:g}"]
+        paths = [str(self.folder), str(self.logs)]
         with _environment({reaper.MARK: None}):  # where this program runs on another cluster, it must outlive that
             self._reaper = subprocess.Popen(
-                [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), mark, str(self.folder), str(self.logs)],
+                [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), mark, *paths, *guard],
+                pass_fds=() if page is None else (page,),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd="/",
             )
+
+    def note_busy(self, number: int) -> None:
+        """Let the reaper see which question Ray has to answer; 0 for none."""
+        if self._busy is not None:
+            self._busy[0] = number
 
     def end(self) -> None:
         """Have the reaper end what Ray left, and keep the logs."""

@@ -27,12 +27,13 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rallypoint.cluster.call import Pending, Watch
+from rallypoint.cluster.call import Watch
 from rallypoint.cluster.host import HostInfo, Invocation, Pulse, WorkerHost, open_stacks
+from rallypoint.cluster.lane import Lane
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import ResourcePool
 from rallypoint.cluster.reference import Fetch, detach
-from rallypoint.errors import RallyError, WorkerDiedError, WorkerError, WorkerHungError
+from rallypoint.errors import RallyError, RayLostError, WorkerDiedError, WorkerError, WorkerHungError
 
 _LARGE_BYTES = 100_000
 """What is larger than that, Ray puts into shared memory anyway."""
@@ -93,13 +94,16 @@ class RayPending:
             )
         return raised
 
-    def _death(self, cause: RayError) -> WorkerDiedError:
-        """Say who died: the process of this call, or one whose result was an argument of it."""
+    def _death(self, cause: RayError) -> WorkerDiedError | RayLostError:
+        """Say who died: the process of this call, one whose result was an argument of it, or what they stand on."""
         it = self.invocation
         dead = self.host.runtime.host_of(cause.actor_id) if isinstance(cause, RayActorError) else None
         dead = dead or self.host
         if dead.hung is not None:
             return copy.copy(dead.hung)
+        if not dead.ended and (gone := dead.runtime.node_lost(dead.info, str(cause))) is not None:
+            when = "" if it.step is None else f" at step {it.step}"
+            return RayLostError(f"{gone}; the workers of node {dead.info.node} ended with it, during {it}{when}")
         if dead.ended:
             detail = "it had been ended: its group was shut down, or the runtime"
         else:  # what follows in Ray's text are guesses and advice about Ray's own settings
@@ -127,6 +131,15 @@ class Home(Protocol):
         """Return the host of a Ray actor, if it is one of this runtime."""
         ...
 
+    @property
+    def lane(self) -> Lane:
+        """Where Ray is asked what may take it long."""
+        ...
+
+    def node_lost(self, where: HostInfo, told: str) -> str | None:
+        """Return what a process was lost with, if that is its whole node; `told` is what Ray says about its end."""
+        ...
+
     def released(self, host: RayHost) -> None:
         """End a process that has no role any more, and give the place of its pool back if it was the last."""
         ...
@@ -149,26 +162,32 @@ class RayHost:
         """See `Host.create`."""
         self.roles[invocation.role] = invocation.rank
         with _clear_errors(invocation):
-            return RayPending(invocation, self, self.handle.create.remote(invocation, kind, mesh, args, kwargs))
+            handle = self._send(invocation, lambda: self.handle.create.remote(invocation, kind, mesh, args, kwargs))
+        return RayPending(invocation, self, handle)
 
     def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RayPending:
         """See `Host.call`. References are arguments of their own: Ray waits for those and brings them here."""
         args, kwargs, handles = detach(args, kwargs)
         arguments = [(args, kwargs)] if args or kwargs else []
         with _clear_errors(invocation):
-            handle = self.handle.call_packed.remote(invocation.packed(), *arguments, *handles)
+            if arguments:
+                handle = self._send(
+                    invocation, lambda: self.handle.call_packed.remote(invocation.packed(), *arguments, *handles)
+                )
+            else:  # nothing that Ray could have to make room for
+                handle = self.handle.call_packed.remote(invocation.packed(), *handles)
         return RayPending(invocation, self, handle)
+
+    def _send(self, invocation: Invocation, send: Callable[[], ray.ObjectRef]) -> ray.ObjectRef:
+        return self.runtime.lane.ask(f"Ray to take the arguments of {invocation}", send)
 
     def share(self, value: Any) -> Any:
         """See `Host.share`; what is small travels with the call, which takes Ray less time."""
-        return Fetch((ray.put(value),), _only) if _is_large(value) else value
-
-    def get(self, pending: Sequence[Pending], timeout_s: float) -> list[Any] | None:
-        """See `Host.get`."""
-        try:
-            return ray.get([one.handle for one in pending], timeout=timeout_s)
-        except (RayError, RallyError):
-            return None
+        if not _is_large(value):
+            return value
+        return Fetch(
+            (self.runtime.lane.ask("Ray to take an argument of several ranks", lambda: ray.put(value)),), _only
+        )
 
     def pulse(self) -> Future[Pulse]:
         """See `Host.pulse`."""
@@ -187,7 +206,7 @@ class RayHost:
         """Have Ray end the process, which is no accident then."""
         if not self.ended:
             self.ended = True
-            ray.kill(self.handle)
+            self.runtime.lane.put(lambda: ray.kill(self.handle))
 
     def kill(self, why: WorkerHungError) -> None:
         """See `Host.kill`."""
@@ -196,7 +215,7 @@ class RayHost:
         if self.info.node_id == ray.get_runtime_context().get_node_id():
             _kill_process(self.info.pid)
         else:
-            on_node(self.info.node_id, _kill_process).remote(self.info.pid)
+            self.runtime.lane.put(lambda: on_node(self.info.node_id, _kill_process).remote(self.info.pid))
         self.end()
 
 

@@ -6,7 +6,11 @@ it is done, or dies. It must know neither Ray nor rallypoint, and imports little
 
 A process belongs to the cluster if the cluster's mark stands in the environment it was started with. The driver sets
 the mark only while it starts Ray, so Ray's processes, its workers and whatever these start inherit it, and nobody
-else has it: not the driver, not another cluster, not a terminal in which somebody reads the logs.
+else has it: not the driver, not another cluster, not a terminal in which somebody reads the logs. Some of Ray's
+processes give themselves a title, which may be written over that environment; those are known by where their output
+goes: into a log of the cluster's.
+
+While the driver lives, it is also watched whether it comes back from what it asks of Ray (`Guard`).
 
 Linux only knows whom to end (`/proc`, pidfds); elsewhere the folders are tidied and Ray's own clean-up has to do.
 """
@@ -19,6 +23,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 MARK = "RALLYPOINT_CLUSTER"
 """The environment variable that says to which cluster a process belongs."""
@@ -26,11 +31,14 @@ MARK = "RALLYPOINT_CLUSTER"
 GRACE_S = 2.0
 """How long processes may take to end after SIGTERM, and again after SIGKILL."""
 
+LOOK_S = 5.0
+"""How often the driver's guard looks."""
+
 _ROUNDS = 3
 """A process that starts another one just before it dies is met in the next round."""
 
 
-def main(driver: int, mark: str, folder: str, logs: str) -> None:
+def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s: str = "") -> None:
     """Wait for the driver's end, end what it left, and put the logs where they are looked for.
 
     Args:
@@ -38,19 +46,70 @@ def main(driver: int, mark: str, folder: str, logs: str) -> None:
         mark: value of `MARK` in the environment of the cluster's processes.
         folder: the cluster's private folder, which is removed.
         logs: a link to Ray's logs inside that folder, which is replaced by the logs themselves.
+        busy: descriptor of a page with the number of the question that the driver has asked Ray; 0 when there is
+            none. Empty: there is no such page.
+        limit_s: how long the driver may wait for one answer.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # who stops the run means the driver, and then there is work to do
-    _wait_for_the_end_of(driver)
-    num_ended = end_processes(mark)
-    _tidy(folder, logs)
+    guard = Guard(driver, int(busy), float(limit_s)) if busy else None
+    while not _has_ended(driver, guard):
+        # What Ray's processes kept it waiting for fails with them, and it can say so itself.
+        end_processes(mark, folder=folder)
+        guard = None
+    num_ended = end_processes(mark, folder=folder)
+    tidy(folder, logs)
     if num_ended and os.path.isdir(logs):
-        with open(os.path.join(logs, "reaper.log"), "a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open(os.path.join(logs, "reaper.log"), "a", encoding="utf-8") as file:
             file.write(f"driver {driver} left {num_ended} processes behind, which were ended\n")
 
 
-def _wait_for_the_end_of(driver: int) -> None:
+class Guard:
+    """Finds that the driver is lost in a question to Ray: also when nothing of its interpreter runs any more."""
+
+    def __init__(self, driver: int, busy: int, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with what the page says now."""
+        self._driver, self._busy, self._limit_s = driver, busy, limit_s
+        self._clock = clock
+        self._number, self._waited_s, self._looked_at = 0, 0.0, clock()
+
+    def is_lost(self) -> bool:
+        """Look, in beats; whether one question has gone unanswered for too long while the driver was not stopped."""
+        now = self._clock()
+        passed_s, self._looked_at = min(now - self._looked_at, 3 * LOOK_S), now
+        number = int.from_bytes(os.pread(self._busy, PAGE_BYTES, 0), sys.byteorder)
+        if number != self._number or _is_stopped(self._driver):
+            self._number, self._waited_s = number, 0.0
+        elif number:
+            self._waited_s += passed_s
+        return self._waited_s > self._limit_s
+
+
+PAGE_BYTES = 8
+"""Of the page in which the driver's question stands."""
+
+
+def open_page() -> int | None:
+    """Open memory for a number that can be seen while the driver's interpreter is held; None where there is none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    page = os.memfd_create("busy")
+    os.truncate(page, PAGE_BYTES)
+    return page
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def _has_ended(driver: int, guard: Guard | None) -> bool:
     """Sleep until the driver says, by a byte on standard input, that it has shut Ray down, or until it dies.
+
+    False when it has neither but is lost, in the eyes of its guard.
 
     That the pipe is closed says too little where a pidfd can be had: a driver that ends without a word still has
     Ray's own clean-up before it, and a process that it forked may hold the pipe open after its death.
@@ -62,15 +121,22 @@ def _wait_for_the_end_of(driver: int) -> None:
         try:
             watched.register(os.pidfd_open(driver), select.POLLIN)
         except ProcessLookupError:
-            return
+            return True
         if os.getppid() != driver:  # it died before, and the number may be somebody else's by now
-            return
-    while pipe in dict(watched.poll()) and not os.read(pipe, 1) and sys.platform == "linux":
-        watched.unregister(pipe)
+            return True
+    while True:
+        events = dict(watched.poll(LOOK_S * 1000 if guard else None))
+        if not events:
+            if guard is not None and guard.is_lost():
+                return False
+        elif pipe in events and not os.read(pipe, 1) and sys.platform == "linux":
+            watched.unregister(pipe)
+        else:
+            return True
 
 
-def end_processes(mark: str, grace_s: float = GRACE_S) -> int:
-    """End every process that has the mark in its environment, and say how many there were.
+def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "") -> int:
+    """End every process that has the mark in its environment or prints into the folder, and say how many there were.
 
     They get SIGTERM, and SIGKILL if they are still there after `grace_s`. Signals go through pidfds, opened before
     the environment is read, so that no other process is hit by a number that was used again.
@@ -79,7 +145,7 @@ def end_processes(mark: str, grace_s: float = GRACE_S) -> int:
         return 0
     num_ended = 0
     for _ in range(_ROUNDS):
-        processes = _marked(f"{MARK}={mark}".encode())
+        processes = _of_cluster(f"{MARK}={mark}".encode(), folder)
         if not processes:
             break
         num_ended += len(processes)
@@ -93,8 +159,8 @@ def end_processes(mark: str, grace_s: float = GRACE_S) -> int:
     return num_ended
 
 
-def _marked(entry: bytes) -> list[int]:
-    """Open a pidfd for every process, this one excepted, whose first environment had that entry."""
+def _of_cluster(entry: bytes, folder: str) -> list[int]:
+    """Open a pidfd for every process, this one excepted, that is marked or prints into the folder."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -105,14 +171,23 @@ def _marked(entry: bytes) -> list[int]:
             continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
-                is_marked = entry in file.read().split(b"\0")
+                is_found = entry in file.read().split(b"\0") or _prints_into(folder, name)
         except OSError:  # ended meanwhile, or another user's
-            is_marked = False
-        if is_marked:
+            is_found = False
+        if is_found:
             found.append(process)
         else:
             os.close(process)
     return found
+
+
+def _prints_into(folder: str, process: str) -> bool:
+    """Whether what a process prints goes to a file of the folder, as with all that Ray starts."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            if folder and os.readlink(f"/proc/{process}/fd/{number}").startswith(folder + os.sep):
+                return True
+    return False
 
 
 def _still_there(processes: list[int], patience_s: float) -> list[int]:
@@ -130,18 +205,26 @@ def _still_there(processes: list[int], patience_s: float) -> list[int]:
     return list(remaining)
 
 
-def _tidy(folder: str, logs: str) -> None:
-    """Move the logs to their link's place, unless the link is another cluster's by now; remove the folder."""
+def tidy(folder: str, logs: str, move: Callable[[str, str], object] | None = None) -> None:
+    """Move the logs to their link's place, unless the link is another cluster's by now; remove the folder.
+
+    The folder goes with its token whatever becomes of the logs: those that the disk has no room for go with it.
+    """
     import shutil  # only now: it is larger than all the rest
 
     target = os.path.realpath(logs)
-    if os.path.islink(logs) and target.startswith(os.path.realpath(folder) + os.sep):
-        os.unlink(logs)
-        if os.path.isdir(target):
-            shutil.move(target, logs)
-            for path, _, _ in os.walk(logs):  # Ray lets everybody write there, which only the folder kept them from
-                os.chmod(path, 0o755)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        if os.path.islink(logs) and target.startswith(os.path.realpath(folder) + os.sep):
+            os.unlink(logs)
+            if os.path.isdir(target):
+                (move or shutil.move)(target, logs)
+                for path, _, _ in os.walk(logs):  # Ray lets everybody write there, which only the folder kept them from
+                    os.chmod(path, 0o755)
+    except OSError:  # nobody is left who could be told
+        if os.path.isdir(target):  # it was copied, to another disk, and not whole
+            shutil.rmtree(logs, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ for, every host is asked for its pulse, which a thread of its own answers at onc
   call waits for.
 
 Before that, the stacks of all hosts are saved, because the one that hangs is often waiting for another. Time during
-which the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody.
+which the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody. If what all hosts stand on
+is lost, all calls end with that.
 
 Consumes: calls that are waited for. Waits for: nothing longer than a beat. Unblocked by: `add`, `stop`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 import time
@@ -70,6 +72,7 @@ class Vigil:
         silence_s: float,
         save_stacks: SaveStacks,
         folder: Path,
+        ground: Callable[[], RallyError | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing to look after.
@@ -79,11 +82,12 @@ class Vigil:
             silence_s: how long a host may give no pulse.
             save_stacks: see `SaveStacks`.
             folder: where stacks are saved.
+            ground: returns why no host can go on, if that is so; called once in a beat.
             clock: seconds that never go back.
         """
         self.beat_s = min(_BEAT_S, silence_s / 3)
         self._hosts, self._silence_s, self._save_stacks = hosts, silence_s, save_stacks
-        self._folder, self._clock = folder, clock
+        self._folder, self._ground, self._clock = folder, ground, clock
         self._calls: dict[Call[Any], float] = {}
         self._patients: dict[Host, _Patient] = {}
         self._lock = threading.Lock()
@@ -112,6 +116,10 @@ class Vigil:
             calls = dict(self._calls)
         if not calls:
             self._patients.clear()  # nobody is asked meanwhile, so what is known grows old
+            return
+        if (lost := self._ground()) is not None:
+            for call in calls:
+                call.fail(copy.copy(lost))
             return
         known, self._patients = self._patients, {}
         for host in self._hosts():
@@ -151,25 +159,24 @@ class Vigil:
             note = f"their stacks could not be saved: {error}"
         with self._lock:
             self._calls = dict.fromkeys(self._calls, self._awake_s)
-        for number, host in enumerate(hung):
+        for host in hung:
             others = [f"pid {other.info.pid} on {other.info.node}" for other in hung if other is not host]
             also = f"so did {', '.join(others)}; " if others else ""
             it = self._executed(host, calls)
-            host.kill(
-                WorkerHungError(
-                    it.role,
-                    it.rank,
-                    it.method,
-                    f"{why}; {also}{note}",
-                    step=it.step,
-                    node=host.info.node,
-                    pid=host.info.pid,
-                )
+            hang = WorkerHungError(
+                it.role,
+                it.rank,
+                it.method,
+                f"{why}; {also}{note}",
+                step=it.step,
+                node=host.info.node,
+                pid=host.info.pid,
             )
-            if number + 1 < len(hung):
-                # Of several the first is to be named, so its end is heard of before the next one's.
-                owed = [one.future() for call in calls for one in call.pending if one.host is host]
-                wait(owed, timeout=self.beat_s)
+            host.kill(hang)
+            # Of several the first is to be named, so its end is heard of before the next one's.
+            owed = {one.future(): call for call in calls for one in call.pending if one.host is host}
+            for unheard in wait(owed, timeout=self.beat_s).not_done:
+                owed[unheard].fail(copy.copy(hang))  # the runtime may be what does not hear of it
 
     def _executed(self, host: Host, calls: Iterable[Call[Any]]) -> Invocation:
         """Return what a host was doing when it stopped, as far as is known."""

@@ -44,13 +44,12 @@ class FakeHost:
             answer.set_result(Pulse(self.progress, self.executing))
         return answer
 
-    def get(self, pending, timeout_s):
-        return None
-
     def kill(self, why):
         self.killed = why
         if self.dies_after_s:
-            Timer(self.dies_after_s, self.die, [why]).start()
+            timer = Timer(self.dies_after_s, self.die, [why])
+            timer.daemon = True
+            timer.start()
         else:
             self.die(why)
 

@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.cluster.host import Invocation
 from rallypoint.cluster.watch import Vigil, Watchdog
-from rallypoint.errors import RallyError, WorkerHungError
+from rallypoint.errors import RallyError, RayLostError, WorkerHungError
 
 
 class Clock:
@@ -29,8 +29,10 @@ class Ward:
             silence_s=silence_s,
             save_stacks=self.save,
             folder=folder,
+            ground=lambda: self.lost,
             clock=self.clock,
         )
+        self.lost = None
         for host in hosts:
             host.watch = self.vigil
 
@@ -319,3 +321,26 @@ def test_the_watchdog_looks_in_beats_while_somebody_waits_and_ends_when_told(sta
     assert vigil.is_idle
     watchdog.stop()
     watchdog.stop()
+
+
+def test_all_calls_end_with_what_all_hosts_stand_on(ward, stage):
+    it = ward(1, 2)
+    calls = [it.wait_for(stage.call([host])) for host in it.hosts]
+    it.pass_s(3)
+    it.lost = RayLostError("the raylet is gone")
+    it.pass_s(1)
+    for call in calls:
+        with pytest.raises(RayLostError, match="the raylet is gone"):
+            call.result()
+    assert killed(it.hosts) == [], "they are not to blame"
+    assert it.vigil.is_idle
+
+
+def test_a_call_ends_with_its_host_even_if_the_runtime_never_hears_of_its_end(ward, stage):
+    it = ward(1)
+    call = it.wait_for(stage.call(it.hosts))
+    it.hosts[0].stopped, it.hosts[0].dies_after_s = True, 10_000.0
+    it.vigil.beat_s = 0.01
+    it.pass_s(12)
+    with pytest.raises(WorkerHungError, match="gave no sign of life for 10 s"):
+        call.result()

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from rallypoint.generation.vllm.http import Address
 from rallypoint.generation.vllm.leftovers import remove_shared, shared_files
@@ -191,18 +191,38 @@ class OwnFolder:
         shared = Path("/dev/shm")
         usable = shared.is_dir() and os.access(shared, os.W_OK)
         parent = parent or (shared if usable else Path(tempfile.gettempdir()))
-        for left in parent.glob(f"{_FOLDER_NAME}-*/lock"):
-            with contextlib.suppress(OSError), left.open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for as long as its process lives
-                shutil.rmtree(left.parent, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_NAME}-", dir=parent))
-        self._lock = (self.path / "lock").open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        sweep(parent)
+        while (held := hold(Path(tempfile.mkdtemp(prefix=f"{_FOLDER_NAME}-", dir=parent)))) is None:
+            pass  # a neighbour that starts now has swept it up, because nobody held it yet
+        self.path, self._lock = held
 
     def remove(self) -> None:
         """Remove it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def sweep(parent: Path) -> None:
+    """Remove folders that nobody holds."""
+    for folder in parent.glob(f"{_FOLDER_NAME}-*"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # which one has no lock yet, or never came to have one, and does if it is empty
+        with contextlib.suppress(OSError), (folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for as long as its process lives
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def hold(folder: Path) -> tuple[Path, BinaryIO] | None:
+    """Hold a new folder for as long as this process lives; None if it was swept up before it was held."""
+    try:
+        lock = (folder / "lock").open("wb")
+    except FileNotFoundError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_EX)  # who sweeps it up holds it meanwhile
+    if (folder / "lock").exists():
+        return folder, lock
+    lock.close()
+    return None
 
 
 def _end_of(log: Path) -> str:

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rallypoint.generation.vllm import Launch, ServerProcess
-from rallypoint.generation.vllm.server import INSIDE, OwnFolder
+from rallypoint.generation.vllm.server import INSIDE, OwnFolder, hold, sweep
 
 SERVER = """
 import os, subprocess, sys, time
@@ -117,6 +118,28 @@ def test_folders_of_processes_that_are_gone_are_swept_and_others_are_not(tmp_pat
     assert other.path.exists()
     assert not left.exists()
     assert os.stat(mine.path).st_mode & 0o077 == 0
+
+
+def test_a_folder_that_a_neighbour_sweeps_up_before_it_is_held_is_not_taken_for_ones_own(tmp_path):
+    empty, begun, held = (tmp_path / f"rallypoint-vllm-{name}" for name in ("empty", "begun", "held"))
+    for folder in (empty, begun, held):
+        folder.mkdir()
+    (begun / "lock").touch()
+    mine = hold(held)
+    assert mine is not None
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [held.name]
+    assert hold(empty) is None
+    assert hold(begun) is None
+
+
+def test_neighbours_that_start_at_once_leave_each_other_alone(tmp_path):
+    """Each folder is there when all have started, however their sweeping and making fell together."""
+    with ThreadPoolExecutor(8) as neighbours:
+        folders = list(neighbours.map(lambda _: OwnFolder(tmp_path), range(64)))
+    assert sorted(tmp_path.iterdir()) == sorted(folder.path for folder in folders)
+    for folder in folders:
+        folder.remove()
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])

@@ -1,0 +1,102 @@
+"""The processes of Ray that this program cannot do without, and how they are.
+
+Owns: which they are, and what can be seen of them without asking Ray: the raylet of this machine (starts workers, keeps
+the store that data passes) and, of a cluster of our own, the GCS (knows where everything is). Must not know: what is
+done about it. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rallypoint.cluster.lane import Ailment
+
+_REASON = re.compile(r'reason_message: "([^"]+)"')
+_LOG_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Process:
+    name: str
+    pid: int
+    is_raylet: bool
+    started: subprocess.Popen[Any] | None
+    """If it is a child of this process."""
+
+    def ailment(self) -> str | None:
+        """Return what is wrong with it; one that a debugger looks at is not stopped."""
+        code = None if self.started is None else self.started.poll()
+        state = _state(self.pid)
+        if code is not None and code < 0:
+            return f"was killed by signal {-code}"
+        if code is not None or state in {None, "Z", "X"}:
+            return "has ended"
+        return "is stopped" if state == "T" else None
+
+
+class RayProcesses:
+    """Those of the cluster that this process has just started, or joined."""
+
+    def __init__(self, node: Any, logs: Path | None) -> None:
+        """Take note of them; `node` is Ray's own account, and `logs` has the logs of a cluster of our own."""
+        self._logs, self._processes = logs, tuple(_find(node))
+
+    def ailment(self) -> Ailment | None:
+        """Return what is wrong with one of them; that of the raylet first, because workers end with it."""
+        for one in self._processes:
+            if (how := one.ailment()) is not None:
+                is_gone = how != "is stopped"
+                reason = self._reason() if one.is_raylet and is_gone else ""
+                what = f"Ray's {one.name} (pid {one.pid}) {how}{reason}"
+                return Ailment(what, is_fatal=one.is_raylet and is_gone, ends_calls=one.is_raylet)
+        return None
+
+    def why_workers_ended(self) -> str:
+        """Return why all workers of this machine ended at once, as far as is known."""
+        found = self.ailment()
+        return found.what if found is not None and found.ends_calls else f"Ray's raylet is ending{self._reason()}"
+
+    def _reason(self) -> str:
+        """Return what the raylet wrote about its end; it ends itself if one of the agents does that it started."""
+        if self._logs is None:
+            return ""
+        with contextlib.suppress(OSError), (self._logs / "raylet.out").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
+            if found := _REASON.findall(file.read().decode(errors="replace")):
+                return f": {found[-1]}"
+        return ""
+
+
+def _find(node: Any) -> Iterator[_Process]:
+    started = {kind: found[0].process for kind, found in node.all_processes.items() if found}
+    if "raylet" in started:
+        yield _Process("raylet", started["raylet"].pid, is_raylet=True, started=started["raylet"])
+    elif pid := _listener(node.raylet_socket_name):
+        yield _Process("raylet", pid, is_raylet=True, started=None)
+    if "gcs_server" in started:
+        yield _Process("GCS", started["gcs_server"].pid, is_raylet=False, started=started["gcs_server"])
+
+
+def _listener(path: str) -> int:
+    """Return who listens at a Unix socket; 0 when that cannot be seen from here."""
+    with contextlib.suppress(OSError, AttributeError), socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        return struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    return 0
+
+
+def _state(pid: int) -> str | None:
+    """Return the letter of a process's state; None when it is gone. Where there is no /proc all seem to run."""
+    if not Path("/proc/self/stat").exists():
+        return "S"
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return None

@@ -1,0 +1,94 @@
+"""Ray's own processes are stopped and killed under a program; it says which, ends, and with its own status."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+
+PROGRAM = """
+import asyncio, os, signal, sys
+from pathlib import Path
+import numpy as np
+from rallypoint.cluster import Layout, ResourcePool, WorkerGroup, is_held_by_ray, open_runtime
+from rallypoint.errors import RallyError
+from echoing import Echo
+
+async def main(folder, victim, how):
+    runtime = open_runtime("ray", log_folder=folder, object_store_gib=0.2, silence_s=3.0, say=print)
+    try:
+        group = await WorkerGroup.create(Layout("echo", await runtime.hosts(ResourcePool([2], num_cpus=0.1))), Echo)
+        assert await group.call(Echo.echo, np.zeros(10**6)) == [10**6] * 2
+        pid = next(one.pid for one in runtime._cluster.processes._processes if one.name == victim)
+        print("victim:", pid, flush=True)
+        os.kill(pid, getattr(signal, how))
+        await asyncio.sleep(1)  # so that it is, and the question comes later
+        for _ in range(5):
+            await group.call(Echo.echo, np.ones(10**6))
+            print("answered", flush=True)
+    except RallyError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    finally:
+        await runtime.shutdown()
+    print("left", flush=True)
+
+asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))
+if is_held_by_ray():
+    os._exit(7)
+sys.exit(7)
+"""
+
+WORKERS = """
+import numpy as np
+from rallypoint.cluster import WorkerContext, collect
+
+
+class Echo:
+    def __init__(self, context: WorkerContext) -> None:
+        del context
+
+    @collect
+    def echo(self, values: np.ndarray) -> int:
+        return values.size
+"""
+
+
+def run_program(folder: Path, victim: str, how: signal.Signals) -> tuple[int, str]:
+    """Run a program that stops or kills one of its Ray's processes; return its status and what it printed."""
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "echoing.py").write_text(WORKERS)
+    done = subprocess.run(
+        [sys.executable, "program.py", str(folder / "logs"), victim, how.name],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_raylet_that_is_stopped_or_killed_is_named_and_ends_the_program_in_good_order(tmp_path, how):
+    status, printed = run_program(tmp_path, "raylet", how)
+    pid = printed.partition("victim: ")[2].split()[0]
+    what = "is stopped" if how == signal.SIGSTOP else "was killed by signal 9"
+    assert f"RayLostError: Ray's raylet (pid {pid}) {what}" in printed
+    assert printed.endswith("left\n"), printed
+    assert status == 7
+    assert (tmp_path / "logs" / "ray" / "raylet.out").is_file(), "Ray's logs are where they are looked for"
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_a_gcs_the_work_goes_on_to_its_end_and_that_is_said(tmp_path, how):
+    status, printed = run_program(tmp_path, "GCS", how)
+    assert printed.count("answered\n") == 5, printed
+    assert "Error" not in printed
+    assert printed.endswith("left\n"), printed
+    assert status == 7

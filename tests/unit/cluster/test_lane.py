@@ -1,0 +1,125 @@
+"""What is asked of Ray may be lost; who asked is not."""
+
+import threading
+
+import pytest
+
+from rallypoint.cluster.lane import Ailment, Lane
+from rallypoint.errors import RayLostError
+
+STOPPED = Ailment("Ray's raylet (pid 7) is stopped", is_fatal=False, ends_calls=True)
+KILLED = Ailment("Ray's raylet (pid 7) was killed by signal 9", is_fatal=True, ends_calls=True)
+WITHOUT_GCS = Ailment("Ray's GCS (pid 8) was killed by signal 9", is_fatal=False, ends_calls=False)
+
+
+class Clock:
+    """Seconds that go by, one or as many as a test says, whenever somebody looks."""
+
+    def __init__(self):
+        self.now, self.pace_s = 0.0, 1.0
+
+    def __call__(self):
+        self.now += self.pace_s
+        return self.now
+
+
+class Scene:
+    """A lane of which a test plays Ray's processes and the clock."""
+
+    def __init__(self):
+        self.ailment, self.clock, self.said, self.noted = None, Clock(), [], []
+        self.answers, self.goes_on = threading.Event(), threading.Event()
+        self.lane = Lane(
+            limit_s=30,
+            ailment=lambda: self.ailment,
+            note_busy=self.noted.append,
+            say=self.said.append,
+            clock=self.clock,
+            look_s=0.001,
+        )
+
+    def wait(self):
+        """A question that Ray answers when the test says so."""
+        self.goes_on.set()
+        assert self.answers.wait(60)
+        return "an answer"
+
+
+@pytest.fixture
+def scene():
+    scene = Scene()
+    yield scene
+    scene.answers.set()
+
+
+def test_an_answer_or_an_error_of_ray_comes_to_who_asked(scene):
+    assert scene.lane.ask("nothing", lambda: 3) == 3
+    with pytest.raises(TypeError, match="no such thing"):
+        scene.lane.ask("an error", lambda: (_ for _ in ()).throw(TypeError("no such thing")))
+    with pytest.raises(TimeoutError, match="of Ray's own"):
+        scene.lane.ask("an error", lambda: (_ for _ in ()).throw(TimeoutError("of Ray's own")))
+    assert scene.noted == [1, 0, 2, 0, 3, 0], "the reaper sees when something is asked"
+
+
+def test_who_waits_for_a_stopped_process_is_told_of_it_and_let_go_at_the_limit(scene):
+    scene.ailment = STOPPED
+    with pytest.raises(RayLostError, match=r"raylet \(pid 7\) is stopped; this program has waited 30 s for the store"):
+        scene.lane.ask("the store", scene.wait)
+    assert scene.said == [
+        f"waiting for the store for {waited} s of 30: Ray's raylet (pid 7) is stopped" for waited in (10, 20)
+    ]
+    asked_again = []
+    with pytest.raises(RayLostError, match="has waited 30 s for the store"):
+        scene.lane.ask("more", lambda: asked_again.append(1))
+    assert asked_again == [], "what is lost is asked nothing more"
+
+
+def test_who_waits_for_a_process_that_is_gone_is_let_go_at_once(scene):
+    scene.ailment = KILLED
+    with pytest.raises(RayLostError, match="was killed by signal 9; this program has waited 1 s for the store"):
+        scene.lane.ask("the store", scene.wait)
+
+
+def test_where_nothing_is_wrong_that_can_be_seen_the_wait_is_ten_times_as_long(scene):
+    with pytest.raises(RayLostError, match="Ray gives no sign of life; this program has waited 300 s for the store"):
+        scene.lane.ask("the store", scene.wait)
+
+
+def test_time_in_which_this_process_stood_still_does_not_count(scene):
+    scene.ailment, scene.clock.pace_s = STOPPED, 1000.0
+    with pytest.raises(RayLostError, match="waited 30 s"):
+        scene.lane.ask("the store", scene.wait)
+    assert scene.clock.now >= 10 * 1000, "an hour between two looks is three seconds of patience"
+
+
+def test_an_error_that_came_of_a_lost_process_names_the_process(scene):
+    def fails():
+        scene.ailment = KILLED
+        raise OSError("broken pipe")
+
+    with pytest.raises(RayLostError, match="was killed by signal 9; this program waited for the store") as caught:
+        scene.lane.ask("the store", fails)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_without_a_gcs_workers_work_on_and_that_is_said_once(scene):
+    scene.ailment = WITHOUT_GCS
+    assert [scene.lane.look() for _ in range(200)] == [None] * 200
+    assert len(scene.said) == 1
+    assert "GCS (pid 8) was killed by signal 9; steps go on, but nothing new can be placed" in scene.said[0]
+
+
+def test_calls_under_way_end_with_a_raylet_that_is_gone_or_stays_stopped(scene):
+    scene.ailment = STOPPED
+    assert [scene.lane.look() for _ in range(29)] == [None] * 29
+    scene.ailment = None
+    assert scene.lane.look() is None, "it was continued"
+    scene.ailment = STOPPED
+    outcomes = [scene.lane.look() for _ in range(31)]
+    assert outcomes[:29] == [None] * 29
+    assert "is stopped, for 30 s" in str(outcomes[-1])
+
+
+def test_a_raylet_that_is_gone_ends_calls_at_once(scene):
+    scene.ailment = KILLED
+    assert "killed by signal 9" in str(scene.lane.look())

@@ -1,0 +1,105 @@
+"""What finds and ends the remains of a cluster; nothing here needs Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rallypoint.cluster import reaper
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+
+SILENT = "import signal; signal.pause()"
+
+
+def test_a_process_that_wrote_over_its_environment_is_known_by_its_logs_and_a_reader_of_them_is_not(tmp_path):
+    folder = tmp_path / "rally-1"
+    folder.mkdir()
+    log = folder / "agent.log"
+    log.touch()
+    with log.open("wb") as out, log.open("rb") as text:
+        helper = subprocess.Popen([sys.executable, "-c", SILENT], stdout=out)
+        reader = subprocess.Popen([sys.executable, "-c", SILENT], stdin=text, stdout=subprocess.DEVNULL)
+    try:
+        assert reaper.end_processes("no such mark", grace_s=5, folder=str(folder)) == 1
+        assert helper.wait(10) == -signal.SIGTERM
+        assert reader.poll() is None
+    finally:
+        for process in (helper, reader):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def left(tmp_path):
+    """The private folder of a cluster, and the link to its logs in a run's folder."""
+    folder, logs = tmp_path / "rally-1", tmp_path / "run" / "ray"
+    inside = folder / "ray" / "session" / "logs"
+    inside.mkdir(parents=True)
+    logs.parent.mkdir()
+    (inside / "raylet.out").write_text("it said something")
+    (folder / "token").write_text("secret")
+    logs.symlink_to(inside)
+    return folder, logs
+
+
+def test_the_logs_are_moved_and_the_folder_goes(left):
+    folder, logs = left
+    reaper.tidy(str(folder), str(logs))
+    assert (logs / "raylet.out").read_text() == "it said something"
+    assert not logs.is_symlink()
+    assert not folder.exists()
+
+
+def test_a_disk_without_room_for_the_logs_does_not_keep_the_folder_and_its_token(left):
+    folder, logs = left
+
+    def full(source, target):
+        """As `shutil.move` from one disk to another: some of it is there when the room ends."""
+        os.mkdir(target)
+        with open(os.path.join(target, "part"), "wb") as part:
+            part.write(b"it sa")
+        raise OSError(28, "No space left on device", source)
+
+    reaper.tidy(str(folder), str(logs), move=full)
+    assert not folder.exists()
+    assert not logs.exists(), "what is there of the logs is not whole, and takes what room there is"
+
+
+def page():
+    descriptor = reaper.open_page()
+    assert descriptor is not None
+    return descriptor
+
+
+def guard_of(pid, busy, clock):
+    return reaper.Guard(pid, busy, 10.0, clock=clock)
+
+
+def test_a_driver_that_does_not_come_back_from_a_question_is_lost_unless_it_is_stopped():
+    busy, now = page(), iter(range(0, 100_000, 5))
+    driver = subprocess.Popen([sys.executable, "-c", SILENT])
+    guard = guard_of(driver.pid, busy, lambda: float(next(now)))
+
+    def looks(number, times):
+        os.pwrite(busy, number.to_bytes(8, sys.byteorder), 0)
+        return [guard.is_lost() for _ in range(times)]
+
+    try:
+        assert not any(looks(0, 20)), "it asks nothing"
+        assert not any(any(looks(number, 2)) for number in range(1, 20)), "each question gets its answer"
+        driver.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, driver.pid, os.WSTOPPED | os.WNOWAIT)
+        assert not any(looks(20, 20)), "Ctrl-Z is no silence of Ray's"
+        driver.send_signal(signal.SIGCONT)
+        until = time.monotonic() + 30
+        while reaper._is_stopped(driver.pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert looks(20, 3) == [False, False, True]
+    finally:
+        driver.kill()
+        driver.wait()
+        os.close(busy)
