@@ -21,11 +21,14 @@ from ray.cluster_utils import Cluster
 STORE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
 
 
+VARIABLES = {"NCCL_OF_THE_TEST": "from the driver", "CLOUD_PASSWORD_OF_THE_TEST": "nobody's business"}
+
+
 class Joined(RayCluster):
     """The simulated cluster, as one that somebody else started."""
 
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(address=str(cluster.address), namespace="nodes", own=None)
+        super().__init__(address=str(cluster.address), namespace="nodes", own=None, silence_s=3, say=print)
 
 
 class Worker:
@@ -37,6 +40,10 @@ class Worker:
     @collect
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
+
+    @collect
+    def variables(self) -> list[str | None]:
+        return [os.environ.get(name) for name in VARIABLES]
 
     @collect
     def pid(self) -> int:
@@ -60,6 +67,7 @@ class Nodes:
         self.small = self.cluster.add_node(num_cpus=1, labels={"zone": "b"}, **STORE)
         ray.init(address=self.cluster.address, namespace="nodes", log_to_driver=False)
         self.said: list[str] = []
+        os.environ.update(VARIABLES)  # the nodes are there already, without them
         self.runtime = RayRuntime(
             Joined(self.cluster),
             log_folder=folder,
@@ -69,6 +77,8 @@ class Nodes:
             say=self.said.append,
             voice_every_s=0.5,
         )
+        for name in VARIABLES:
+            del os.environ[name]
 
     @property
     def names(self) -> dict[str, str]:
@@ -129,6 +139,14 @@ def test_a_label_chooses_the_node(nodes, run):
             return await nodes.places(group)
 
     assert run(scenario()) == ["small", "small"]
+
+
+def test_what_configures_libraries_goes_from_the_driver_to_its_workers_and_nothing_else(nodes, run):
+    async def scenario():
+        async with on(nodes, "actor", ResourcePool([1, 1], num_cpus=0.1)) as group:
+            return await group.call(Worker.variables)
+
+    assert run(scenario()) == [["from the driver", None]] * 2
 
 
 def test_processes_share_devices_and_their_ranks_follow_the_device_numbers(nodes, run):

@@ -276,7 +276,7 @@ def run() -> None:
 
 
 def _leave_at_once_if_held(end: SystemExit) -> None:
-    """End the process here if Ray has lost a thread of it, and would crash or wait at an orderly end."""
+    """End the process here if it is tied to a Ray that is not well, and would wait or crash at an orderly end."""
     from rallypoint.cluster import is_held_by_ray
 
     if is_held_by_ray():

@@ -65,7 +65,7 @@ def open_runtime(
         ClusterError: Ray is asked for and not installed, or there is no cluster at the address.
     """
     if kind == "inline":
-        return InlineRuntime(log_folder=log_folder, silence_s=silence_s)
+        return InlineRuntime(log_folder=log_folder, silence_s=silence_s, say=say)
     try:
         from rallypoint.cluster.on_ray import RayRuntime
         from rallypoint.cluster.ray_cluster import RayCluster

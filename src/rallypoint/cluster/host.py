@@ -20,6 +20,7 @@ import platform
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -43,6 +44,9 @@ ResultT = TypeVar("ResultT")
 _MOST_TEXT = 20_000
 """Characters of a message or traceback that are sent; of a longer one the middle is left out."""
 
+_MOST_NOTES = 100
+"""Lines that are kept until the driver asks; of more the oldest go."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerContext:
@@ -60,6 +64,8 @@ class WorkerContext:
     """Objects that the workers of one process leave for each other, by a name both know."""
     tick: Callable[[], None] = lambda: None
     """Call it when a long method gets on with its work: a call's deadline counts from the last tick."""
+    say: Callable[[str], None] = print
+    """Call it, from any thread, with a line that the user should know; the driver tells it within seconds."""
 
     @property
     def num_ranks(self) -> int:
@@ -119,6 +125,8 @@ class Pulse:
     """Rises with every call that begins or ends and with every tick."""
     call: Invocation | None
     """What it is executing."""
+    notes: tuple[str, ...] = ()
+    """What its workers have said since it was last asked."""
 
 
 class WorkerHost:
@@ -136,6 +144,7 @@ class WorkerHost:
         self._running: Invocation | None = None
         self._thread = 0
         self._cancelled: set[int] = set()
+        self._notes: deque[str] = deque(maxlen=_MOST_NOTES)
 
     def create(
         self, invocation: Invocation, kind: type, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -151,7 +160,11 @@ class WorkerHost:
                 f"a worker of {role} lives in this process already: shut its group down first, or give this group "
                 "another role name"
             )
-        context = WorkerContext(role, rank, mesh, self._num_cpus, self._device, self._shared, self._tick)
+
+        def say(line: str) -> None:
+            self._notes.append(f"{role} rank {rank}: {line}")
+
+        context = WorkerContext(role, rank, mesh, self._num_cpus, self._device, self._shared, self._tick, say)
 
         def make() -> None:
             self._workers[role] = kind(context, *args, **kwargs)
@@ -189,7 +202,8 @@ class WorkerHost:
 
     def pulse(self) -> Pulse:
         """Answer at once, whatever the other thread does."""
-        return Pulse(self._progress, self._running)
+        notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
+        return Pulse(self._progress, self._running, notes)
 
     def interrupt(self, number: int) -> None:
         """Cancel a call: it does not begin, or is stopped at its next line of Python."""

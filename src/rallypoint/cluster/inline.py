@@ -189,11 +189,12 @@ class InlineRuntime:
 
     head = None
 
-    def __init__(self, *, log_folder: Path, silence_s: float = 60.0) -> None:
+    def __init__(self, *, log_folder: Path, silence_s: float = 60.0, say: Callable[[str], None] = print) -> None:
         self._pools: dict[ResourcePool, list[InlineHost]] = {}
         self.threads: list[threading.Thread] = []
         """Of all hosts that there ever were."""
-        self.watch = Watchdog(Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder))
+        vigil = Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder, say=say)
+        self.watch = Watchdog(vigil)
         """Looks after the calls of all hosts."""
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:

@@ -34,7 +34,7 @@ _ABANDONED = threading.Event()
 
 
 def is_held_by_ray() -> bool:
-    """Whether a thread of this process stays in Ray's C++ for good: an orderly end of the process would crash there."""
+    """Whether this process is tied for good to a Ray that is not well: an orderly end would wait there, or crash."""
     return _ABANDONED.is_set()
 
 
@@ -120,13 +120,13 @@ class Lane:
             limit_s = self._limit_s if found is not None else _TIMES_IF_WELL * self._limit_s
             if waited_s >= limit_s or (found is not None and found.is_fatal):
                 why = found or "Ray gives no sign of life"
-                raise self._lose(f"{why}; this program has waited {waited_s:.0f} s for {what}")
+                raise self.lose(f"{why}; this program has waited {waited_s:.0f} s for {what}")
             if waited_s >= voice_s:
                 voice_s += _VOICE_EVERY_S
                 self._say(f"waiting for {what} for {waited_s:.0f} s of {limit_s:.0f}{f': {found}' if found else ''}")
         error = answer.exception()
         if error is not None and (found := self._ailment()) is not None and found.ends_calls:
-            raise self._lose(f"{found}; this program waited for {what}") from error
+            raise self.lose(f"{found}; this program waited for {what}") from error
         return answer.result()
 
     def put(self, question: Callable[[], Any]) -> Future[Any]:
@@ -140,9 +140,14 @@ class Lane:
         return answer
 
     def abandon(self) -> None:
-        """Leave the thread where it is."""
-        self._lose("Ray was left")
+        """Leave Ray as it is, and the thread where it is."""
+        self.lose("Ray was left as it was")
         _ABANDONED.set()
+
+    def lose(self, why: str) -> RayLostError:
+        """Have nothing asked any more; the first reason counts, and is returned."""
+        self.lost = self.lost or RayLostError(why)
+        return RayLostError(str(self.lost))
 
     def look(self) -> RayLostError | None:
         """Return why nothing can go on, if that is so; to be called in beats while workers work."""
@@ -156,13 +161,8 @@ class Lane:
                 self._say(f"{found}; steps go on, but nothing new can be placed, and Ray does not notice what dies")
         waited_s = self._stopped[1].look()
         if found.is_fatal or (found.ends_calls and waited_s >= self._limit_s):
-            self._lose(f"{found}{'' if found.is_fatal else f', for {waited_s:.0f} s'}")
+            self.lose(f"{found}{'' if found.is_fatal else f', for {waited_s:.0f} s'}")
         return self.lost
-
-    def _lose(self, why: str) -> RayLostError:
-        """Have nothing asked any more; the first reason counts."""
-        self.lost = self.lost or RayLostError(why)
-        return RayLostError(str(self.lost))
 
     def _run(self) -> None:
         number = 0

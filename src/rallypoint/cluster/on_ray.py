@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,8 +38,9 @@ from rallypoint.cluster.host import HostInfo
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.ray_host import RayActor, RayHost, on_node
 from rallypoint.cluster.stacks import stacks_of
+from rallypoint.cluster.visit import luggage
 from rallypoint.cluster.watch import Vigil, Watchdog
-from rallypoint.errors import PlacementError
+from rallypoint.errors import PlacementError, RayLostError
 
 AnswerT = TypeVar("AnswerT")
 
@@ -73,6 +76,7 @@ class RayRuntime:
         """
         self._cluster, self._timeout_s, self._preload, self._say = cluster, placement_timeout_s, tuple(preload), say
         self._voice_every_s = voice_every_s
+        self._luggage = {} if cluster.is_local else luggage(os.environ)
         self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayHost]]] = {}
@@ -84,6 +88,7 @@ class RayRuntime:
             save_stacks=self._save_stacks,
             folder=log_folder,
             ground=self.lane.look,
+            say=say,
         )
         self.watch = Watchdog(vigil)
         """Looks after the calls of all hosts."""
@@ -176,7 +181,7 @@ class RayRuntime:
             memory=takes.pop("memory", None),
             resources=takes,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=node),
-        ).remote(pool.num_threads, pool.device, self._preload)
+        ).remote(pool.num_threads, pool.device, self._preload, self._luggage)
         return RayHost(self, pool, actor)
 
     def host_of(self, actor_id: str | None) -> RayHost | None:
@@ -201,7 +206,8 @@ class RayRuntime:
     def _give_back(self, pool: ResourcePool) -> None:
         if pool in self._groups:
             group = self._groups.pop(pool)
-            self.lane.put(lambda: remove_placement_group(group))
+            with contextlib.suppress(RayLostError):  # the place went with Ray
+                self.lane.ask(f"Ray to take pool {pool.name!r} back", lambda: remove_placement_group(group))
 
     def _all(self) -> list[RayHost]:
         """Return the processes that we have not ended."""
@@ -210,15 +216,17 @@ class RayRuntime:
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
         await asyncio.to_thread(self.watch.stop)
+        if (found := self._cluster.processes.ailment()) is not None:
+            self.lane.lose(found.what)
         starting = [pool for pool in self._pools.values() if not pool.done()]
         for pool in starting:
             pool.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
-        if not self._cluster.is_local:  # ours goes with all that is in it
-            for host in self._all():
-                host.end()
-            for pool in list(self._groups):
-                self._give_back(pool)
+        for host in self._all():
+            host.ended = True
+            self.lane.put(partial(ray.kill, host.handle))  # whether it is done is seen by the time that leaving takes
+        for group in self._groups.values():
+            self.lane.put(partial(remove_placement_group, group))
         self._pools.clear()
         self._groups.clear()
         await asyncio.to_thread(self._cluster.shutdown)

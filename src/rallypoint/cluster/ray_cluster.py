@@ -97,8 +97,7 @@ _MAX_SOCKET_PATH = 103
 """Characters in the path of a Unix socket, on the system that allows fewest."""
 
 _SOCKETS = "/rally-0123456789ab/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-
-_VOICE_EVERY_S, _LEAVE_TIMEOUT_S, _LET_GO_S, _END_TIMEOUT_S = 10.0, 20.0, 5.0, 20.0
+_VOICE_EVERY_S, _LEAVE_TIMEOUT_S, _END_TIMEOUT_S = 10.0, 20.0, 20.0
 _REAPER_PATIENCE = 12.0
 """How many times the limit the reaper waits: longer than the lane ever does, if its thread can run."""
 
@@ -127,6 +126,8 @@ class RayCluster:
             say=say,
         )
         """Where Ray is asked what may take it long."""
+        self._is_leaving = False
+        threading.Thread(target=self._watch_raylet, name="raylet", daemon=True).start()
 
     @property
     def is_local(self) -> bool:
@@ -216,22 +217,31 @@ class RayCluster:
     def shutdown(self) -> None:
         """Leave. Of a cluster of our own nothing remains but its logs; any other loses what this program had in it.
 
-        Never raises, and never takes longer than a minute: what was done before is done, whatever becomes of Ray.
+        Never raises, and ends within a minute: what was done before is done, whatever becomes of Ray. A Ray that is not
+        well is not asked to let go. The program stays tied to it until it ends, and the reaper tidies up after it.
         """
-        is_well = self.lane.lost is None and self.processes.ailment() is None
-        left = self.lane.put(lambda: ray.shutdown(wait_for_processes=True))
-        wait([left], timeout=_LEAVE_TIMEOUT_S if is_well else 0)
-        if self._own is not None:
-            self._own.end()  # and with Ray's processes ends what the lane waits for, most often
-            wait([left], timeout=_LEAVE_TIMEOUT_S if is_well else _LET_GO_S)
-        if not left.done():
+        self._is_leaving = True
+        left = None
+        if self.lane.lost is None and self.processes.ailment() is None:
+            left = self.lane.put(lambda: ray.shutdown(wait_for_processes=True))
+            wait([left], timeout=_LEAVE_TIMEOUT_S)
+        if left is None or not left.done():
+            atexit.unregister(ray.shutdown)  # it would wait for what does not answer
             self.lane.abandon()
-            atexit.unregister(ray.shutdown)  # it would wait for the same
-            if is_well:
-                self._say(f"Ray did not let this program go within {_LEAVE_TIMEOUT_S:g} s, which left all the same")
-        elif (error := left.exception()) is not None:
+            return
+        if (error := left.exception()) is not None:
             self._say(f"Ray was left with an error: {error}")
         _forget_token()
+        if self._own is not None:
+            self._own.end()
+
+    def _watch_raylet(self) -> None:
+        """Say at once that the raylet is gone: the next word to the store that it kept ends this program from C++."""
+        self.processes.wait_for_raylet()
+        found = self.processes.ailment()
+        if found is not None and not self._is_leaving:
+            self._say(f"{found}: nothing can go on without it")
+            self.lane.lose(found.what)
 
 
 class _OwnCluster:
@@ -287,7 +297,7 @@ class _OwnCluster:
 def _check_that_ray_is_free() -> None:
     if ray.is_initialized():
         raise ClusterError(
-            "this process is already in a Ray cluster, and can be in one only: call ray.shutdown() first"
+            "this process is in a Ray cluster already, and can be in one only: call ray.shutdown() first"
         )
 
 

@@ -44,7 +44,10 @@ _HEALTH = "health"
 class RayWorkerHost(WorkerHost):
     """A `WorkerHost` as a Ray actor."""
 
-    def __init__(self, num_cpus: int, device: str, preload: Sequence[str]) -> None:
+    def __init__(
+        self, num_cpus: int, device: str, preload: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        os.environ.update(environment or {})
         # Read once, when torch is imported. Here and not in a runtime_env, which would start a process from nothing
         # where Ray has one waiting.
         os.environ["OMP_NUM_THREADS"] = str(num_cpus)
@@ -206,7 +209,8 @@ class RayHost:
         """Have Ray end the process, which is no accident then."""
         if not self.ended:
             self.ended = True
-            self.runtime.lane.put(lambda: ray.kill(self.handle))
+            with contextlib.suppress(RayLostError):  # then it has ended, or ends with this program
+                self.runtime.lane.ask(f"Ray to end process {self.info.pid}", lambda: ray.kill(self.handle))
 
     def kill(self, why: WorkerHungError) -> None:
         """See `Host.kill`."""
@@ -216,7 +220,8 @@ class RayHost:
             _kill_process(self.info.pid)
         else:
             self.runtime.lane.put(lambda: on_node(self.info.node_id, _kill_process).remote(self.info.pid))
-        self.end()
+        self.ended = True
+        self.runtime.lane.put(lambda: ray.kill(self.handle))  # whoever finds what hangs must not wait itself
 
 
 def on_node(node_id: str, work: Callable[..., Any]) -> Any:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
+import select
 import socket
 import struct
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,19 @@ class RayProcesses:
                 what = f"Ray's {one.name} (pid {one.pid}) {how}{reason}"
                 return Ailment(what, is_fatal=one.is_raylet and is_gone, ends_calls=one.is_raylet)
         return None
+
+    def wait_for_raylet(self) -> None:
+        """Return when the raylet has ended, or never if that cannot be seen from here."""
+        for one in self._processes:
+            if one.is_raylet and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(ProcessLookupError):
+                    raylet = os.pidfd_open(one.pid)
+                    poller = select.poll()
+                    poller.register(raylet, select.POLLIN)
+                    poller.poll()
+                    os.close(raylet)
+                return
+        threading.Event().wait()
 
     def why_workers_ended(self) -> str:
         """Return why all workers of this machine ended at once, as far as is known."""

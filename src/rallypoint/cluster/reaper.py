@@ -54,7 +54,8 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
         signal.signal(number, signal.SIG_IGN)  # who stops the run means the driver, and then there is work to do
     guard = Guard(driver, int(busy), float(limit_s)) if busy else None
     while not _has_ended(driver, guard):
-        # What Ray's processes kept it waiting for fails with them, and it can say so itself.
+        _say_there(driver, "does not come back from Ray, whose processes are ended now; its interpreter is held")
+        # What they kept it waiting for fails with them, or ends the driver from Ray's C++.
         end_processes(mark, folder=folder)
         guard = None
     num_ended = end_processes(mark, folder=folder)
@@ -96,6 +97,12 @@ def open_page() -> int | None:
     page = os.memfd_create("busy")
     os.truncate(page, PAGE_BYTES)
     return page
+
+
+def _say_there(process: int, what: str) -> None:
+    """Write a line where a process writes its errors."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/fd/2", "w", encoding="utf-8") as errors:
+        errors.write(f"error: process {process} {what}\n")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -73,6 +73,7 @@ class Vigil:
         save_stacks: SaveStacks,
         folder: Path,
         ground: Callable[[], RallyError | None] = lambda: None,
+        say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing to look after.
@@ -83,8 +84,10 @@ class Vigil:
             save_stacks: see `SaveStacks`.
             folder: where stacks are saved.
             ground: returns why no host can go on, if that is so; called once in a beat.
+            say: called, from any thread, with each line that a worker has said.
             clock: seconds that never go back.
         """
+        self._say = say
         self.beat_s = min(_BEAT_S, silence_s / 3)
         self._hosts, self._silence_s, self._save_stacks = hosts, silence_s, save_stacks
         self._folder, self._ground, self._clock = folder, ground, clock
@@ -123,10 +126,10 @@ class Vigil:
             return
         known, self._patients = self._patients, {}
         for host in self._hosts():
-            patient = self._patients[host] = known.get(host) or _Patient(host.pulse(), now)
+            patient = self._patients[host] = known.get(host) or _Patient(self._asked(host), now)
             if host in known and patient.asked.done():
                 patient.hear()
-                patient.asked, patient.asked_at = host.pulse(), now
+                patient.asked, patient.asked_at = self._asked(host), now
         hung = [host for host, patient in self._patients.items() if now - patient.asked_at > self._silence_s]
         if hung:
             self._end(hung, calls, f"gave no sign of life for {self._silence_s:g} s")
@@ -135,6 +138,17 @@ class Vigil:
             if call.deadline_s is not None and (hung := self._without_progress(call, began, call.deadline_s)):
                 self._end(hung, calls, f"made no progress for {call.deadline_s:g} s, the deadline of {call}")
                 return
+
+    def _asked(self, host: Host) -> Future[Pulse]:
+        """Ask for a pulse; what the host's workers have to say is told whoever looks at the answer."""
+        asked = host.pulse()
+        asked.add_done_callback(self._tell)
+        return asked
+
+    def _tell(self, answer: Future[Pulse]) -> None:
+        if answer.exception() is None:
+            for line in answer.result().notes:
+                self._say(line)
 
     def _now(self) -> float:
         """Return the seconds during which this was called in beats: where some are missing, the driver stood still."""

@@ -51,9 +51,13 @@ class MemoryMeter:
         finally:
             self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
 
-    def take(self) -> Metrics:
-        """Return `memory_gib` of the calls since it was last taken; nothing where it cannot be measured."""
-        peak, self._peak = self._peak, 0
+    def take(self, beside_bytes: int = 0) -> Metrics:
+        """Return `memory_gib` of the calls since it was last taken; nothing where it cannot be measured.
+
+        Args:
+            beside_bytes: the most that other processes had meanwhile for the same role.
+        """
+        peak, self._peak = self._peak + beside_bytes, 0
         return Metrics({"memory_gib": Maximum(peak / 2**30)} if peak > 0 else {})
 
 

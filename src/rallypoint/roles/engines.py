@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext
@@ -19,6 +20,7 @@ from rallypoint.install import find_engine
 from rallypoint.models import adapters_of, outline_policy
 from rallypoint.roles.placement import WorkerSpec
 
+_LEAST_SHARE = 0.001
 _VLLM_BLOCK_TOKENS = 128
 """Of keys and values, on processors, where blocks are largest."""
 
@@ -51,6 +53,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
     outline = Outline.of(outline_policy(spec.model_path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
     num_blocks = -(-config.max_row_tokens // _VLLM_BLOCK_TOKENS) + 1
     cache_tokens = rollout.cache_tokens or _num_rows(config) * num_blocks * _VLLM_BLOCK_TOKENS
+    cache_bytes = cache_tokens * outline.cache_bytes_per_token
     launch = Launch(
         python=installed.python,
         model=spec.model_path,
@@ -59,8 +62,9 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         num_cpus=context.num_cpus,
         max_tokens=config.max_row_tokens,
         max_rows=rollout.max_batch_rows,
-        cache_bytes=cache_tokens * outline.cache_bytes_per_token,
+        cache_bytes=cache_bytes,
         trust_remote_code=model.trust_remote_code,
+        memory_share=_memory_share(outline.num_bytes + cache_bytes, context.device),
         log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
         adapter_rank=_adapter_rank(model.lora),
     )
@@ -70,6 +74,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         gives_memory=context.device != "cpu",
         start_s=config.cluster.call_timeout_s,
         tick=context.tick,
+        say=context.say,
     )
     until.callback(connection.close)
     return VLLMEngine(
@@ -80,6 +85,17 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         decode=spec.decoder(),
         silence_s=config.cluster.call_timeout_s,
     )
+
+
+def _memory_share(num_bytes: int, device: str) -> float | None:
+    """Return the part of an accelerator's memory that weights and cache take; None on a CPU.
+
+    It is what has to be free for vLLM to start, which by default would be 92 % of a device that others are on, too.
+    """
+    if device == "cpu":
+        return None
+    _, total = torch.accelerator.get_memory_info()
+    return min(1.0, max(_LEAST_SHARE, num_bytes / total))
 
 
 def make_guest_engine(

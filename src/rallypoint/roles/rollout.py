@@ -20,8 +20,8 @@ from rallypoint.models import ModelShard, trained_weights
 from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSource, way_between
-from rallypoint.roles.turns import Turns, TurnTaker, in_turn
-from rallypoint.types import ActorBatch, Prompts, RolloutBatch
+from rallypoint.roles.turns import Turns, TurnTaker, in_turn, make_room_for_neighbour
+from rallypoint.types import ActorBatch, Metrics, Prompts, RolloutBatch, Sum, merge
 from rallypoint.weights import Plan, Sink, folder
 
 ACTOR_ENGINE = "actor/engine"
@@ -48,6 +48,7 @@ class RolloutWorker(TurnTaker):
         self._server: VLLMEngine | None = None
         """Another process, with the model, where that is what samples."""
         if config.rollout.engine == "vllm":
+            make_room_for_neighbour(context)
             self._server = start_server(spec, context, self._until)
             self._engine: GenerationEngine = self._server
         else:
@@ -96,6 +97,14 @@ class RolloutWorker(TurnTaker):
         """Return why rollouts failed since this was last asked, one sentence each."""
         failed, self._failures = self._failures, []
         return [str(error) for error in failed]
+
+    @collect
+    def memory(self) -> Metrics:
+        """See `TurnTaker.memory`; with that of the server, and `num_server_restarts` since this was last asked."""
+        if self._server is None:
+            return self.turns.metrics()
+        restarts = Metrics({"num_server_restarts": Sum(self._server.take_restarts())})
+        return merge(self.turns.metrics(self._server.memory_bytes()), restarts)
 
     def check_whole(self) -> None:
         """Refuse to sample from a model of which only parts were loaded.

@@ -18,7 +18,21 @@ TakerT = TypeVar("TakerT", bound="TurnTaker")
 Params = ParamSpec("Params")
 ResultT = TypeVar("ResultT")
 
-_BASELINE = "memory/baseline"
+_BASELINE, _NEIGHBOUR = "memory/baseline", "memory/neighbour"
+
+
+def make_room_for_neighbour(context: WorkerContext) -> None:
+    """Have the roles of this process leave its accelerator's memory to another process whenever they sleep.
+
+    Without a neighbour torch's allocator keeps what is freed, for the next of them.
+    """
+    context.shared[_NEIGHBOUR] = True
+    _let_go(context)
+
+
+def _let_go(context: WorkerContext) -> None:
+    if context.device != "cpu" and _NEIGHBOUR in context.shared:
+        torch.accelerator.empty_cache()
 
 
 class Turns:
@@ -26,7 +40,7 @@ class Turns:
 
     def __init__(self, context: WorkerContext) -> None:
         """Begin before the role loads anything: what is there now counts for none of the roles of the process."""
-        self._device = torch.device(context.device)
+        self._context, self._device = context, torch.device(context.device)
         baseline = context.shared.setdefault(_BASELINE, resident_bytes(self._device))
         self._meter = MemoryMeter(self._device, baseline)
         self._sleeper: Engine[Any] | None = None
@@ -35,6 +49,7 @@ class Turns:
         """Put an engine to sleep now, and whenever a turn is over."""
         engine.sleep()
         self._sleeper = engine
+        _let_go(self._context)
 
     @contextlib.contextmanager
     def turn(self, *, to_train: bool = False) -> Iterator[None]:
@@ -48,10 +63,15 @@ class Turns:
                 if self._sleeper is not None:
                     self._sleeper.sleep()
         give_back(self._device)
+        _let_go(self._context)
 
-    def metrics(self) -> Metrics:
-        """Return the peak of the turns since this was last asked."""
-        return self._meter.take()
+    def metrics(self, beside_bytes: int = 0) -> Metrics:
+        """Return the peak of the turns since this was last asked.
+
+        Args:
+            beside_bytes: private memory of another process that works for the role; on a CPU it is the role's, too.
+        """
+        return self._meter.take(beside_bytes if self._device.type == "cpu" else 0)
 
 
 class TurnTaker:

@@ -34,6 +34,7 @@ class FakeHost:
         self.info, self.watch = HostInfo("node-a", "A", pid), watch
         self.role, self.roles = role, {role: pid % 10}
         self.progress, self.executing, self.stopped = 0, None, False
+        self.notes = []
         self.killed, self.num_asked, self.owes = None, 0, []
         self.dies_after_s = 0.0
 
@@ -41,7 +42,8 @@ class FakeHost:
         self.num_asked += 1
         answer = Future()
         if not self.stopped:
-            answer.set_result(Pulse(self.progress, self.executing))
+            answer.set_result(Pulse(self.progress, self.executing, tuple(self.notes)))
+            self.notes = []
         return answer
 
     def kill(self, why):

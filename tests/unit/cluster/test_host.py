@@ -216,6 +216,19 @@ def test_pulse_tells_what_is_executed_and_whether_it_gets_on(host):
     assert host.pulse() == Pulse(before + 2 + 7, None)
 
 
+def test_what_a_worker_says_is_told_once_with_its_name_and_of_too_much_the_newest(host):
+    driver = Driver(host)
+    worker = host._workers[driver.role]
+    worker.context.say("waiting for a server")
+    assert host.pulse().notes == ("actor rank 1: waiting for a server",)
+    assert host.pulse().notes == ()
+    for number in range(1000):
+        worker.context.say(str(number))
+    notes = host.pulse().notes
+    assert len(notes) < 1000
+    assert notes[-1] == "actor rank 1: 999"
+
+
 def interrupted(host, driver):
     """Interrupt a call that spins; return what it raised."""
     worker, raised = host._workers[driver.role], []

@@ -1,6 +1,7 @@
 """Who is found to hang, by an injected clock and hosts that the test plays."""
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -23,16 +24,17 @@ class Ward:
     """A vigil over some hosts, looked at once a second."""
 
     def __init__(self, stage, folder, hosts, silence_s=10.0):
-        self.hosts, self.clock, self.saved = hosts, Clock(), []
+        self.hosts, self.clock, self.saved, self.told = hosts, Clock(), [], []
+        self.lost = None
         self.vigil = Vigil(
             hosts=lambda: [host for host in self.hosts if host.killed is None],
             silence_s=silence_s,
             save_stacks=self.save,
             folder=folder,
             ground=lambda: self.lost,
+            say=self.told.append,
             clock=self.clock,
         )
-        self.lost = None
         for host in hosts:
             host.watch = self.vigil
 
@@ -171,15 +173,13 @@ def test_a_host_that_died_is_not_silent(ward, stage):
     it = ward(1)
     it.wait_for(stage.call(it.hosts))
 
-    class Dead:
-        def done(self):
-            return True
-
-        def exception(self):
-            return RuntimeError("the process is gone")
+    def unanswered():
+        answer = Future()
+        answer.set_exception(RuntimeError("the process is gone"))
+        return answer
 
     it.pass_s(1)
-    it.hosts[0].pulse = Dead
+    it.hosts[0].pulse = unanswered
     it.pass_s(30)
     assert killed(it.hosts) == []
 
@@ -340,7 +340,15 @@ def test_a_call_ends_with_its_host_even_if_the_runtime_never_hears_of_its_end(wa
     it = ward(1)
     call = it.wait_for(stage.call(it.hosts))
     it.hosts[0].stopped, it.hosts[0].dies_after_s = True, 10_000.0
-    it.vigil.beat_s = 0.01
+    it.vigil.beat_s = 0.4  # how long it waits for the runtime
     it.pass_s(12)
     with pytest.raises(WorkerHungError, match="gave no sign of life for 10 s"):
         call.result()
+
+
+def test_what_workers_say_is_told_with_the_next_pulse(ward, stage):
+    it = ward(1)
+    it.wait_for(stage.call(it.hosts))
+    it.hosts[0].notes = ["waiting for a server"]
+    it.pass_s(3)
+    assert it.told == ["waiting for a server"]

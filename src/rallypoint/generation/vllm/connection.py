@@ -39,6 +39,7 @@ class Connection:
         start_s: float = 600.0,
         tick: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = print,
+        voice_every_s: float = 10.0,
     ) -> None:
         """Start a server; nothing waits for it here.
 
@@ -50,13 +51,20 @@ class Connection:
             start_s: how long a start may take.
             tick: called while something is waited for.
             say: called with one line about what happens to the server.
+            voice_every_s: how often that a start takes long is said.
         """
         self.version = version
         """Of the weights that it holds."""
         self._gives_memory, self._is_asleep, self._tick = gives_memory, False, tick
         self._folder = OwnFolder()
         self.control = Control(
-            launch, self._folder.path, version, takes_adapters=takes_adapters, start_s=start_s, say=say
+            launch,
+            self._folder.path,
+            version,
+            takes_adapters=takes_adapters,
+            start_s=start_s,
+            say=say,
+            voice_every_s=voice_every_s,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)

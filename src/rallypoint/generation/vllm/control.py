@@ -18,7 +18,7 @@ from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation.vllm.http import Address, LostError, ask
 from rallypoint.generation.vllm.server import Server
 
-_LOOK_EVERY_S, _SAY_EVERY_S = 0.1, 30.0
+_LOOK_EVERY_S = 0.1
 _HEALTH_S, _CALL_S = 10.0, 600.0
 _ADAPTER = "rallypoint"
 """Name under which a server has the adapter that was published last."""
@@ -36,14 +36,17 @@ class Control:
         takes_adapters: bool,
         start_s: float,
         say: Callable[[str], None],
+        voice_every_s: float = 10.0,
     ) -> None:
         self._launch, self._folder, self._start_s, self._say = launch, folder, start_s, say
-        self._takes_adapters = takes_adapters
+        self._takes_adapters, self._voice_every_s = takes_adapters, voice_every_s
         self._server: Server | None = None
         self._knows_adapter: Server | None = None
         """The server whose front knows that there is an adapter."""
         self.num_servers = 0
         """That were started, so far as they came to be ready."""
+        self.num_restarts = 0
+        """How often another one had to be started, whether it came to be ready or not."""
         self._doubt: str | None = None
         self._held: tuple[int, Path | None] = (version, None)
         """Version of the weights and their folder; None for those that a server begins with."""
@@ -89,7 +92,8 @@ class Control:
             if server.ended() is None and await self._is_well(server):
                 self._doubt = None
                 return
-            self._say(f"starting vllm again: {server.ended() or self._doubt}")
+            self.num_restarts += 1
+            self._say(f"vllm is started again: {server.ended() or self._doubt or 'it does not answer'}")
             server.stop()
         self._server, self._doubt = None, None
         server = self._launch(self._folder)
@@ -153,6 +157,10 @@ class Control:
             self.give_up(str(error))
             await self.revive()
 
+    def memory_bytes(self) -> int:
+        """See `Server.memory_bytes`."""
+        return self._server.memory_bytes() if self._server is not None else 0
+
     async def end(self) -> None:
         """End the server."""
         if self._server is not None:
@@ -160,16 +168,24 @@ class Control:
 
     async def _started(self, server: Server) -> None:
         began = said = time.monotonic()
+        spoke = False
         while not await self._is_well(server):
             now = time.monotonic()
             if (why := server.ended()) is not None:
                 raise GenerationError(f"vllm did not start: {why}")
             if now - began > self._start_s:
                 raise GenerationError(f"vllm did not start in {self._start_s:g} s")
-            if now - said > _SAY_EVERY_S:
+            if now - said > self._voice_every_s:
                 said = now
-                self._say(f"waiting for vllm to start, for {now - began:.0f} s of {self._start_s:g}")
+                spoke = True
+                said_last = server.last_said()
+                self._say(
+                    f"waiting for vllm to load the model, for {now - began:.0f} s of {self._start_s:g}"
+                    f"{said_last and f'; it said last: {said_last}'}"
+                )
             await asyncio.sleep(_LOOK_EVERY_S)
+        if spoke:
+            self._say(f"vllm is ready after {time.monotonic() - began:.0f} s")
 
     async def _is_well(self, server: Server) -> bool:
         try:

@@ -72,7 +72,17 @@ class VLLMEngine:
         self._cancelled: set[int] = set()
         self._ids = itertools.count(1)
         self._news: queue.SimpleQueue[tuple[int, int, Said | Exception]] = queue.SimpleQueue()
+        self._told_restarts = 0
         self._sign = (0, 0.0)  # the last beat, and when it was seen
+
+    def memory_bytes(self) -> int:
+        """Return the most memory that the server's processes had of their own since this was last asked."""
+        return self._control.memory_bytes()
+
+    def take_restarts(self) -> int:
+        """Return how often the server had to be started again since this was last asked."""
+        told, self._told_restarts = self._told_restarts, self._control.num_restarts
+        return self._told_restarts - told
 
     def beside(self, *, max_rows: int, decode: Decode) -> VLLMEngine:
         """Return another engine over the same server, with requests of its own, of which so many are sent at once.

@@ -1,6 +1,7 @@
-"""Memory with a name that a killed server cannot give back.
+"""What the processes of a server have of this machine's memory, and memory with a name that a killed one leaves.
 
-Owns: which files of Linux's /dev/shm were a group's alone. Must not know: what they were. Python's `multiprocessing`,
+Owns: how much a group of processes has, and which files of Linux's /dev/shm were its alone. Must not know: for what.
+Python's `multiprocessing`,
 by which the processes of a server talk, gives memory and semaphores names there and removes them at its end; a process
 that is killed has none. Only what processes of the group had in their memory is removed, and only if nobody else has.
 """
@@ -30,6 +31,27 @@ def remove_shared(files: dict[Path, int], group: int) -> None:
         with contextlib.suppress(OSError):
             if path not in used and path.stat().st_ino == number:
                 path.unlink()
+
+
+def take_peak_memory(group: int) -> int:
+    """Return the bytes that the processes of a group had of their own at most since this was last asked.
+
+    Each one's own peak, even if these were not at the same time; 0 where the system does not tell.
+    """
+    return sum(_take_peak(_PROCESSES / str(pid)) for pid in _pids() if _group_of(pid) == group)
+
+
+def _take_peak(process: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        lines = (process / "status").read_text(errors="replace").splitlines()
+        sizes = {
+            name: int(rest.split()[0]) * 1024
+            for name, _, rest in (line.partition(":") for line in lines)
+            if rest.endswith("kB")
+        }
+        (process / "clear_refs").write_text("5")  # from now on the peak is what it has now
+        return sizes.get("VmHWM", 0) - sizes.get("RssFile", 0) - sizes.get("RssShmem", 0)
+    return 0
 
 
 def _pids() -> Iterator[int]:

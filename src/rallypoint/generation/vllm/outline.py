@@ -41,6 +41,11 @@ class Outline:
     cache_bytes_per_token: int
     """Of keys and values."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights together."""
+        return sum(weight.numel() * weight.dtype.itemsize for weight in self.weights.values())
+
     @classmethod
     def of(cls, shard: ModelShard) -> Outline:
         """Return the outline of a model, which may be on the meta device."""

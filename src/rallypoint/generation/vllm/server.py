@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from rallypoint.generation.vllm.http import Address
-from rallypoint.generation.vllm.leftovers import remove_shared, shared_files
+from rallypoint.generation.vllm.leftovers import remove_shared, shared_files, take_peak_memory
 
 INSIDE = Path(__file__).parent / "inside"
 """What the server's own processes load of ours; the only folder of ours that they can import from."""
@@ -48,6 +48,14 @@ class Server(Protocol):
         """Return why it ended, with the last it said; None while it runs."""
         ...
 
+    def last_said(self) -> str:
+        """Return the last line of its log; empty where there is none."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Return the most private memory that it and what it started had since this was last asked."""
+        ...
+
     def stop(self) -> None:
         """End it, with everything that it started."""
         ...
@@ -74,6 +82,8 @@ class Launch:
     trust_remote_code: bool
     log: Path
     """What the server says is added to it."""
+    memory_share: float | None = None
+    """Part of its accelerator's memory that has to be free for it; None on a CPU."""
     adapter_rank: int | None = None
     """Of the adapters that are published to it; None where whole models are."""
 
@@ -92,6 +102,9 @@ class Launch:
             "max-logprobs": "2",
             "worker-extension-cls": "rallypoint_vllm.Loading",
         }
+        if self.memory_share is not None:
+            # It does not start unless so much is free, whatever the cache is told to take: without it 92 %.
+            options["gpu-memory-utilization"] = f"{self.memory_share:.4f}"
         flags = ["tokens-only", "skip-tokenizer-init", "no-async-scheduling", "disable-uvicorn-access-log"]
         # Compiling takes half a minute on a CPU, for a fifth of the time of a step.
         flags.append("enforce-eager" if self.device == "cpu" else "enable-sleep-mode")
@@ -169,6 +182,14 @@ class ServerProcess:
             return None
         return f"the vllm server ended; the end of {self._log}:\n{_end_of(self._log)}"
 
+    def last_said(self) -> str:
+        """See `Server.last_said`."""
+        return next(reversed(_lines_of(self._log)), "")
+
+    def memory_bytes(self) -> int:
+        """See `Server.memory_bytes`."""
+        return take_peak_memory(self._process.pid)
+
     def stop(self) -> None:
         """See `Server.stop`; one that does not end when it is told to is killed, and cleaned up after."""
         shared = (self._shared or {}) | shared_files(self._process.pid)
@@ -225,10 +246,15 @@ def hold(folder: Path) -> tuple[Path, BinaryIO] | None:
     return None
 
 
-def _end_of(log: Path) -> str:
-    """Return what a person wants of the end of a log: its last errors, or its last lines."""
+def _lines_of(log: Path) -> list[str]:
+    """Return the last lines of a log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _end_of(log: Path) -> str:
+    """Return what a person wants of the end of a log: its last errors, or its last lines."""
+    lines = _lines_of(log)
     errors = [line for line in lines if "Error" in line and "File " not in line]
     return "\n".join((errors or lines)[-_LOG_LINES:])

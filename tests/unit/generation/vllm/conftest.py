@@ -31,6 +31,8 @@ class World:
     """For each request that comes, what is done instead of answering: a function of (server, answer) or None."""
     starts: deque = dataclasses.field(default_factory=deque)
     """For each start, why it fails; then all succeed."""
+    late_s: float = 0.0
+    """How long a server loads its model before it listens."""
     loads: list = dataclasses.field(default_factory=list)
     """Versions of the folders that servers were told to load."""
     refuse: str | None = None
@@ -53,14 +55,26 @@ class FakeServer:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        starting = asyncio.start_unix_server(self._serve, str(self.address.socket))
-        self.server = asyncio.run_coroutine_threadsafe(starting, self.loop).result()
+        self.server = None
+        starting = asyncio.run_coroutine_threadsafe(self._start(world.late_s), self.loop)
+        if not world.late_s:
+            starting.result()
+
+    async def _start(self, late_s):
+        await asyncio.sleep(late_s)
+        self.server = await asyncio.start_unix_server(self._serve, str(self.address.socket))
 
     def beat(self):
         return self.beats
 
     def ended(self):
         return self.why
+
+    def last_said(self):
+        return "Loading safetensors"
+
+    def memory_bytes(self):
+        return 2**30
 
     def stop(self):
         self.die("it was told to")
@@ -71,7 +85,8 @@ class FakeServer:
             self.loop.call_soon_threadsafe(self._close)
 
     def _close(self):
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
         for writer in list(self.tasks):
             writer.transport.abort()
         for task in asyncio.all_tasks(self.loop):
@@ -182,7 +197,7 @@ def make_engine(world):
     """Return a function that makes an engine with fake servers."""
     connections = []
 
-    def make(*, takes_adapters=False, start_s=20.0, say=lambda line: None, **options):
+    def make(*, takes_adapters=False, start_s=20.0, say=lambda line: None, voice_every_s=10.0, **options):
         outline = Outline(weights=WEIGHTS, sources=same_names, num_ids=NUM_IDS, cache_bytes_per_token=1)
         settings = {"max_request_tokens": 100, "max_rows": 8, "silence_s": 20.0, **options}
         connections.append(
@@ -192,6 +207,7 @@ def make_engine(world):
                 takes_adapters=takes_adapters,
                 start_s=start_s,
                 say=say,
+                voice_every_s=voice_every_s,
             )
         )
         return VLLMEngine(connections[-1], outline, **settings)

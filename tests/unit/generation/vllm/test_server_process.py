@@ -142,6 +142,21 @@ def test_neighbours_that_start_at_once_leave_each_other_alone(tmp_path):
         folder.remove()
 
 
+def test_what_has_to_be_free_on_an_accelerator_is_said_to_vllm_and_nothing_of_it_on_a_cpu(launch, tmp_path):
+    command = dataclasses.replace(launch, memory_share=0.25).command(tmp_path)
+    assert "--gpu-memory-utilization=0.2500" in command
+    assert not [argument for argument in launch.command(tmp_path) if "utilization" in argument]
+
+
+def test_the_memory_of_all_processes_of_a_server_is_measured_and_what_it_said_last_is_told(launch, tmp_path):
+    server = ServerProcess(launch, OwnFolder(tmp_path).path)
+    worker = worker_of(launch)
+    assert server.last_said().startswith(str(worker))
+    assert 2**20 < server.memory_bytes() < 2**30
+    server.stop()
+    assert server.memory_bytes() == 0
+
+
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
 def test_a_server_makes_room_for_adapters_of_at_least_their_rank(launch, tmp_path, rank, room):
     command = dataclasses.replace(launch, adapter_rank=rank).command(tmp_path)

@@ -184,7 +184,18 @@ def test_a_server_that_dies_is_started_again_with_the_weights_and_its_requests_a
     assert {piece.version for piece in pieces} == {5}
     assert len(world.servers) == 2
     assert world.loads == [5, 5]
-    assert "starting vllm again: it died" in said
+    assert "vllm is started again: it died" in said
+    assert (engine.take_restarts(), engine.take_restarts()) == (1, 0)
+    assert engine.memory_bytes() == 2**30
+
+
+def test_a_server_that_takes_long_to_start_is_waited_for_with_a_voice(make_engine, world):
+    world.late_s, said = 0.5, []
+    engine = make_engine(say=said.append, voice_every_s=0.05)
+    request_id = engine.submit(request_of(2))
+    assert tokens_of(all_pieces(engine), request_id) == expected_of(request_of(2))
+    assert said[0].startswith("waiting for vllm to load the model, for 0 s of 20; it said last: Loading safetensors")
+    assert said[-1].startswith("vllm is ready after ")
 
 
 def test_a_request_that_loses_two_servers_fails_and_is_counted(engine, world):
