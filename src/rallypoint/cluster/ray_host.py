@@ -119,6 +119,8 @@ class RayPending:
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
+        if self.host.runtime.lane.lost is not None:
+            return  # it may not come back from there, and nobody is there to be cancelled
         self.host.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
 
 
