@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
-ABSENT = ("ray", "starlette", "uvicorn", "matplotlib", "beartype", "hypothesis")
+ABSENT = ("ray", "starlette", "uvicorn", "matplotlib", "beartype")
 """Packages that a machine with a GPU need not have."""
 
 
