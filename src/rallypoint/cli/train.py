@@ -55,6 +55,8 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
             raise  # nothing was started
         if not resume and not has_begun(folder) and isinstance(error, (*_WRONG_MATERIAL, KeyboardInterrupt)):
             remove_run(folder)
+            if isinstance(error, KeyboardInterrupt):
+                console.print("interrupted before the first step: nothing was trained, and no folder is left")
             raise
         with contextlib.suppress(DiskError):  # which may be the very error
             folder.log(f"failed: {str(error) or type(error).__name__}")

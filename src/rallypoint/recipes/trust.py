@@ -31,8 +31,8 @@ def code_named(config: RunConfig) -> dict[str, str]:
     if config.model.trust_remote_code:
         models = (config.model.path, config.critic.path, config.reward.path)
         found["model.trust_remote_code"] = " ".join(path for path in models if path is not None)
-    if config.cluster.address is not None:
-        found["cluster.address"] = config.cluster.address
+    if config.cluster.address not in (None, "auto"):  # auto is the cluster that this user is in
+        found["cluster.address"] = str(config.cluster.address)
     if "://" in config.cluster.rendezvous:
         found["cluster.rendezvous"] = config.cluster.rendezvous
     return found

@@ -88,7 +88,7 @@ def test_a_run_of_ones_own_goes_on_with_its_code_without_fuss_also_when_it_was_m
 
 
 def test_code_that_a_foreign_run_folder_names_is_not_run_unless_it_is_named(here: Path, monkeypatch):
-    run = own_reward(here, "model.trust_remote_code=true", "cluster.address=auto")
+    run = own_reward(here, "model.trust_remote_code=true", "cluster.address=10.0.0.7:6379")
     monkeypatch.setenv("XDG_STATE_HOME", str(here / "of another user"))
     with pytest.raises(ConfigError) as raised:
         wanted(run.path)
@@ -96,8 +96,8 @@ def test_code_that_a_foreign_run_folder_names_is_not_run_unless_it_is_named(here
     assert f"reward.function ({here}/rewards.py:f) is code that {run.path} names" in said
     assert "and you did not start that run on this machine" in said
     assert "name it yourself: model.trust_remote_code=true" in said
-    assert "cluster.address (auto)" in said
-    named = (f"reward.function={here}/rewards.py:f", "model.trust_remote_code=true", "cluster.address=auto")
+    assert "cluster.address (10.0.0.7:6379)" in said
+    named = (f"reward.function={here}/rewards.py:f", "model.trust_remote_code=true", "cluster.address=10.0.0.7:6379")
     with pytest.raises(ConfigError, match="you did not start that run"):
         load_named(str(run.path), named[:2])
     assert load_named("mine.yaml", []).config.recipe == "ppo"
