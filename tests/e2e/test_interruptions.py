@@ -14,7 +14,9 @@ import time
 import pytest
 
 from rallypoint.checkpoint import visible
+from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
+from rallypoint.recipes.run_folder import Start
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 LONG = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 99}")
@@ -242,3 +244,9 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
     assert process.returncode == 0
     assert "all 2 steps are done; for more of them raise trainer.num_steps" in printed
     assert run.metrics.read_bytes() == before
+    process = runs.start("train", str(run.path), "--resume", "trainer.num_steps=3", "actor.clip_low=0.1")
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "changed since step 2, the weights are others from here on: actor.clip_low=0.1 (was 0.2)" in printed
+    assert load_config(str(run.path)).config.trainer.num_steps == 3
+    assert Start.read(run).overrides[-2:] == ("trainer.num_steps=3", "actor.clip_low=0.1")

@@ -220,10 +220,8 @@ def has_begun(folder: RunFolder) -> bool:
 
 
 def remove_run(folder: RunFolder) -> None:
-    """Remove the folder of a run that never began; runs_dir too, if it was made for it."""
+    """Remove the folder of a run that never began."""
     shutil.rmtree(folder.path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        folder.path.parent.rmdir()
 
 
 def open_run(path: Path) -> RunFolder:
