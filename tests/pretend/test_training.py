@@ -27,7 +27,8 @@ def steps_of(run):
 
 def run_on(runs, device, name, *more):
     """Run on a device, in the forms that accelerators take."""
-    more = (f"trainer.num_steps={NUM_STEPS}", *more)
+    alike = ("model.dtype=float32", "engine.activations=keep")  # which have other defaults there
+    more = (f"trainer.num_steps={NUM_STEPS}", *alike, *more)
     with accelerator_forms() if device == "cpu" else contextlib.nullcontext():
         return runs.run(f"{name}-{device}", *INLINE, f"cluster.device={device}", *more)
 

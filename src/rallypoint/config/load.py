@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rallypoint.config.check import contradictions
+from rallypoint.config.device_defaults import with_device_defaults
 from rallypoint.config.fields import leaves, shown, unit_of, values_of
 from rallypoint.config.problem import Problem
 from rallypoint.config.source import Source, origin_of, read
@@ -60,6 +61,7 @@ def load_config(
         ConfigError: everything that is wrong, at once.
     """
     source = read(name, overrides)
+    source = dataclasses.replace(source, values=with_device_defaults(source.values))
     problems: dict[str, str] = {}
     misfits: list[str] = []
     missing: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint.cluster.fit import Node, advice, misfit, num_cores
-from rallypoint.config import Plan, Problem, RunConfig
+from rallypoint.config import Plan, Problem, RunConfig, make_plan
 from rallypoint.errors import ConfigError
 from rallypoint.roles.pools import resource_pools
 
@@ -33,6 +33,8 @@ if module.is_available():
 print(json.dumps([torch.__version__, devices]))
 """
 _PATIENCE_S = 120.0
+_SAFE = 0.8
+"""Of a device's memory, up to which a plan is taken to fit for certain."""
 _GIB = 2**30
 _OF_TYPES = {
     "T4": 16, "A10G": 24, "L4": 24, "V100": 32, "A100-40G": 40, "L40S": 48, "A100": 80, "A100-80G": 80, "H100": 80,
@@ -135,6 +137,7 @@ def machine_notes(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[s
                 f"pool {pool} may need {_gib(peak)} in each process when all rows are at their longest, but {whose}; "
                 "lower engine.max_tokens_per_micro_batch or rollout.cache_tokens, or set engine.activations=checkpoint"
             )
+    yield from _room_for_activations(config, machine)
     cluster = config.cluster
     if cluster.address is not None or not machine.accelerators:
         return
@@ -149,6 +152,20 @@ def machine_notes(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[s
         yield (
             f"{wanted:g} of the {len(machine.accelerators)} devices here ({names}) are used: more processes in "
             "cluster.pools use the others"
+        )
+
+
+def _room_for_activations(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Say when a run that computes layers twice would find room for what they leave."""
+    if config.engine.activations == "keep":
+        return
+    kept = config.model_copy(update={"engine": config.engine.model_copy(update={"activations": "keep"})})
+    plan, rooms = make_plan(kept), list(_rooms(config, machine))
+    if plan.memory and rooms and all(plan.process_memory(pool) <= most * _SAFE for pool, most, _ in rooms):
+        peak = max(plan.process_memory(pool) for pool, _, _ in rooms)
+        yield (
+            f"engine.activations=keep would save the second pass over the layers: {_gib(peak)} in each process, of "
+            f"{_gib(min(most for _, most, _ in rooms))}"
         )
 
 

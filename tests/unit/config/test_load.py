@@ -285,3 +285,13 @@ def test_values_are_shown_as_in_yaml():
     assert shown(True) == "true"
     assert shown(("a", 1, None)) == "['a', 1, null]"
     assert len(shown(list(range(1000)))) < 150
+
+
+def test_off_the_cpu_half_precision_and_checkpointing_are_the_defaults_and_the_cpu_keeps_its_own(here):
+    def sections(*overrides):
+        config = load_config("base.yaml", overrides).config
+        return config.model.dtype, config.engine.activations
+
+    assert sections() == ("float32", "keep")
+    assert sections("cluster.device=cuda") == ("bfloat16", "checkpoint")
+    assert sections("cluster.device=cuda", "model.dtype=float32", "engine.activations=keep") == ("float32", "keep")

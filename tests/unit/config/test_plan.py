@@ -165,7 +165,8 @@ def test_memory_by_hand(here: Path):
     validated = make_plan(load("model.dtype=bfloat16", "rollout.max_batch_rows=8")).memory
     assert next(m for m in validated if m.role == "rollout").cache == 256 * 8 * (16 + 2 * 32)
     # A GPU reserves blocks for 8 rows of 16 tokens that begin two blocks each.
-    on_gpu = {m.role: m for m in make_plan(load("cluster.device=cuda", "rollout.max_batch_rows=8")).memory}
+    gpu = ("cluster.device=cuda", "model.dtype=float32")
+    on_gpu = {m.role: m for m in make_plan(load(*gpu, "rollout.max_batch_rows=8")).memory}
     assert on_gpu["rollout"].cache == 2 * 256 * 8 * (16 + 2 * 32)
     assert rollout.total == rollout.cache + rollout.activations
     assert actor.held == actor.weights + actor.gradients + actor.optimizer
@@ -266,7 +267,13 @@ def test_roles_that_sleep_hold_nothing_while_others_have_their_turn(here: Path):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_checkpoints_of_layers_keep_their_inputs_and_offloaded_ones_hardly_those(here: Path, device: str):
     sizes = "model.create={hidden_size: 128, num_layers: 16, intermediate_size: 512, num_heads: 4}"
-    common = (sizes, f"cluster.device={device}", "engine.max_tokens_per_micro_batch=4096", "rollout.num_prompts=256")
+    common = (
+        sizes,
+        f"cluster.device={device}",
+        "model.dtype=float32",
+        "engine.max_tokens_per_micro_batch=4096",
+        "rollout.num_prompts=256",
+    )
     plans = [make_plan(load(*common, f"engine.activations={what}")) for what in ("keep", "checkpoint")]
     kept, checkpointed = (plan.memory[0].activations for plan in plans)
     assert checkpointed < 0.3 * kept

@@ -93,7 +93,13 @@ def test_a_peak_that_may_not_fit_is_said_with_the_keys_that_lower_it():
 
 def test_devices_that_lie_idle_are_said():
     assert check(SERVER) == ("8 GPUs here (NVIDIA H100) lie idle: cluster.device=cuda uses them",)
-    assert check(SERVER, "cluster.device=cuda", "cluster.pools={main: [8]}") == ()
+    assert check(SERVER, "cluster.device=cuda", "cluster.pools={main: [8]}", "engine.activations=keep") == ()
+
+
+def test_layers_that_are_computed_twice_without_need_are_said():
+    [said] = check(SERVER, "cluster.device=cuda", "cluster.pools={main: [8]}")
+    assert said.startswith("engine.activations=keep would save the second pass over the layers: ")
+    assert said.endswith("of 80.0 GiB")
 
 
 def test_this_machine_has_cores_and_memory_and_a_kind_of_device_that_nobody_makes_is_explained():

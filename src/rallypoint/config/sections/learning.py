@@ -117,7 +117,7 @@ class EngineConfig(Section):
     )
     activations: Activations = key(
         "keep",
-        help="What a layer leaves for the backward pass: all, its input (checkpointing), or that in CPU memory.",
+        help="What layers leave for the backward pass: all, inputs (default off the CPU), or those in CPU memory.",
     )
     deterministic: bool = key(
         True,
