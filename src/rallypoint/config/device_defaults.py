@@ -15,9 +15,9 @@ OFF_CPU = {"model": ("dtype", "bfloat16"), "engine": ("activations", "checkpoint
 def with_device_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tree of plain values in which keys that nobody set have the default of the device.
 
-    >>> with_device_defaults({"cluster": {"device": "xpu"}, "model": {"dtype": "float32"}})["model"]
+    >>> with_device_defaults({"cluster": {"device": "warp"}, "model": {"dtype": "float32"}})["model"]
     {'dtype': 'float32'}
-    >>> with_device_defaults({"cluster": {"device": "xpu"}})["engine"]
+    >>> with_device_defaults({"cluster": {"device": "warp"}})["engine"]
     {'activations': 'checkpoint'}
     >>> with_device_defaults({"seed": 1})
     {'seed': 1}
