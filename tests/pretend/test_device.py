@@ -120,6 +120,7 @@ def test_page_locked_memory_is_not_to_be_written_while_it_is_copied(pretend):
 
 def test_memory_is_counted_limited_and_given_back(pretend):
     gc.collect()
+    pretend.reset()
     before = pretend.allocated()
     there = torch.ones(1000, device=DEVICE)
     view = there[:10]
