@@ -15,11 +15,13 @@ import asyncio, os, signal, sys
 from pathlib import Path
 import numpy as np
 from rallypoint.cluster import Layout, ResourcePool, WorkerGroup, is_held_by_ray, open_runtime
+from rallypoint.cluster.rendezvous.ray import RayRooms
 from rallypoint.errors import RallyError
 from echoing import Echo
 
 async def main(folder, victim, how):
     runtime = open_runtime("ray", log_folder=folder, object_store_gib=0.2, silence_s=3.0, say=print)
+    rooms = RayRooms.open("the program", 30.0)
     try:
         group = await WorkerGroup.create(Layout("echo", await runtime.hosts(ResourcePool([2], num_cpus=0.1))), Echo)
         assert await group.call(Echo.echo, np.zeros(10**6)) == [10**6] * 2
@@ -34,6 +36,7 @@ async def main(folder, victim, how):
         print(f"{type(error).__name__}: {error}", flush=True)
     finally:
         await runtime.shutdown()
+        rooms.close()
     print("left", flush=True)
 
 asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rallypoint.cluster.lane import is_held_by_ray
 from rallypoint.cluster.rendezvous.keeper import Keeper
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
@@ -118,8 +119,8 @@ class RayRooms:
         self._ask("release", incarnation)
 
     def close(self) -> None:
-        """See `Rooms.close`."""
-        if ray.is_initialized():
+        """See `Rooms.close`; of a Ray that is not well nothing is asked, and the actor goes with the job."""
+        if ray.is_initialized() and not is_held_by_ray():
             ray.kill(self._actor)
 
     def _call(self, method: str, *args: object, answer_s: float = _ANSWER_S) -> Any:
