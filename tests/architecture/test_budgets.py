@@ -31,6 +31,7 @@ BROAD: dict[str, str] = {
     "generation/kernels.py:find_kernel": "whatever Triton, its compiler or the driver raise, decoding goes on without",
     "generation/graphs.py:_try": "whatever keeps a step from being captured, decoding goes on without",
     "generation/doors.py:_error_of": "whatever a step raises, requests wait for what is done about it",
+    "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",

@@ -10,7 +10,6 @@ from rich.markup import escape
 
 from rallypoint.cluster.fit import num_cores
 from rallypoint.config import (
-    ClusterConfig,
     LoadedConfig,
     Plan,
     RunConfig,
@@ -25,6 +24,7 @@ from rallypoint.config import (
     why_unread,
 )
 from rallypoint.config.fields import section_of, sections_in
+from rallypoint.config.lanes import idle_cores
 from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.theme import PALETTE
@@ -153,21 +153,9 @@ def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
     for pool, nodes in config.cluster.pools.items():
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
-    lines += _idle_cores(config.cluster)
+    lines += [idle] if (idle := idle_cores(config.cluster, num_cores())) is not None else []
     lines += [f"published weights: {describe_way(weights_way(config))}", ""]
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
-
-
-def _idle_cores(cluster: ClusterConfig) -> list[str]:
-    """Say how a run on this machine would use the cores that it leaves idle."""
-    num_processes = sum(map(sum, cluster.pools.values()))
-    num_here, num_each = num_cores(), cluster.num_cpus_per_process
-    if cluster.address is not None or cluster.device != "cpu" or num_here // num_processes <= num_each:
-        return []
-    return [
-        f"cores: {num_processes * num_each} of {num_here} here; all would work with",
-        f"  cluster.num_cpus_per_process={num_here // num_processes}",
-    ]
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

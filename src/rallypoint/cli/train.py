@@ -23,6 +23,7 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
+from rallypoint.observability.progress import can_redraw
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.run_folder import RunFolder, create_run, has_begun, remove_run
 from rallypoint.recipes.wanted import find_wanted
@@ -75,7 +76,7 @@ def _examine(loaded: LoadedConfig, console: Console) -> Found:
     # Only now torch, and with it the seconds that importing takes: the config is right.
     from rallypoint.recipes.examine import examine
 
-    with console.status("reading model and data"):
+    with console.status("reading model and data") if can_redraw(console) else contextlib.nullcontext():
         return examine(loaded.config)
 
 
@@ -83,11 +84,13 @@ def _run(
     loaded: LoadedConfig, folder: RunFolder, console: Console, found: Found, *, resume: bool, from_step: int | None
 ) -> bool:
     from rallypoint.observability import make_progress
-    from rallypoint.recipes.ending import summarise
+    from rallypoint.recipes.ending import draw, summarise
     from rallypoint.recipes.loop import train as run
 
     with make_progress(console) as progress:
         finished = run(loaded, folder, progress, resume=resume, from_step=from_step, found=found)
         if finished:
             progress.finish(summarise(folder, loaded.config))
+        else:
+            draw(folder)
     return finished

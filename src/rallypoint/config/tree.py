@@ -89,6 +89,11 @@ class RunConfig(Section):
         return self.checkpoint.every_steps or min(20, max(5, self.trainer.num_steps // 10))
 
     @property
+    def num_warmup_steps(self) -> int:
+        """Steps in which the actor's learning rate rises."""
+        return round(self.actor.optimizer.warmup_ratio * self.trainer.num_steps)
+
+    @property
     def sleeping(self) -> frozenset[RoleName]:
         """The roles that sleep between their turns, with engine.sleep: those that share a pool, but for rollout."""
         pools = [placement.pool for placement in self.roles.values()]

@@ -8,13 +8,13 @@ Knows neither torch nor Ray nor the config; takes plain numbers and texts. Value
                    └─> StepReport -> Progress (LivePanel, PlainLines, Silent)
 """
 
-from rallypoint.observability.curve import PLOT_HINT, save_curve
+from rallypoint.observability.curve import save_curve
 from rallypoint.observability.health import RULES, Health, Rule, health
 from rallypoint.observability.metrics_log import MetricsLog, read_metrics
 from rallypoint.observability.panel import LivePanel
 from rallypoint.observability.plain import PlainLines
 from rallypoint.observability.progress import Progress, Silent, make_progress
-from rallypoint.observability.reports import Completion, RunInfo, StepReport, Summary
+from rallypoint.observability.reports import PLOT_HINT, Completion, RunInfo, StepReport, Summary
 from rallypoint.observability.spans import Spans, collect_spans, span
 
 __all__ = [

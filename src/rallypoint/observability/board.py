@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from rich.cells import cell_len
 
+from rallypoint.observability.course import FLAT_STEPS, Course
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.reports import REWARD, Completion, RunInfo, StepReport
 from rallypoint.observability.spans import shares_of, top_level
@@ -72,6 +73,7 @@ class Board:
         self.report: StepReport | None = None
         self.health: tuple[Health, ...] = ()
         self.rewards = History()
+        self._course = Course()
         self.validations = History()
         self.first_validation: float | None = None
         self.validation: float | None = None
@@ -96,6 +98,7 @@ class Board:
         """Take note of a run that begins or goes on."""
         self.run = run
         self.rewards = History(run.rewards)
+        self._course = Course(run.rewards, num_warmup_steps=run.num_warmup_steps)
         self.validations = History(run.validations)
         if run.validations:
             self.first_validation, self.validation = run.validations[0], run.validations[-1]
@@ -108,7 +111,8 @@ class Board:
         """Take note of a step that is done."""
         now = self._clock()
         self.report, self.message = report, ""
-        self.health = health(report.scalars)
+        self._course.add(report.scalars)
+        self.health = health({**report.scalars, FLAT_STEPS: self._course.num_flat_steps})
         self.rewards.add(report.scalars.get(REWARD, math.nan))
         self._steps_ended.append(now)
         self._smooth(report)
@@ -128,7 +132,8 @@ class Board:
     def note(self, message: str) -> None:
         """Take note of a warning."""
         self.notes[message] = self.notes.pop(message, 0) + 1
-        self.longest_note = max(self.longest_note, cell_len(clean(message)) + len(" (and 99 more)"))
+        more = len(" (and 99 more)") if len(self.notes) > 1 else 0
+        self.longest_note = max(self.longest_note, cell_len(clean(message)) + more)
         self._noted = self._clock()
 
     def end(self, message: str) -> None:

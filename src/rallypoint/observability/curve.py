@@ -11,19 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rallypoint.errors import how_to_install
 from rallypoint.observability.disk import naming
 from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.reports import REWARD, VALIDATION
-from rallypoint.observability.spans import TIME_PREFIX, top_level
+from rallypoint.observability.spans import START, TIME_PREFIX, top_level
 from rallypoint.observability.text import finite_mean, resample
 from rallypoint.observability.theme import phase_colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-PLOT_HINT = how_to_install("plot")
 
 REWARD_LIGHT, REWARD_LINE, SCORE, THIRD = "#8ecae6", "#0072b2", "#d55e00", "#009e73"
 INK, FAINT = "#333333", "#b8b8b8"
@@ -36,7 +33,7 @@ Record = Mapping[str, float]
 def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
     """Draw the learning curve of a metrics file and return its path; None where matplotlib is missing.
 
-    `PLOT_HINT` says how to install it. A file without steps gives an empty picture that says so.
+    `reports.PLOT_HINT` says how to install it. A file without steps gives an empty picture that says so.
 
     Raises:
         DiskError: the disk is full or not writable.
@@ -98,9 +95,9 @@ def _small_panels(records: Sequence[Record]) -> dict[str, str]:
     """Choose what stands below the curve: entropy, a KL, the time of a step; only what was measured."""
     names = {name for record in records for name in record}
     kl = "kl/reference_mean" if "kl/reference_mean" in names else "actor/approx_kl"
-    titles = {"actor/entropy": "entropy, nats per token", kl: "KL to the reference, nats per token"}
+    titles = {"actor/entropy": "entropy, nats per token", kl: "reference kl, nats per token"}
     if kl == "actor/approx_kl":
-        titles[kl] = "KL of one update, nats per token"
+        titles[kl] = "update kl, nats per token"
     chosen = {name: title for name, title in titles.items() if name in names}
     if any(name.startswith(TIME_PREFIX) for name in names):
         chosen[TIME_PREFIX] = "seconds of a step"
@@ -154,6 +151,7 @@ _NAMED_SHARE = 0.02
 def _draw_time(axes: Axes, records: Sequence[Record], title: str) -> None:
     """Stack the seconds of the phases; each name stands beside them in its own colour."""
     timed = [record for record in records if any(name.startswith(TIME_PREFIX) for name in record)]
+    timed = [record for record in timed if TIME_PREFIX + START not in record]
     names = dict.fromkeys(name for record in timed for name in record if name.startswith(TIME_PREFIX))
     phases = list(top_level({name.removeprefix(TIME_PREFIX): 0.0 for name in names}))
     steps = resample([record[STEP] for record in timed], MAX_POINTS)

@@ -61,7 +61,7 @@ _SPACE, _MORE_NUMBERS, _TEXTS, _LEGEND, _NUMBERS, _ADVICE, _TIME, _NOTE = 9, 8, 
 def render(board: Board, width: int, height: int) -> Panel:
     """Draw the state of a run, `width` cells wide, in at most `height - 1` lines: the cursor has the last one."""
     inner, room = max(width - 6, 1), max(height - 1 - 2, 1)
-    rows: _Rows = [(_SPACE, Text()), (0, _step_row(board, inner)), (0, _waiting_row(board, inner))]
+    rows: _Rows = [(_SPACE, Text()), (0, _step_row(board, inner)), *_waiting_rows(board, inner)]
     if board.report is not None:
         rows += _scores(board, inner, room) + _health(board, inner) + _time(board, inner)
         rows += [(_SPACE, Text()), *_numbers(board.report.scalars, inner)]
@@ -143,15 +143,19 @@ def _step_row(board: Board, inner: int) -> Text:
     return _row(inner, "step", f"{done}/{board.run.num_steps}", body)
 
 
-def _waiting_row(board: Board, inner: int) -> Text:
-    """Say what is being waited for; blank while steps are being done, so that nothing jumps."""
-    message, since_s = (board.end_message, board.ending_s) if board.end_message else (board.message, board.waiting_s)
-    if not message:
-        return Text()
-    seconds = f" · {since_s:.0f} s"
-    text = shorten(clean(message), max(inner - LABEL - len(seconds), 1)) + seconds
-    is_long = since_s >= LONG_WAIT_S or bool(board.end_message)
-    return _label("ending" if board.end_message else "").append(text, style=PALETTE["watch" if is_long else "quiet"])
+def _waiting_rows(board: Board, inner: int) -> _Rows:
+    """Say what is being waited for, or how the run ends; blank while steps are being done, so that nothing jumps."""
+    if board.end_message:
+        lines = fit(f"{clean(board.end_message)} · {board.ending_s:.0f} s", max(inner - LABEL, 1), 2)
+        labels = ["ending", ""]
+        return [
+            (0, _label(label).append(line, style=PALETTE["watch"])) for label, line in zip(labels, lines, strict=False)
+        ]
+    if not board.message:
+        return [(0, Text())]
+    seconds = f" · {board.waiting_s:.0f} s"
+    text = shorten(clean(board.message), max(inner - LABEL - len(seconds), 1)) + seconds
+    return [(0, _label().append(text, style=PALETTE["watch" if board.waiting_s >= LONG_WAIT_S else "quiet"]))]
 
 
 def _scores(board: Board, inner: int, room: int) -> _Rows:

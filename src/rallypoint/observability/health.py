@@ -178,6 +178,16 @@ RULES: tuple[Rule, ...] = (
         unless_reward=0.95,
     ),
     Rule(
+        name="course/flat_steps",
+        words="not learning",
+        side="above",
+        watch=60.0,
+        bad=120.0,
+        advice="lr too low, rewards all equal, or one that is never earned?",
+        reason="steps without a rise (course.py): recipes that work rise within 40; 60 leaves a slow start some room",
+        unless_reward=0.9,
+    ),
+    Rule(
         name="critic/explained_variance",
         words="critic blind",
         side="below",

@@ -54,6 +54,11 @@ class MetricsLog:
             self._file.write(line)
             self._file.flush()
 
+    @property
+    def open_s(self) -> float:
+        """Seconds since this start of the run opened the file."""
+        return self._clock() - self._began
+
     def sync(self) -> None:
         """Flush all lines to the disk, so that no power cut takes those of steps that a checkpoint has.
 

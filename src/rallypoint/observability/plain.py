@@ -33,6 +33,8 @@ class PlainLines:
         self._file, self._encoding = console.file, console.encoding
         self._page = Console(file=io.StringIO(), color_system=None, force_terminal=False, width=80)
         self._board = Board(clock)
+        self._advised: set[str] = set()
+        """Words of health whose advice was given: once is enough for a log."""
 
     def start(self, run: RunInfo) -> None:
         """Write the run's name and folder."""
@@ -51,6 +53,11 @@ class PlainLines:
         """Write the step's line."""
         self._board.step(report)
         self._write(step_line(self._board, report))
+        for finding in self._board.health:
+            if finding.advice and finding.words not in self._advised:
+                self._advised.add(finding.words)
+                amount = "" if math.isnan(finding.value) else f" ({finding.name} {finding.value:.3g})"
+                self._write(f"  {finding.words}{amount}: {finding.advice}")
 
     def validation(self, step: int, score: float) -> None:
         """Write a validation score."""

@@ -111,10 +111,13 @@ def make_progress(console: Console, environment: Mapping[str, str] = os.environ)
     looks like one: it prints what is redrawn line after line, codes included. A job in the background has a terminal,
     but another program is drawing on it.
     """
-    can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    if can_draw and is_ours(console.file) and not _is_notebook(environment):
-        return LivePanel(console)
-    return PlainLines(console)
+    return LivePanel(console) if can_redraw(console, environment) else PlainLines(console)
+
+
+def can_redraw(console: Console, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody looks at a terminal on which lines can be written over."""
+    is_able = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    return is_able and is_ours(console.file) and not _is_notebook(environment)
 
 
 def _is_notebook(environment: Mapping[str, str]) -> bool:

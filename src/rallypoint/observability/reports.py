@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from rallypoint.errors import how_to_install
 from rallypoint.observability.agreement import Agreement
+from rallypoint.observability.course import FLAT_STEPS, Course
+from rallypoint.observability.health import health
 from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 
+PLOT_HINT = how_to_install("plot")
 VALIDATION, REWARD = "validation/score", "reward/mean"
 REWARD_FAILED, REWARD_SCORED = "reward/failed", "reward/num_scored"
 TOKENS_SAMPLED, TOKENS_TRAINED = "rollout/num_tokens", "actor/num_tokens"
@@ -38,6 +43,8 @@ class RunInfo:
     """Mean rewards of the steps before `first_step`, for a resumed run's sparkline."""
     validations: Sequence[float] = ()
     """Validation scores before `first_step`, oldest first."""
+    num_warmup_steps: int = 0
+    """Steps in which the policy's rate rises, and in which nobody expects it to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +88,12 @@ class Summary:
     """Seconds by phase, summed over the steps."""
     num_tokens_sampled: int = 0
     num_tokens_trained: int = 0
+    step_s: float = math.nan
+    """Median of the seconds that a step took, without start-up, validation and checkpoints; NaN without steps."""
     curve: Path | None = None
-    """The picture; None says how to get one."""
+    """The picture, if there is one."""
+    why_no_curve: str = PLOT_HINT
+    """Why there is none."""
     checkpoints: Sequence[Path] = ()
     """Oldest first."""
     commands: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -104,9 +115,11 @@ class Summary:
         name: str,
         run_dir: Path,
         curve: Path | None = None,
+        why_no_curve: str = PLOT_HINT,
         checkpoints: Sequence[Path] = (),
         commands: Mapping[str, str] | None = None,
         predicted_memory_gib: Mapping[str, float] | None = None,
+        num_warmup_steps: int = 0,
         text_of: Callable[[int], str] | None = None,
         notes: Sequence[str] = (),
     ) -> Self:
@@ -125,13 +138,30 @@ class Summary:
             phases=phases,
             num_tokens_sampled=int(_total(records, TOKENS_SAMPLED)),
             num_tokens_trained=int(_total(records, TOKENS_TRAINED)),
+            step_s=_step_s(records),
             curve=curve,
+            why_no_curve=why_no_curve,
             checkpoints=checkpoints,
             commands=commands or {},
             memory_gib=_memory(records, predicted_memory_gib or {}),
             agreement=Agreement.of(records, text_of),
-            notes=(*notes, *_failures(records)),
+            notes=(*notes, *_failures(records), *_not_learning(records, num_warmup_steps)),
         )
+
+
+def _step_s(records: Sequence[Mapping[str, float]]) -> float:
+    steps = [_totals([record], TIME_PREFIX) for record in records if REWARD in record]
+    return statistics.median(sum(top_level(spans).values()) for spans in steps) if steps else math.nan
+
+
+def _not_learning(records: Sequence[Mapping[str, float]], num_warmup_steps: int) -> tuple[str, ...]:
+    """Say that the reward did not rise, where that is worth a word."""
+    steps, course = [record for record in records if REWARD in record], Course(num_warmup_steps=num_warmup_steps)
+    for record in steps:
+        course.add(record)
+    last = {REWARD: steps[-1][REWARD]} if steps else {}
+    found = health({**last, FLAT_STEPS: course.num_flat_steps})
+    return (str(course),) if any(finding.name == FLAT_STEPS for finding in found) else ()
 
 
 def _memory(

@@ -28,6 +28,9 @@ from contextvars import ContextVar
 OTHER = "other"
 """The time of a step that no span covers."""
 
+START = "start"
+"""The time from a start of the run to its first step or validation; a resumed run has several."""
+
 TIME_PREFIX = "time_s/"
 """Spans stand in the metrics as `time_s/rollout`, `time_s/learn`, `time_s/learn/critic`."""
 

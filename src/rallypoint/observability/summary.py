@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.text import Text
 
-from rallypoint.observability.curve import PLOT_HINT
 from rallypoint.observability.reports import Summary
-from rallypoint.observability.spans import shares_of
+from rallypoint.observability.spans import START, shares_of
 from rallypoint.observability.text import clean, clock_time, compact, number, wrap
 from rallypoint.observability.theme import LEVELS, PALETTE, phase_colours
 
@@ -50,7 +49,9 @@ def _results(summary: Summary) -> list[Text]:
             row.append(f"{number(first)} → ")
         row.append(number(last), style=f"bold {PALETTE['validation']}")
         rows.append(row.append(f"   best {number(best)} at step {best_step}", style=PALETTE["quiet"]))
-    pace = f"   {number(summary.seconds / summary.num_steps)} s a step" if summary.num_steps else ""
+    pace = f" of {number(summary.step_s)} s (median)" if math.isfinite(summary.step_s) else ""
+    if (start_s := summary.phases.get(START, 0.0)) > 0:
+        pace += f", start-up {number(start_s)} s"
     rows.append(_row("time", clock_time(summary.seconds)))
     rows[-1].append(f"   {summary.num_steps} steps{pace}", style=PALETTE["quiet"])
     if summary.num_tokens_sampled:
@@ -71,7 +72,7 @@ def _size(gib: float) -> str:
 
 
 def _phases(summary: Summary, width: int) -> list[Text]:
-    """Draw each phase's share of the time; `other` is start-up, validation, checkpoints and the like."""
+    """Draw each phase's share of the time; `other` is what no phase covers."""
     shares = shares_of(summary.phases, summary.seconds)
     if not shares:
         return []
@@ -93,7 +94,7 @@ def _places(summary: Summary) -> list[Text]:
     if summary.curve is not None:
         rows.append(_row("curve", clean(str(summary.curve))))
     else:
-        rows.append(_row("curve", f"not drawn: {PLOT_HINT}"))
+        rows.append(_row("curve", f"not drawn: {clean(summary.why_no_curve)}"))
     if summary.checkpoints:
         rows.append(_row("checkpoint", clean(str(summary.checkpoints[-1]))))
         if len(summary.checkpoints) > 1:

@@ -9,7 +9,8 @@ from rallypoint import checkpoint
 from rallypoint.config import RunConfig, make_plan
 from rallypoint.data import load_tokenizer
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.observability import Summary, save_curve
+from rallypoint.errors import first_line
+from rallypoint.observability import PLOT_HINT, Summary, save_curve
 from rallypoint.recipes.run_folder import RunFolder
 
 
@@ -18,9 +19,17 @@ def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]
     return lambda token: str(tokenizer.decode([token]))
 
 
+def draw(folder: RunFolder) -> tuple[Path | None, str]:
+    """Draw the learning curve; return its file, or None and why there is none, for a picture must not end a run."""
+    try:
+        return save_curve(folder.metrics, folder.curve, folder.path.name), PLOT_HINT
+    except Exception as error:  # noqa: BLE001 - of whatever draws: the run is done
+        return None, f"{type(error).__name__}: {first_line(error)}"
+
+
 def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     """Draw the learning curve and sum up a run from its folder."""
-    curve = save_curve(folder.metrics, folder.curve, folder.path.name)
+    curve, why_not = draw(folder)
     found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
     validation = folder.data / "validation.parquet"
@@ -33,6 +42,8 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
         name=folder.path.name,
         run_dir=folder.path,
         curve=curve,
+        why_no_curve=why_not,
+        num_warmup_steps=config.num_warmup_steps,
         checkpoints=found,
         commands=commands,
         text_of=_text_of(found[-1], config) if found else None,

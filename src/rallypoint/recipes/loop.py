@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from rallypoint.cluster import at_step, open_runtime
+from rallypoint.cluster.fit import num_cores
 from rallypoint.config import LoadedConfig, RunConfig
+from rallypoint.config.lanes import idle_cores
 from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.environments.pool import Grader, open_grader
 from rallypoint.observability import (
@@ -32,7 +34,9 @@ from rallypoint.observability import (
     span,
 )
 from rallypoint.observability.agreement import Agreement
+from rallypoint.observability.draw import CurveAsItGoes
 from rallypoint.observability.metrics_log import STEP
+from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.recipes import state
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.interruption import interruptible
@@ -144,8 +148,9 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
     with MetricsLog(folder.metrics) as log, contextlib.closing(grader):
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
-        for note in beginning.notes:
-            say(note)
+        for note in (*beginning.notes, idle_cores(config.cluster, num_cores())):
+            if note is not None:
+                say(note)
         progress.waiting("reading model and data")
         found = found or await asyncio.to_thread(read_material, config)
         progress.waiting(f"starting {config.cluster.runtime}")
@@ -267,12 +272,16 @@ class _Run:
         self.endpoint, self._record, self._say = endpoint, record, say
         self._saved = 0
         self._largest_gap = 0.0
+        self._curve = CurveAsItGoes(folder.metrics, folder.curve, folder.path.name)
 
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
-        with interruptible(self._promise, self._lost) as interrupted:
-            await self._begin(first)
-            return await self._steps(first, interrupted)
+        try:
+            with interruptible(self._promise, self._lost) as interrupted:
+                await self._begin(first)
+                return await self._steps(first, interrupted)
+        finally:
+            self._curve.close()
 
     async def _begin(self, first: int) -> None:
         actor, rollouts = self.recipe.actor, self.recipe.source.rollouts
@@ -280,8 +289,8 @@ class _Run:
         await actor.publish(rollouts)
         if self.endpoint is not None:
             await self.endpoint.open(self.placement, self.material, actor, rollouts)
+        self.log.write(first, {**({} if first else self.material.counts()), TIME_PREFIX + START: self.log.open_s})
         if first == 0:
-            self.log.write(0, self.material.counts())
             await self._validate(0)
 
     async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
@@ -298,9 +307,12 @@ class _Run:
         return True
 
     def _promise(self, signal: str) -> None:
-        self._say(f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once")
+        message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
+        self.folder.log(message)
+        self.progress.ending(message)
 
     def _lost(self) -> str:
+        self.progress.give_back()
         lost = f"the steps after {self._saved} are lost" if self._saved else "all steps are lost"
         return f"ended at once: {lost}, and are done again with: rally train {self.folder.path} --resume"
 
@@ -314,6 +326,7 @@ class _Run:
         if self.config.trainer.num_logged_rollouts:
             self.folder.write_rollouts(step, records)
         self.progress.step(_report(step, scalars, spans, records))
+        self._curve.refresh()
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
         """Name the token on which sampler and trainer are farthest apart, in the log, when they never were as far."""
@@ -367,6 +380,7 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
         run_dir=folder.path,
         detail=f"{ranks} on {config.cluster.runtime}; weights: {weights_way(config) or 'as placed'}",
         first_step=first + 1,
+        num_warmup_steps=config.num_warmup_steps,
         rewards=[record["reward/mean"] for record in before if "reward/mean" in record],
         validations=[record["validation/score"] for record in before if "validation/score" in record],
     )

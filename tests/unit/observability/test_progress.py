@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import math
 import os
@@ -11,6 +12,7 @@ from rich.console import Console
 from rallypoint.observability import (
     Completion,
     LivePanel,
+    MetricsLog,
     PlainLines,
     Progress,
     RunInfo,
@@ -188,7 +190,7 @@ def test_a_plain_line_has_everything_in_columns_that_stay_where_they_are() -> No
     plain.step(step_report(12))
     bad = {"reward/mean": -1.0, "actor/loss": -0.0123, "actor/entropy": math.nan}
     plain.step(step_report(113, scalars=bad, num_tokens=0))
-    _, _, first, second = written(console).splitlines()
+    first, second = (line for line in written(console).splitlines() if line.startswith("step"))
     assert first == (
         "step  12/300  reward 0.412  val 0.398  loss  0.0123  update kl 0.0010  entropy  2.01  tok/s  61k   0.21 s"
         "  eta 0:01:00  healthy"
@@ -232,6 +234,29 @@ def test_the_summary_says_how_it_went_where_things_are_and_what_to_do_next(width
         "step_000300", "3 rewards failed", SUMMARY.commands["chat"],
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_the_summary_says_what_a_step_took_and_what_start_up_did(tmp_path: Path) -> None:
+    now = [0.0]
+    with MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: now[0]) as log:
+        now[0] = 12.0
+        log.write(0, {"time_s/start": log.open_s})
+        for step, seconds in enumerate((5.0, 1.4, 1.4, 1.4), start=1):  # the first one warms up
+            now[0] += seconds
+            log.write(step, {"reward/mean": 0.0, "time_s/rollout": seconds - 0.4, "time_s/learn": 0.4})
+            log.write(step, {"time_s/checkpoint": 1.0})
+    console = terminal()
+    summary = Summary.from_metrics(tmp_path / "metrics.jsonl", name="x", run_dir=tmp_path)
+    LivePanel(console, clock=lambda: 0.0).finish(summary)
+    assert "4 steps of 1.40 s (median), start-up 12.0 s" in written(console)
+    assert re.search(r"start +█+ +\d+\.\d% +12\.0 s", written(console))
+
+
+def test_a_curve_that_could_not_be_drawn_is_no_end_and_says_why() -> None:
+    console = terminal()
+    summary = dataclasses.replace(SUMMARY, curve=None, why_no_curve="DiskError: no space left")
+    LivePanel(console, clock=lambda: 0.0).finish(summary)
+    assert "not drawn: DiskError: no space left" in written(console)
 
 
 def test_a_summary_without_a_curve_says_how_to_get_one_and_an_empty_one_is_still_a_summary() -> None:
