@@ -72,7 +72,7 @@ def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, we
     process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=12", *INLINE))
     wait_for("stopped", "step  3/12", process)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert f"rally train {runs.folder / 'stopped'} --resume" in printed.replace("\n", "")
     assert "Ctrl-C: what is under way is finished and saved, then the run ends" in printed
@@ -94,7 +94,7 @@ def test_two_processes_cannot_train_in_one_run_folder(runs):
     process = runs.start("train", "digits", *runs.overrides("shared", "trainer.num_steps=400", *INLINE))
     wait_for("shared", "step   1/400", process)
     second = runs.start("train", str(runs.folder / "shared"), "--resume")
-    printed, _ = second.communicate(timeout=60)
+    printed, _ = second.communicate(timeout=180)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -112,7 +112,7 @@ def test_a_scheduler_s_end_saves_like_ctrl_c(runs):
     process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=400", *INLINE))
     wait_for("stopped", "  3/400", process)
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert "SIGTERM: what is under way is finished and saved" in printed
     assert saved_all(runs.folder / "stopped")
@@ -136,7 +136,7 @@ def test_a_terminal_that_is_closed_saves_like_ctrl_c_though_nothing_can_be_writt
         if select.select([ours], [], [], 0.05)[0]:
             os.read(ours, 65536)
     os.close(ours)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=180) == 130
     assert saved_all(runs.folder / "closed")
 
 
@@ -190,7 +190,7 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line_also_while_something_blocks(
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)  # two that are pending at once are one
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert "Traceback" not in printed
     last = printed.strip().splitlines()[-1]
@@ -240,7 +240,7 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
     run = runs.run("done", *INLINE, "trainer.num_steps=2")
     before = run.metrics.read_bytes()
     process = runs.start("train", str(run.path), "--resume")
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=180)
     assert process.returncode == 0
     assert "all 2 steps are done; for more of them raise trainer.num_steps" in printed
     assert run.metrics.read_bytes() == before
