@@ -3,7 +3,7 @@
 Owns: how many processes there are, and which call goes to which. Must not know: batches, tensors. It needs the standard
 library only, so that a config can be checked with it before torch is there.
 
-See docs/decisions/0021-rewards-in-processes.md.
+See docs/decisions/0023-rewards-in-processes.md.
 """
 
 from __future__ import annotations
