@@ -136,3 +136,9 @@ def test_nothing_tells_people_to_install_from_an_index_where_rallypoint_is_not()
     assert [str(path) for path in texts if re.search(r"pip install.*rallypoint\b *[\['\"`]", path.read_text())] == []
     extras = re.findall(r"\.\[([\w,]+)\]", "".join(path.read_text() for path in texts))
     assert {one for extra in extras for one in extra.split(",")} <= {"ray", "plot", "serve", "dev"}
+
+
+def test_every_decision_has_a_number_of_its_own_and_a_line_in_the_index():
+    pages = sorted(path.name for path in (ROOT / "docs" / "decisions").iterdir())
+    assert [int(name[:4]) for name in pages] == list(range(1, len(pages) + 1))
+    assert re.findall(r"\]\(decisions/(.+?)\)", (ROOT / "docs" / "index.md").read_text()) == pages
