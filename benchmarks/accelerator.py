@@ -2,6 +2,7 @@
 
     python benchmarks/accelerator.py                       # Qwen3 shapes of 0.6B and 1.7B, random weights, bfloat16
     python benchmarks/accelerator.py --models 0.6B --activations checkpoint
+    python benchmarks/accelerator.py --models 0.6B --any-order        # what deterministic kernels cost
     python benchmarks/accelerator.py --models tiny --device cpu        # whether it runs at all
 
 64 rows of 512 prompt and 512 response tokens, eight rollouts a prompt, at most 16,384 tokens in a micro-batch.
@@ -25,6 +26,7 @@ from rallypoint.algorithms import policy_loss
 from rallypoint.config import load_config
 from rallypoint.config.plan import make_plan
 from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine.determinism import make_deterministic
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.layers import replace_layers
 from rallypoint.observability.flops import device_peak, flops_of
@@ -146,6 +148,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "1.7B"], choices=SIZES)
     parser.add_argument("--activations", nargs="+", default=["keep", "checkpoint"])
+    parser.add_argument(
+        "--any-order", action="store_true", help="without engine.deterministic: kernels may add in any order"
+    )
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--rows", type=int, default=64)
@@ -155,6 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu shows that it runs")
+    if device.type != "cpu" and not wanted.any_order:  # as in every run
+        make_deterministic()
     table = Table(COLUMNS, wanted.json)
     for name in wanted.models:
         for activations in wanted.activations:

@@ -121,6 +121,9 @@ def parts(device: str, out: Path) -> Iterator[list[Part]]:
         for keeps in ("checkpoint", "keep"):
             update = ("--models", model, "--activations", keeps, *small)
             yield figures(f"update-{model}-{keeps}", "accelerator.py", *update)
+        if model == models[0]:  # beside update-...-keep: what deterministic kernels cost
+            update = ("--models", model, "--activations", "keep", "--any-order", *small)
+            yield figures(f"update-{model}-any-order", "accelerator.py", *update)
         yield figures(f"rollouts-{model}", "accelerator_rollouts.py", "--models", model, *few)
 
 
