@@ -100,8 +100,8 @@ def open_page() -> int | None:
 
 
 def _say_there(process: int, what: str) -> None:
-    """Write a line where a process writes its errors."""
-    with contextlib.suppress(OSError), open(f"/proc/{process}/fd/2", "w", encoding="utf-8") as errors:
+    """Add a line to where a process writes its errors, which may be a file that has all it said before."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/fd/2", "a", encoding="utf-8") as errors:
         errors.write(f"error: process {process} {what}\n")
 
 

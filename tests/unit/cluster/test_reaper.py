@@ -103,3 +103,16 @@ def test_a_driver_that_does_not_come_back_from_a_question_is_lost_unless_it_is_s
         driver.kill()
         driver.wait()
         os.close(busy)
+
+
+def test_what_is_said_in_a_process_name_leaves_the_file_that_its_errors_go_to_as_it_was(tmp_path):
+    errors = tmp_path / "errors.log"
+    errors.write_text("what it said before\n")
+    with errors.open("a") as file:
+        driver = subprocess.Popen([sys.executable, "-c", SILENT], stderr=file)
+    try:
+        reaper._say_there(driver.pid, "is lost")
+    finally:
+        driver.kill()
+        driver.wait()
+    assert errors.read_text() == f"what it said before\nerror: process {driver.pid} is lost\n"
