@@ -116,6 +116,8 @@ class Lane:
         answer = self.put(question)
         patience, voice_s = Patience(self._clock), _VOICE_EVERY_S
         while not _is_over(answer, self._look_s):
+            if self.lost is not None:  # somebody else has found that out
+                raise RayLostError(str(self.lost))
             waited_s, found = patience.look(), self._ailment()
             limit_s = self._limit_s if found is not None else _TIMES_IF_WELL * self._limit_s
             if waited_s >= limit_s or (found is not None and found.is_fatal):

@@ -80,6 +80,15 @@ def test_who_waits_for_a_process_that_is_gone_is_let_go_at_once(scene):
         scene.lane.ask("the store", scene.wait)
 
 
+def test_who_waits_is_let_go_when_somebody_else_finds_that_ray_is_lost(scene):
+    lose = threading.Thread(target=lambda: (scene.goes_on.wait(60), scene.lane.lose("Ray was lost elsewhere")))
+    lose.start()
+    scene.clock.pace_s = 0.0
+    with pytest.raises(RayLostError, match="Ray was lost elsewhere"):
+        scene.lane.ask("the store", scene.wait)
+    lose.join()
+
+
 def test_where_nothing_is_wrong_that_can_be_seen_the_wait_is_ten_times_as_long(scene):
     with pytest.raises(RayLostError, match="Ray gives no sign of life; this program has waited 300 s for the store"):
         scene.lane.ask("the store", scene.wait)
