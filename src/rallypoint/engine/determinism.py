@@ -7,6 +7,7 @@ the run can say that its bits may differ.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
@@ -18,11 +19,13 @@ _WARNING = re.compile(r"(\S+) does not have a deterministic implementation")
 _operators: set[str] = set()
 
 
+@functools.cache
 def make_deterministic() -> None:
     """Ask for such kernels in this process, for good.
 
     Call it before the device is used: that is when cuBLAS reads the size of its workspace. Memory that was not written
-    is left as it is: filling it would cost a pass over every tensor.
+    is left as it is: filling it would cost a pass over every tensor. What torch warns of is shown once an operator: it
+    warns at every call. Another call of this function does nothing.
     """
     os.environ.setdefault(_CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -31,6 +34,8 @@ def make_deterministic() -> None:
 
     def remember(message: Warning | str, *where: object, **more: object) -> None:
         if (found := _WARNING.search(str(message))) is not None:
+            if found.group(1) in _operators:
+                return
             _operators.add(found.group(1))
         shown(message, *where, **more)  # pyright: ignore[reportArgumentType] - passed on as it came
 

@@ -50,7 +50,7 @@ class Sleeper:
 
     @torch.no_grad()
     def sleep(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the memory behind some tensors to page-locked CPU memory, and free it; who sleeps sleeps on."""
+        """Copy the memory behind some tensors to page-locked CPU memory, and free it; does nothing while any sleep."""
         if self._storages:
             return
         storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
