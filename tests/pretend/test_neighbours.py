@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rallypoint.cluster import Mesh, WorkerContext
-from rallypoint.roles.engines import _memory_share
+from rallypoint.config import load_config
+from rallypoint.roles.engines import _has_a_device_alone, _memory_share
 from rallypoint.roles.turns import Turns, make_room_for_neighbour
 
 
@@ -48,3 +49,18 @@ def test_a_neighbour_asks_for_no_more_free_memory_than_it_takes():
     assert _memory_share(2 * total, "pretend") == 1.0
     assert 0 < _memory_share(1, "pretend") < 0.01
     assert _memory_share(total // 4, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("more", "is_alone"),
+    [
+        ((), True),
+        (("cluster.num_gpus_per_process=0.5",), False),
+        (("actor.placement.pool=side",), False),
+        (("rollout.serve=0",), False),
+        (("cluster.device=cpu",), False),
+    ],
+)
+def test_rollouts_keep_their_memory_only_where_no_other_role_or_process_may_be_on_the_device(more, is_alone):
+    placed = ("cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side", "cluster.device=cuda")
+    assert _has_a_device_alone(load_config("digits", [*placed, *more]).config) == is_alone

@@ -129,10 +129,10 @@ def make_guest_engine(
 
 def _has_a_device_alone(config: RunConfig) -> bool:
     """Whether a rollout rank's memory is of use to nobody else between its turns; that of a host is."""
+    if config.cluster.device == "cpu" or config.cluster.num_gpus_per_process < 1:  # or another process may be on it
+        return False
     pools = [placement.pool for placement in config.roles.values()]
-    return (
-        config.cluster.device != "cpu" and not config.rollout.serve and pools.count(config.rollout.placement.pool) == 1
-    )
+    return config.rollout.serve is None and pools.count(config.rollout.placement.pool) == 1
 
 
 def _adapter_rank(lora: LoRAConfig | None) -> int | None:
