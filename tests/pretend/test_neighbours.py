@@ -1,12 +1,18 @@
-"""A process beside this one on the same accelerator, such as vLLM."""
+"""Others on the same accelerator, in this process or beside it, such as vLLM: what is left for a cache."""
 
 import pytest
 import torch
 
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
-from rallypoint.roles.engines import _has_a_device_alone, _memory_share
+from rallypoint.errors import CacheError
+from rallypoint.generation.room import CacheRoom
+from rallypoint.roles.engines import _has_a_device_alone, _memory_share, planned_cache
 from rallypoint.roles.turns import Turns, make_room_for_neighbour
+
+DEVICE, TOKEN_BYTES, LIMIT = torch.device("pretend:1"), 1000, 1_000_000
+LEFT = 900_000
+"""Of the limit, with a margin of a tenth."""
 
 
 class Sleeper:
@@ -64,3 +70,44 @@ def test_a_neighbour_asks_for_no_more_free_memory_than_it_takes():
 def test_rollouts_keep_their_memory_only_where_no_other_role_or_process_may_be_on_the_device(more, is_alone):
     placed = ("cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side", "cluster.device=cuda")
     assert _has_a_device_alone(load_config("digits", [*placed, *more]).config) == is_alone
+
+
+@pytest.mark.parametrize(
+    ("room", "num_tokens"),
+    [
+        (CacheRoom(800, 100), 800),
+        (CacheRoom(5_000, 100), 900),
+        (CacheRoom(5_000, 100, spared_bytes=500_000), 400),
+        (CacheRoom(5_000, 100, spared_bytes=2_000_000), 100),
+        (CacheRoom(5_000, 100, share=0.5), 450),
+        (CacheRoom.of(5_000), 5_000),
+    ],
+    ids=["all", "what is left", "less what is spared", "never less than a row", "of a part", "as it was said"],
+)
+def test_a_cache_takes_what_is_free_between_its_two_sizes(pretend, room, num_tokens):
+    with pretend.limited(LIMIT):
+        assert room.num_tokens(TOKEN_BYTES, DEVICE) == num_tokens
+
+
+def test_what_others_hold_is_theirs(pretend):
+    with pretend.limited(LIMIT):
+        held = torch.empty(300_000, dtype=torch.uint8, device=DEVICE)
+        assert CacheRoom(5_000, 100).num_tokens(TOKEN_BYTES, DEVICE) == (LEFT - held.numel()) // TOKEN_BYTES
+
+
+def test_a_device_without_room_for_one_row_is_refused_with_the_keys_that_help(pretend):
+    with (
+        pretend.limited(LIMIT),
+        pytest.raises(CacheError, match=r"1,000 tokens, take 1 MiB, but the device has 1 MiB .*engine\.sleep=true"),
+    ):
+        CacheRoom(5_000, 1_000).num_tokens(TOKEN_BYTES, DEVICE)
+
+
+def test_a_server_gets_the_cache_that_the_plan_leaves_room_for(pretend):
+    config = load_config("digits", ["cluster.device=pretend", "rollout.engine=vllm"]).config
+    whole = planned_cache(config)
+    assert whole is not None
+    with pretend.limited(whole):
+        little = planned_cache(config)
+    assert little is not None
+    assert little < whole

@@ -7,6 +7,9 @@ import pytest
 from tiny_models import make_tiny_reward_model
 from tiny_runs import weights_of
 
+from rallypoint.config import load_config
+from rallypoint.config.memory import reserved_tokens
+from rallypoint.errors import WorkerError
 from rallypoint.observability import read_metrics
 from rallypoint.parallel.forms import accelerator_forms
 
@@ -86,3 +89,16 @@ def test_adapters_have_the_same_bits(runs):
 def test_a_reward_model_scores_with_the_same_bits(runs, tmp_path):
     scorer = make_tiny_reward_model(tmp_path / "scorer")
     check_same(runs, "scored", GRPO, "grpo.token_discount=null", "reward.function=null", f"reward.path={scorer}")
+
+
+def test_where_not_all_rows_have_room_in_the_cache_they_wait_and_have_the_same_bits(runs, pretend):
+    rows = ("rollout={num_prompts: 2, group_size: 16, max_response_tokens: 5}", "data.max_prompt_tokens=256")
+    once = (GRPO, *rows, "trainer.num_steps=1", "validation.every_steps=99")
+    reserved = reserved_tokens(load_config("digits", runs.overrides("any", *once)).config)
+    whole = run_on(runs, "pretend", "whole", *once, f"rollout.cache_tokens={reserved}")
+    with pretend.limited(600_000):
+        with pytest.raises(WorkerError, match="out of memory"):
+            run_on(runs, "pretend", "large", *once, f"rollout.cache_tokens={reserved}")
+        small = run_on(runs, "pretend", "small", *once)
+    assert weights_of(small) == weights_of(whole)
+    assert steps_of(small) == steps_of(whole)

@@ -16,7 +16,6 @@ from rallypoint.config import (
     describe,
     expected,
     leaves,
-    make_plan,
     shipped_recipes,
     shown,
     unread_sections,
@@ -28,7 +27,7 @@ from rallypoint.config.lanes import idle_cores
 from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.theme import PALETTE
-from rallypoint.recipes.machine import check_machine
+from rallypoint.recipes.machine import check_machine, look_around, plan_on
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import load_named
 
@@ -85,13 +84,15 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
         RallyError: a run would fail by it; what was known before is printed.
     """
     loaded = load_named(recipe, overrides)
-    config, plan, console = loaded.config, make_plan(loaded.config), _console()
+    config, console = loaded.config, _console()
+    machine = look_around(config)
+    plan = plan_on(config, machine)
     for title, lines in (_batches(loaded, plan), _placement(config, plan)):
         _print_line(console, title, "bold")
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
     _print_line(console, "data and machine", "bold")
-    for line in check_machine(config, plan):
+    for line in check_machine(config, plan, machine):
         _print_line(console, f"  {line}")
     for line in _read(config):
         _print_line(console, f"  {line}")

@@ -55,6 +55,10 @@ _SAMPLED_LOGITS, _SAMPLED_BLOCK = 6, 256
 """Numbers of four bytes for every token of the vocabulary, filled up to blocks, that a token is drawn with: shares, and
 sums of them in float64."""
 
+CACHE_MARGIN = 0.1
+"""Of what a process may have of an accelerator, left free by a cache that is sized by free memory: for holes between
+tensors, libraries, captured steps."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoleMemory:
@@ -70,6 +74,8 @@ class RoleMemory:
     cache: int
     sleeps: bool
     """Whether nothing of it stays while other roles have their turn."""
+    least_cache: int = 0
+    """What the cache shrinks to where the device has no more memory for it."""
     borrowed: int = 0
     """What another role holds, and wakes for this one's turn."""
 
@@ -101,7 +107,7 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
     own = trained if role == "reference" and config.reference_shares_actor else parameters
     shares_actor = role == "rollout" and config.rollout_shares_actor
     computed = shape.part(sizes["tp"])
-    activations = _sampling_bytes(config, shape) if role == "rollout" else _forward_bytes(config, computed, role)
+    activations = sampling_bytes(config, shape) if role == "rollout" else _forward_bytes(config, computed, role)
     if learner is not None:
         num_lanes = _num_lanes(config, role, gradient_bytes=trained * _WIDE)
         training = _training_bytes(config, computed, role, num_parts=learner.num_mini_batches, num_lanes=num_lanes)
@@ -119,6 +125,7 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
         optimizer=trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0,
         activations=activations,
         cache=_cache_bytes(config, shape) if role == "rollout" else 0,
+        least_cache=least_tokens(config) * cache_bytes_per_token(config, shape) if role == "rollout" else 0,
         sleeps=role in config.sleeping,
         borrowed=parameters * size if shares_actor and "actor" in config.sleeping else 0,
     )
@@ -218,7 +225,7 @@ def _logits_bytes(config: RunConfig, num_logits: int, num_lanes: int, *, kept: b
     return min(num_logits * size, most) + 2 * _WIDE * min(num_logits, chunk // size)
 
 
-def _sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
+def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the most that sampling needs besides its cache: for prompts, and to draw a token for every row.
 
     These are not there at the same time, but on a CPU the heap keeps what the first had until the turn is over, and the
@@ -322,9 +329,16 @@ def cache_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
 
 
 def reserved_tokens(config: RunConfig) -> int:
-    """Return how many tokens there are blocks for in a process of the rollout role."""
+    """Return how many tokens there are blocks for in a process of the rollout role, where there is memory for them."""
     num_rows = _groups_together(config) * config.rollout.group_size
     return config.rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * BLOCK_TOKENS)
+
+
+def least_tokens(config: RunConfig) -> int:
+    """Return how many tokens there are blocks for even where memory is short: those of one row, unless it was said."""
+    if config.cluster.device == "cpu" or config.rollout.cache_tokens is not None:
+        return reserved_tokens(config)
+    return config.max_row_tokens + 2 * BLOCK_TOKENS
 
 
 def _num_validation_prompts(config: RunConfig) -> int | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, TypeAlias, cast
 
-from rallypoint.config.memory import RoleMemory, role_memory
+from rallypoint.config.memory import CACHE_MARGIN, RoleMemory, role_memory
 from rallypoint.config.shape import ModelShape, role_shape, shape_of
 from rallypoint.config.tree import RoleName, RunConfig
 
@@ -44,6 +44,17 @@ class Plan:
         roles = [memory for memory in self.memory if memory.pool == pool]
         awake = max((m.weights + m.gradients + m.optimizer + m.borrowed - m.held for m in roles), default=0)
         return sum(memory.held for memory in roles) + awake
+
+    def within(self, rooms: Mapping[str, int]) -> Plan:
+        """Return the plan where processes of pools have so many bytes of a device: with the cache that is left then."""
+        memory = tuple(self._fitted(role, rooms.get(role.pool)) for role in self.memory)
+        return dataclasses.replace(self, memory=memory)
+
+    def _fitted(self, memory: RoleMemory, room: int | None) -> RoleMemory:
+        if room is None or memory.least_cache >= memory.cache:
+            return memory
+        left = int(room * (1 - CACHE_MARGIN)) - (self.turn_memory(memory.role) - memory.cache)
+        return dataclasses.replace(memory, cache=max(memory.least_cache, min(memory.cache, left)))
 
     def process_memory(self, pool: str) -> int:
         """Return the bytes that a process of a pool holds at its peak: roles that share it take turns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,14 @@ def read_shape(folder: Path) -> ModelShape | None:
     try:
         if not file.is_file():  # a pipe would be waited for
             return None
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return parse_shape(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape that the fields of a config.json tell of; None when it is not that of a plain decoder."""
+    try:
         heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
         model_type = str(values.get("model_type", ""))
         family = FAMILIES.get(model_type)
@@ -206,7 +214,7 @@ def read_shape(folder: Path) -> ModelShape | None:
             caps_scores=bool(values.get("attn_logit_softcapping")),
             **_read_experts(values),
         )
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
+    except (ValueError, TypeError, KeyError, ZeroDivisionError):
         return None
 
 
@@ -218,7 +226,7 @@ def _rank_of(lora: LoRAConfig) -> int:
         return lora.rank
 
 
-def _read_experts(values: dict[str, Any]) -> dict[str, int]:
+def _read_experts(values: Mapping[str, Any]) -> dict[str, int]:
     """Read the fields of a mixture of experts as Qwen and transformers name them; nothing for a dense model."""
     num_experts = values.get("num_experts") or values.get("num_local_experts")
     if not num_experts:

@@ -37,6 +37,7 @@ from rallypoint.generation.passes import Passes
 from rallypoint.generation.prefill import Stretch, deal_out
 from rallypoint.generation.protocol import Piece, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
+from rallypoint.generation.room import CacheRoom
 from rallypoint.generation.row import BLOCK_TOKENS, Row
 from rallypoint.generation.sampling import Draws
 from rallypoint.generation.seats import Seats
@@ -55,7 +56,7 @@ class NativeEngine:
         model: PreTrainedModel,
         *,
         max_rows: int = 256,
-        cache_tokens: int = 65_536,
+        cache_tokens: int | CacheRoom = 65_536,
         mode: Literal["fast", "exact"] = "fast",
         on_load: Literal["keep", "recompute"] = "keep",
         decode: Decode | None = None,
@@ -68,7 +69,7 @@ class NativeEngine:
         Args:
             model: its weights are used where they are, and never copied.
             max_rows: that run together.
-            cache_tokens: whose keys and values there is memory for.
+            cache_tokens: whose keys and values there is memory for; a `CacheRoom` where that is found out later.
             mode: see the module.
             on_load: whether rows that run go on with their old keys and values under new weights.
             decode: turns token ids into text, for stop strings.
@@ -79,19 +80,19 @@ class NativeEngine:
         Raises:
             ValueError: one of these is none of what it can be.
         """
-        check_settings(max_rows, cache_tokens, mode, on_load)
+        self._room = CacheRoom.of(cache_tokens)
+        check_settings(max_rows, self._room.least_tokens, mode, on_load)
         self.model, self.version, self.is_asleep = model, version, False
         self._max_rows, self._keeps_memory = max_rows, keeps_memory
         self._is_exact, self._recomputes = mode == "exact", on_load == "recompute"
         self._passes = passes or Passes(model, is_exact=self._is_exact)
         self._lanes, self._decode = Lanes(model.device), decode
-        self._num_blocks = -(-cache_tokens // BLOCK_TOKENS)
+        self._num_blocks = -(-self._room.least_tokens // BLOCK_TOKENS)
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
         self.num_set_back = 0
         """Times that a running request lost its memory to an older one."""
         self._pool: BlockPool | None = None
-        self._next_id = 0
         self._lock = threading.Lock()
         self._arrived: deque[Row] = deque()
         self._cancelled: set[int] = set()
@@ -101,10 +102,9 @@ class NativeEngine:
         self._late: list[Piece] = []
         self._cohorts: list[Cohort] = []
         self._num_threads_each: int | None = None
-        self._num_steps_left = 0
+        self._next_id, self._num_steps_left, self._num_wasted = 0, 0, 0
         # Of the cohorts, each with what was drawn for the coming steps.
         self._ahead: deque[tuple[Draws, ...]] = deque()
-        self._num_wasted = 0
         # Of rows that have left while their cohort goes on.
         self._num_gone, self._held = 0, list[Block]()
         self._is_full = False
@@ -223,7 +223,7 @@ class NativeEngine:
         """
         joined: list[tuple[Row, int]] = []
         num_tokens = 0
-        pool = self._pool = self._pool or self._passes.make_pool(self._num_blocks, BLOCK_TOKENS)
+        pool = self._pool = self._pool or self._passes.make_pool(self._room, BLOCK_TOKENS)
         while self._waiting and len(self._running) < self._max_rows and num_tokens < _PREFILL_TOKENS:
             row = self._waiting[0]
             row.prompt_blocks = pool.find(row.request.tokens)

@@ -26,6 +26,7 @@ from rallypoint.generation.layout import QueryRows
 from rallypoint.generation.pages import PagedRows, is_right
 from rallypoint.generation.plain import Linear, Network
 from rallypoint.generation.prefill import Stretch, StretchRows
+from rallypoint.generation.room import CacheRoom
 from rallypoint.generation.sampling import Draws, Rules
 from rallypoint.generation.script import without_python
 from rallypoint.generation.seats import Queries
@@ -132,10 +133,11 @@ class Passes:
     def _head(self) -> nn.Module:
         return lm_head(self._model)
 
-    def make_pool(self, num_blocks: int, block_tokens: int) -> BlockPool:
+    def make_pool(self, room: CacheRoom, block_tokens: int) -> BlockPool:
         """Ask the model for the shapes of its layers, and reserve memory for their keys and values.
 
         Raises:
+            CacheError: there is not enough.
             ModelError: see `check_decoder`.
         """
         if PlainDecoder.fits(self._model) and not self._is_plain:
@@ -148,6 +150,8 @@ class Passes:
         (self._heads, kv_heads, head_dim, like), *others = probe.layers
         assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
         self._prepare_pages(like)
+        token_bytes = 2 * len(probe.layers) * kv_heads * head_dim * like.element_size()
+        num_blocks = -(-room.num_tokens(token_bytes, like.device) // block_tokens)
         return BlockPool(num_blocks, block_tokens, len(probe.layers), kv_heads, head_dim, like)
 
     def _prepare_pages(self, like: Tensor) -> None:

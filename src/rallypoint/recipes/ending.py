@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint import checkpoint
-from rallypoint.config import RunConfig, make_plan
+from rallypoint.config import RunConfig
 from rallypoint.data import load_tokenizer
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import first_line
 from rallypoint.observability import PLOT_HINT, Summary, save_curve
+from rallypoint.recipes.machine import look_around, plan_on
 from rallypoint.recipes.run_folder import RunFolder
 
 
@@ -36,7 +37,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     if found and validation.is_file() and config.reward.function is not None:
         own = "" if config.reward.function in SHIPPED else f" --reward {config.reward.function}"
         commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"
-    predicted = make_plan(config)
+    predicted = plan_on(config, look_around(config))
     return Summary.from_metrics(
         folder.metrics,
         name=folder.path.name,

@@ -9,6 +9,7 @@ Of a cluster that is joined nothing is known here but the labels that it is aske
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -76,6 +77,15 @@ def look_around(config: RunConfig) -> Machine:
     return Machine(num_cores(), _memory(), accelerators, complaint)
 
 
+def plan_on(config: RunConfig, machine: Machine) -> Plan:
+    """Return the plan of a run here, whose cache is what devices have room for, as far as they are known."""
+    return _within(make_plan(config), config, machine)
+
+
+def _within(plan: Plan, config: RunConfig, machine: Machine) -> Plan:
+    return plan.within({pool: num_bytes for pool, num_bytes, _ in _rooms(config, machine)})
+
+
 def check_machine(config: RunConfig, plan: Plan, machine: Machine | None = None) -> tuple[str, ...]:
     """Compare a run with this machine, and return what there is to say of it.
 
@@ -83,6 +93,7 @@ def check_machine(config: RunConfig, plan: Plan, machine: Machine | None = None)
         ConfigError: the run cannot be here.
     """
     machine = machine or look_around(config)
+    plan = _within(plan, config, machine)
     problems = [*machine_problems(config, machine), *memory_problems(config, plan, machine)]
     if problems:
         raise ConfigError(tuple(problem.text for problem in problems))
@@ -160,7 +171,8 @@ def _room_for_activations(config: RunConfig, machine: Machine) -> Iterator[str]:
     if config.engine.activations == "keep":
         return
     kept = config.model_copy(update={"engine": config.engine.model_copy(update={"activations": "keep"})})
-    plan, rooms = make_plan(kept), list(_rooms(config, machine))
+    rooms = list(_rooms(config, machine))
+    plan = make_plan(kept).within({pool: round(most * _SAFE) for pool, most, _ in rooms})
     if plan.memory and rooms and all(plan.process_memory(pool) <= most * _SAFE for pool, most, _ in rooms):
         peak = max(plan.process_memory(pool) for pool, _, _ in rooms)
         yield (
@@ -189,6 +201,7 @@ def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]
         yield pool, round(num_bytes * share), whose
 
 
+@functools.cache
 def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
     """Return the devices of a kind, or why there is none."""
     command = [sys.executable, "-c", _ASK_TORCH, device]
@@ -210,6 +223,7 @@ def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
     return (), f"torch {version}" + (f", CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "")
 
 
+@functools.cache
 def _ask_driver() -> tuple[Accelerator, ...]:
     """Return the GPUs that NVIDIA's driver tells of, unless they are hidden; without torch."""
     program = shutil.which("nvidia-smi")

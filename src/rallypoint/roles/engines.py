@@ -10,10 +10,13 @@ from transformers import PreTrainedModel
 from rallypoint.cluster import WorkerContext
 from rallypoint.config import LoRAConfig, RunConfig
 from rallypoint.config.check_vllm import MOST_VLLM_RANK
-from rallypoint.config.memory import reserved_tokens
+from rallypoint.config.memory import least_tokens, reserved_tokens, sampling_bytes
+from rallypoint.config.plan import make_plan
+from rallypoint.config.shape import parse_shape
 from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
 from rallypoint.generation.requests import Decode
+from rallypoint.generation.room import CacheRoom
 from rallypoint.generation.row import BLOCK_TOKENS
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
@@ -33,7 +36,9 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
     return NativeEngine(
         model,
         max_rows=rollout.max_batch_rows,
-        cache_tokens=rollout.cache_tokens or _num_rows(config) * (config.max_row_tokens + 2 * BLOCK_TOKENS),
+        cache_tokens=_cache_room(
+            config, model, rollout.cache_tokens or _num_rows(config) * (config.max_row_tokens + 2 * BLOCK_TOKENS)
+        ),
         mode="exact" if rollout.exact else "fast",
         decode=decode,
         keeps_memory=_has_a_device_alone(config),
@@ -54,6 +59,9 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
     num_blocks = -(-config.max_row_tokens // _VLLM_BLOCK_TOKENS) + 1
     cache_tokens = rollout.cache_tokens or _num_rows(config) * num_blocks * _VLLM_BLOCK_TOKENS
     cache_bytes = cache_tokens * outline.cache_bytes_per_token
+    if rollout.cache_tokens is None and context.device != "cpu":
+        least_bytes = num_blocks * _VLLM_BLOCK_TOKENS * outline.cache_bytes_per_token
+        cache_bytes = max(least_bytes, min(cache_bytes, planned_cache(config) or cache_bytes))
     launch = Launch(
         python=installed.python,
         model=spec.model_path,
@@ -87,6 +95,17 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
     )
 
 
+def planned_cache(config: RunConfig) -> int | None:
+    """Return the bytes of a cache that the plan leaves room for on this accelerator; None if there is no plan.
+
+    A server reserves it before other roles are there, so that what is free then says little.
+    """
+    _, total = torch.accelerator.get_memory_info()
+    room = int(total * min(1.0, config.cluster.num_gpus_per_process))
+    plan = make_plan(config).within({config.rollout.placement.pool: room})
+    return next((memory.cache for memory in plan.memory if memory.role == "rollout"), None)
+
+
 def _memory_share(num_bytes: int, device: str) -> float | None:
     """Return the part of an accelerator's memory that weights and cache take; None on a CPU.
 
@@ -118,13 +137,23 @@ def make_guest_engine(
             model,
             max_rows=max_rows,
             # What training's own engine has, which sleeps meanwhile: nobody has to plan for more.
-            cache_tokens=reserved_tokens(config),
+            cache_tokens=_cache_room(config, model, reserved_tokens(config)),
             mode="exact" if config.rollout.exact else "fast",
             decode=decode,
             version=training.version,
         )
     engine.sleep()
     return engine
+
+
+def _cache_room(config: RunConfig, model: PreTrainedModel, most_tokens: int) -> CacheRoom | int:
+    """Return the size of a cache; off the CPU one that follows from free memory, unless it was said."""
+    least = least_tokens(config)
+    if least >= most_tokens or config.cluster.device == "cpu":
+        return most_tokens
+    shape = parse_shape(model.config.to_dict())
+    spared = sampling_bytes(config, shape) if shape is not None else 0
+    return CacheRoom(most_tokens, least, spared, min(1.0, config.cluster.num_gpus_per_process))
 
 
 def _has_a_device_alone(config: RunConfig) -> bool:

@@ -14,6 +14,8 @@ def load(device: str) -> RunConfig:
         "rollout.max_response_tokens=1024",
         "recipe=grpo",
         "actor.num_mini_batches=1",
+        "model.dtype=float32",
+        "engine.activations=keep",
     )
     return load_config("digits-grpo", [f"cluster.device={device}", *more]).config
 

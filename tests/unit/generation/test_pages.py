@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rallypoint.generation import NativeEngine, Request, Rules, SamplingParams, generate, stream
 from rallypoint.generation.passes import Passes
+from rallypoint.generation.room import CacheRoom
 from rallypoint.generation.seats import Queries
 from rallypoint.models import load_policy
 
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_the_usual_way(model, make_prompts, params, dtype, w
 
 def some_rows(passes, lengths=(3, 40, 9), num_steps=16):
     """Rows of some lengths in a pool, laid out: each has a block more than its tokens need."""
-    pool = passes.make_pool(40, 32)
+    pool = passes.make_pool(CacheRoom.of(1280), 32)
     rows = [[pool.private() for _ in range(2 + length // 32)] for length in lengths]
     pool.clean()
     queries = [(5 + row, lengths[row] - 1, blocks) for row, blocks in enumerate(rows)]

@@ -9,6 +9,7 @@ from rallypoint.generation import Rules, SamplingParams, sample
 from rallypoint.generation.decoder import PlainDecoder
 from rallypoint.generation.passes import Passes
 from rallypoint.generation.plain import decode
+from rallypoint.generation.room import CacheRoom
 from rallypoint.generation.script import without_python
 from rallypoint.generation.seats import Queries
 
@@ -21,7 +22,7 @@ def test_a_step_of_decoding_has_the_same_bits_with_and_without_python(make_polic
     passes, network = Passes(model, is_exact=False), PlainDecoder(model).network
     found = []
     for way in (decode, without_python(decode, torch.device("cpu"))):
-        pool = passes.make_pool(20, 4)
+        pool = passes.make_pool(CacheRoom.of(80), 4)
         rows = [[pool.private() for _ in range(length)] for length in (1, 3, 2)]
         pool.clean()
         queries = [(token, 4 * len(blocks) - 2, blocks) for token, blocks in enumerate(rows, 3)]
@@ -44,7 +45,7 @@ def test_tokens_that_are_drawn_ahead_are_those_that_are_drawn_one_by_one(make_po
     numbers = torch.rand(num_steps, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(num_steps))
     found = []
     for at_once in (1, num_steps):
-        pool = passes.make_pool(20, 4)
+        pool = passes.make_pool(CacheRoom.of(80), 4)
         rows = [[pool.private() for _ in range(length)] for length in (2, 4, 3)]
         pool.clean()
         queries = [(token, 4 * len(blocks) - 7, blocks) for token, blocks in enumerate(rows, 3)]
@@ -87,5 +88,5 @@ def test_there_are_no_more_parts_than_rows(make_policy):
     model = copy.deepcopy(make_policy())
     model.config.hidden_size = 100_000
     passes = Passes(model, is_exact=False)
-    passes.make_pool(2, 4)
+    passes.make_pool(CacheRoom.of(8), 4)
     assert [passes.parts(num_rows, 8) for num_rows in (3, 8, 9)] == [(3, None), (8, None), (8, None)]

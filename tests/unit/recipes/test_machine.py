@@ -3,8 +3,9 @@
 import pytest
 
 from rallypoint.config import load_config, make_plan
+from rallypoint.config.memory import reserved_tokens
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.machine import Accelerator, Machine, check_machine, look_around
+from rallypoint.recipes.machine import Accelerator, Machine, check_machine, look_around, plan_on
 
 GIB = 2**30
 H100 = Accelerator("NVIDIA H100", 80 * GIB)
@@ -109,3 +110,32 @@ def test_this_machine_has_cores_and_memory_and_a_kind_of_device_that_nobody_make
     there = look_around(load_config("digits", ["cluster.device=warp"]).config)
     assert there.accelerators == ()
     assert "warp" in there.complaint
+
+
+LONG_ROWS = (
+    "rollout={num_prompts: 4096, max_response_tokens: 2000}",
+    "engine.max_tokens_per_micro_batch=2100",
+    "data.max_prompt_tokens=64",
+    "kl=null",
+)
+
+
+def cache_of(plan):
+    return next(memory.cache for memory in plan.memory if memory.role == "rollout")
+
+
+def test_a_cache_that_a_device_has_no_room_for_is_planned_as_large_as_what_is_left():
+    config = load_config("digits", (*GPU, *LONG_ROWS)).config
+    whole = cache_of(make_plan(config))
+    plan = plan_on(config, Machine(8, 64 * GIB, (Accelerator("small", 2 * GIB),)))
+    assert 2**20 < cache_of(plan) < whole
+    assert plan.turn_memory("rollout") == pytest.approx(0.9 * 2 * GIB, rel=1e-6)
+    assert cache_of(plan_on(config, SERVER)) == whole
+    tiny = cache_of(plan_on(config, Machine(8, 64 * GIB, (Accelerator("tiny", 2**20),))))
+    assert tiny == whole * (64 + 2000 + 64) // reserved_tokens(config), "one row, or nothing could be sampled"
+
+
+def test_a_cache_of_a_size_that_was_said_is_planned_as_it_is():
+    config = load_config("digits", (*GPU, *LONG_ROWS, "rollout.cache_tokens=1000000")).config
+    plan = plan_on(config, Machine(8, 64 * GIB, (Accelerator("tiny", 2**20),)))
+    assert cache_of(plan) == cache_of(make_plan(config))

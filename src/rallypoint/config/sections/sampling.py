@@ -59,7 +59,7 @@ class RolloutConfig(Section):
         at_least=64,
         at_most=2**40,
         unit="tokens",
-        help="Size of the KV cache of a process; null: all rows at their longest.",
+        help="Size of the KV cache of a process; null: all rows at their longest, on GPUs as far as free memory goes.",
     )
     weights: Literal["auto", "memory", "ipc", "broadcast", "folder"] = key(
         "auto", help="Way of published weights to ranks with a model of their own; auto: what fits their placement."
