@@ -81,7 +81,6 @@ def run(role: str, dtype: str, mesh: DeviceMesh, model_folder: str, folder: Path
         for name, tensor in gather(stepped, {name: shard.parts[name] for name in stepped}, mesh)
     }
     save_adapter(shard, folder, base=model_folder)
-    mesh.everyone.all_reduce_sum([torch.zeros(1)])  # the first rank has written it
     again = ROLES[role](model_folder, dtype=dtype, mesh=mesh, lora=LoRAConfig(path=str(folder)), frozen=True)
     read_adapter(shard, folder)
     evaluated = [

@@ -7,16 +7,14 @@ the same prefix. Which layers are adapted is read from the tensors, which say it
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from rallypoint.config import LoRAConfig
-from rallypoint.errors import CheckpointError, ModelError
+from rallypoint.errors import ModelError
 from rallypoint.models.lora import (
     A,
     Adapters,
@@ -31,7 +29,6 @@ from rallypoint.models.part import Part
 from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
 from rallypoint.models.writer import Writing, save_tensors
-from rallypoint.observability.disk import explain
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -122,7 +119,9 @@ def fresh(lora: LoRAConfig) -> LoRAConfig:
 
 
 def save_adapter(shard: ModelShard, folder: Path, *, base: str, how: Writing | None = None) -> None:
-    """Write the adapters of a model, and what else of it is trained: every rank of its mesh calls, rank 0 writes.
+    """Write the adapters of a model, and what else of it is trained: every rank of its mesh calls.
+
+    Each writes what it holds, and rank 0 the config.
 
     Args:
         shard: with adapters.
@@ -134,19 +133,19 @@ def save_adapter(shard: ModelShard, folder: Path, *, base: str, how: Writing | N
         CheckpointError: the disk is full or not writable.
     """
     trained = shard.trained()
-    if shard.mesh.rank == 0:
-        with _explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
     save_tensors(
         folder / WEIGHTS,
         {_PREFIX + name: tensor for name, tensor in trained.items()},
         {_PREFIX + name: shard.parts[name] for name in trained},
         shard.mesh,
         how=how,
+        before=lambda: _save_config(shard, folder, base),
     )
-    if shard.mesh.rank > 0:
-        return
+
+
+def _save_config(shard: ModelShard, folder: Path, base: str) -> None:
     layer = next(iter(adapted_layers(shard.model).values()))
+    whole = sorted({name.rpartition(".")[0] for name in shard.trained() if not is_adapter_weight(name)})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if shard.model.get_output_embeddings() is not None else "TOKEN_CLS",
@@ -156,14 +155,13 @@ def save_adapter(shard: ModelShard, folder: Path, *, base: str, how: Writing | N
         "use_rslora": layer.rslora,
         "lora_dropout": 0.0,
         "target_modules": short_names(shard.model),
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in trained if not is_adapter_weight(name)}) or None,
+        "modules_to_save": whole or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    with _explained(folder):
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def open_adapter(path: str) -> AdapterFolder:
@@ -238,15 +236,6 @@ def _check_plain(folder: Path, config: dict[str, object]) -> None:
             f"{folder / CONFIG}: {', '.join(beyond)} is not supported; merge the adapter into its model with peft's "
             "merge_and_unload, and use that"
         )
-
-
-@contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn a failing disk into a `CheckpointError`."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(explain(folder, error)) from error
 
 
 def _is_folder(path: str) -> bool:

@@ -33,26 +33,27 @@ def gather(
         mesh: the ranks.
         dtypes: to which they are converted, one by one; None for their own.
     """
-    table = _exchange_parts(parts, mesh)
+    table = given_by_ranks(parts, mesh)
     for name, tensor in tensors.items():
         own = tensor if dtypes is None else tensor.to(dtypes[name])
-        if not table[0][name].is_whole:
-            own = _gathered(own, [part[name] for part in table], mesh)
+        if not (name in table[0] and table[0][name].is_whole):
+            own = _gathered(own, parts[name].shape, [given.get(name) for given in table], mesh)
         if mesh.rank == 0:
             yield name, own
         del own  # before there is another one
 
 
-def _gathered(tensor: Tensor, parts: Sequence[Part], mesh: DeviceMesh) -> Tensor:
-    """Return a tensor whole on rank 0, and as it is on the others."""
+def _gathered(tensor: Tensor, shape: Sequence[int], parts: Sequence[Part | None], mesh: DeviceMesh) -> Tensor:
+    """Return a tensor of that shape whole on rank 0, and as it is on the others."""
     # In rounds, because gloo keeps what its threads have sent and received last.
     most = max(1, _ROUND_BYTES // len(parts) // tensor.itemsize)
-    cuts = [list(rectangles_of(part, most)) if part.num_elements else [] for part in parts]
-    whole = tensor.new_empty(parts[0].shape) if mesh.rank == 0 else tensor
+    cuts = [[] if part is None else list(rectangles_of(part, most)) for part in parts]
+    whole = tensor.new_empty(shape) if mesh.rank == 0 else tensor
+    mine = parts[mesh.rank]
     for turn in itertools.zip_longest(*cuts):
         sent = [tensor.new_empty(0, dtype=torch.uint8)] * len(parts)
-        if (own := turn[mesh.rank]) is not None:
-            sent[0] = tensor[own.within(parts[mesh.rank])].reshape(-1).view(torch.uint8)
+        if mine is not None and (own := turn[mesh.rank]) is not None:
+            sent[0] = tensor[own.within(mine)].reshape(-1).view(torch.uint8)
         arriving = turn if mesh.rank == 0 else [None] * len(parts)
         sizes = [0 if part is None else part.num_elements * tensor.itemsize for part in arriving]
         for part, piece in zip(arriving, mesh.everyone.exchange(sent, sizes), strict=True):
@@ -61,20 +62,22 @@ def _gathered(tensor: Tensor, parts: Sequence[Part], mesh: DeviceMesh) -> Tensor
     return whole
 
 
-def _exchange_parts(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str, Part]]:
-    """Return what every rank sends of each tensor: nothing where another one has the same."""
-    if mesh.everyone.size == 1:
-        return [dict(parts)]
-    is_copy = mesh.replicas.rank > 0
-    numbers = [number for part in parts.values() for number in (*part.starts, *part.sizes)]
-    mine = torch.tensor([0] * len(numbers) if is_copy else numbers)
+def given_by_ranks(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str, Part]]:
+    """Return what every rank gives to the whole tensors: all that it has but what a lower rank has, too.
+
+    Args:
+        parts: which rectangle of each whole tensor this rank has; the names are those of all ranks, in the same order.
+        mesh: the ranks.
+    """
+    mine = torch.tensor([number for part in parts.values() for number in (*part.starts, *part.sizes)])
     table: list[dict[str, Part]] = []
+    taken: set[tuple[str, Part]] = set()
     for row in mesh.everyone.all_gather(mine.unsqueeze(0), [1] * mesh.everyone.size):
-        left = iter(row.flatten().tolist())
-        table.append(
-            {
-                name: Part(part.shape, tuple(next(left) for _ in part.shape), tuple(next(left) for _ in part.shape))
-                for name, part in parts.items()
-            }
-        )
+        left, given = iter(row.flatten().tolist()), dict[str, Part]()
+        for name, part in parts.items():
+            theirs = Part(part.shape, tuple(next(left) for _ in part.shape), tuple(next(left) for _ in part.shape))
+            if theirs.num_elements and (name, theirs) not in taken:
+                given[name] = theirs
+                taken.add((name, theirs))
+        table.append(given)
     return table

@@ -7,7 +7,9 @@ Invariant: every rectangle is given in the coordinates of the whole weight, howe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Self
 
@@ -114,6 +116,20 @@ class Part:
         for start, extent in zip(seen.starts, seen.shape, strict=True):
             offset = offset * extent + start
         return slice(offset, offset + self.num_elements)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield what lies end to end in the whole, in order: its first element, and the number of elements.
+
+        >>> list(Part.whole([6, 4]).rows(3, 5).runs()), list(Part.whole([2, 4]).cut(dim=1, index=1, count=2).runs())
+        ([(12, 8)], [(2, 2), (6, 2)])
+        """
+        if not self.num_elements:
+            return
+        cut = max((dim for dim, size in enumerate(self.sizes) if size < self.shape[dim]), default=0)
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        begin, count = sum(map(operator.mul, self.starts, strides)), math.prod(self.sizes[cut:])
+        for index in itertools.product(*map(range, self.sizes[:cut])):
+            yield begin + sum(map(operator.mul, index, strides)), count
 
     @property
     def num_elements(self) -> int:

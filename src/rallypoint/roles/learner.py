@@ -105,7 +105,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
     @broadcast
     @in_turn(to_train=True)
     def save(self, model_folder: Path, state_file: Path) -> None:
-        """Write the model (with LoRA its adapters) as others read it, and the optimizer's state: the first rank does.
+        """Write the model (with LoRA its adapters) as others read it, and the optimizer's state: each rank its part.
 
         Raises:
             CheckpointError: the disk is full or not writable.

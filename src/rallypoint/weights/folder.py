@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -71,10 +72,10 @@ def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
     """
     final = version_folder(folder, version)
     partial = folder / f".{final.name}.partial"
-    checksums: dict[str, str] = {}
+    digests: defaultdict[str, xxhash.xxh3_64] = defaultdict(xxhash.xxh3_64)
 
     def seen(name: str, data: memoryview) -> None:
-        checksums[name] = xxhash.xxh3_64_hexdigest(data)
+        digests[name].update(data)
 
     how = Writing(durable=False, seen=seen)
     is_first = shard.mesh.rank == 0
@@ -84,7 +85,7 @@ def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
         else:
             save_model(shard, partial, how=how)
         if is_first:
-            _write_manifest(partial, version, checksums, is_adapter=shard.has_adapters)
+            _write_manifest(partial, version, digests, is_adapter=shard.has_adapters)
     return final
 
 
@@ -156,14 +157,14 @@ def _open(folder: Path, *, is_adapter: bool) -> TensorFiles:
     return TensorFiles([folder / _ADAPTER]) if is_adapter else find_weights(str(folder)).open()
 
 
-def _write_manifest(folder: Path, version: int, checksums: Mapping[str, str], *, is_adapter: bool) -> None:
+def _write_manifest(folder: Path, version: int, digests: Mapping[str, xxhash.xxh3_64], *, is_adapter: bool) -> None:
     with _open(folder, is_adapter=is_adapter) as files:
         tensors = {
             name: {
                 "file": entry.path.name,
                 "dtype": _NAMES[entry.dtype],
                 "shape": list(entry.shape),
-                "xxh3_64": checksums[name],
+                "xxh3_64": digests[name].hexdigest(),
             }
             for name, entry in files.entries.items()
         }

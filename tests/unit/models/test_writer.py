@@ -1,8 +1,12 @@
 """Models written tensor by tensor, and put together again from the parts of several ranks."""
 
+import dataclasses
+import functools
 import json
 import subprocess
 import sys
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -10,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rallypoint.errors import CheckpointError
-from rallypoint.models import Part, load_policy, save_model, save_tensors
+from rallypoint.models import Part, Writing, load_policy, save_model, save_tensors
 from rallypoint.parallel import DeviceMesh
 
 SOLO = DeviceMesh.solo()
@@ -96,35 +100,90 @@ def test_a_model_of_several_files_has_an_index_and_opens_in_transformers(make_fo
 MESHES = [{"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"sp": 2, "tp": 2}]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_tensors_in_parts_are_written_whole(on_mesh, tmp_path, sizes):
-    whole = {
-        "by rows": torch.randn(8, 6),
-        "by columns": torch.randn(6, 8).bfloat16(),
-        "fewer rows than ranks": torch.randn(1, 4).double(),
-        "whole": torch.randn(5),
+class Counting:
+    """The ranks of a mesh, with the bytes of all that one of them gives to the others."""
+
+    def __init__(self, ranks):
+        self.ranks, self.rank, self.size, self.num_bytes = ranks, ranks.rank, ranks.size, 0
+
+    def all_gather(self, tensor, sizes):
+        """Count what is sent."""
+        self.num_bytes += tensor.nbytes
+        return self.ranks.all_gather(tensor, sizes)
+
+    def exchange(self, parts, sizes):
+        """Count what is sent."""
+        self.num_bytes += sum(part.nbytes for part in parts)
+        return self.ranks.exchange(parts, sizes)
+
+
+def make_whole(factor=1):
+    """Some tensors of odd sizes, that many times as wide."""
+    return {
+        "by rows": torch.randn(14, 7 * factor),
+        "by columns": torch.randn(7, 10 * factor).bfloat16(),
+        "fewer rows than ranks": torch.randn(1, 5 * factor).double(),
+        "whole": torch.randn(5 * factor),
         "step": torch.tensor(7.0),
+        "nothing": torch.empty(0, 3),
     }
 
-    def cut(name, mesh):
-        part = Part.whole(whole[name].shape)
-        if name in ("step", "whole"):
-            return part
-        if name != "fewer rows than ranks":
-            part = part.cut(name == "by columns", mesh.tp.rank, mesh.tp.size)
-        rows = -(-part.sizes[0] // mesh.shard.size)
-        first, last = (min(part.sizes[0], place * rows) for place in (mesh.shard.rank, mesh.shard.rank + 1))
-        return part.rows(first, last)
 
-    def save(mesh):
-        parts = {name: cut(name, mesh) for name in whole}
-        held = {name: whole[name][part.within(Part.whole(part.shape))] for name, part in parts.items()}
-        save_tensors(tmp_path / "file", held, parts, mesh)
+def cut(name, shape, mesh):
+    """Return what a rank holds, as tensor parallelism and FSDP2 cut it."""
+    part = Part.whole(shape)
+    if name in ("step", "whole", "nothing"):
+        return part
+    if name != "fewer rows than ranks":
+        part = part.cut(name == "by columns", mesh.tp.rank, mesh.tp.size)
+    rows = -(-part.sizes[0] // mesh.shard.size)
+    first, last = (min(part.sizes[0], place * rows) for place in (mesh.shard.rank, mesh.shard.rank + 1))
+    return part.rows(first, last)
 
-    on_mesh(save, **sizes)
+
+def save_cut(path, whole, mesh, how=None):
+    """Write a rank's parts of tensors; return the bytes that it sent."""
+    counting = Counting(mesh.everyone)
+    parts = {name: cut(name, tensor.shape, mesh) for name, tensor in whole.items()}
+    held = {name: whole[name][part.within(Part.whole(part.shape))] for name, part in parts.items()}
+    save_tensors(path, held, parts, dataclasses.replace(mesh, everyone=counting), how=how)
+    assert path.is_file(), "it is there for all ranks"
+    return counting.num_bytes
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["own parts", "whole on rank 0"])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_ranks_write_the_file_that_one_would_byte_for_byte(on_mesh, tmp_path, sizes, seen):
+    whole, told = make_whole(), defaultdict(bytes)
+
+    def see(name, data):
+        told[name] += bytes(data)
+
+    save_cut(tmp_path / "of one", whole, SOLO)
+    on_mesh(lambda mesh: save_cut(tmp_path / "file", whole, mesh, Writing(seen=see) if seen else None), **sizes)
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "of one").read_bytes()
     read = safetensors.torch.load_file(tmp_path / "file")
     assert all(torch.equal(read.pop(name), tensor) for name, tensor in whole.items())
     assert not read
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "of one"]
+    if seen:
+        for name, tensor in whole.items():
+            assert told[name] == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_no_tensor_travels_to_be_written(on_mesh, tmp_path, sizes):
+    small, large = (
+        on_mesh(functools.partial(save_cut, tmp_path / "file", make_whole(factor)), **sizes) for factor in (1, 1000)
+    )
+    assert small == large
+    assert max(small) < 500  # where the parts lie: two numbers for each dimension; and how each step ended
+
+
+def test_a_tensor_of_several_pieces_that_does_not_lie_end_to_end_is_written_as_it_reads(tmp_path):
+    values = torch.randn(3, 1_200_001)[:, 1:]
+    save_tensors(tmp_path / "file", {"cut": values}, {"cut": Part.whole(values.shape)}, SOLO)
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "file")["cut"], values)
 
 
 def test_two_ranks_load_their_parts_of_a_model_and_write_the_folder_that_one_would(on_mesh, mixture, tmp_path):
@@ -143,19 +202,37 @@ def test_two_ranks_load_their_parts_of_a_model_and_write_the_folder_that_one_wou
     assert_same_folder(tmp_path / "ours", mixture)
 
 
-def test_a_rank_that_cannot_write_says_so_and_leaves_no_other_waiting(on_mesh, mixture, tmp_path):
+def test_a_first_rank_that_cannot_write_is_an_error_of_all(on_mesh, mixture, tmp_path):
     (tmp_path / "file").touch()
 
     def save(mesh):
-        try:
+        with pytest.raises(CheckpointError) as caught:
             save_model(load_policy(str(mixture), dtype="float32", mesh=mesh), tmp_path / "file" / "folder")
-        except CheckpointError as error:
-            return str(error)
-        return "written"
+        return str(caught.value)
 
     said = on_mesh(save, tp=2)
-    assert "cannot be written" in said[0]
-    assert said[1] == "written"
+    assert len(set(said)) == 1
+    assert "folder cannot be written: Not a directory" in said[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_a_disk_that_is_full_for_one_rank_is_an_error_of_all_and_nothing_partial_stays(on_mesh, tmp_path):
+    whole, folders = make_whole(), [tmp_path / "disk", tmp_path / "full"]
+    folders[1].mkdir()
+    (folders[1] / ".file.partial").symlink_to("/dev/full")
+
+    def save(mesh):
+        folder = folders[mesh.rank == mesh.everyone.size - 1]
+        with pytest.raises(CheckpointError) as caught:
+            save_cut(folder / "file", whole, mesh)
+        return str(caught.value)
+
+    said = on_mesh(save, dp_shard=3)
+    needed = sum(tensor.nbytes for tensor in whole.values())
+    for text in said:
+        assert f"file cannot be written: No space left on device (it needs {needed} B, " in text
+        assert "are free); make room on its disk; nothing partial is left" in text
+    assert list(folders[0].iterdir()) == []
 
 
 FULL = """
