@@ -132,10 +132,10 @@ def load_dataset(
         before, total = len(examples), problems.total
         rows = _load_file(Path(path).expanduser(), label, require_ground_truth, problems)
         examples += itertools.islice(rows, None if max_rows is None else max_rows - len(examples))
-        if len(examples) == max_rows:
-            is_part = is_part or next(rows, None) is not None
+        has_more = len(examples) == max_rows and next(rows, None) is not None
+        is_part = is_part or has_more
         rows.close()
-        if len(examples) == before and problems.total == total:
+        if len(examples) == before and not has_more and problems.total == total:
             problems.add(f"{path} has no rows")
     problems.raise_any()
     return Dataset(tuple(examples), is_part)

@@ -362,3 +362,18 @@ def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path, row):
     path = tmp_path / "train.jsonl"
     path.write_text(f'{{"prompt": "1", "ground_truth": "1"}}\n{{{row}}}\n')
     assert "train.jsonl, line 2: not valid JSON: the key 'prompt' is there 2 times" in refusal(path)
+
+
+@pytest.mark.parametrize(("max_rows", "num_read", "is_part"), [(None, 4, False), (5, 4, False), (3, 3, True)])
+def test_only_the_first_rows_are_read_where_no_more_are_wanted(tmp_path, max_rows, num_read, is_part):
+    files = [write_jsonl(tmp_path / name, [row(), row()]) for name in ("a.jsonl", "b.jsonl")]
+    found = load_dataset(files, max_rows=max_rows)
+    assert (len(found), found.is_part) == (num_read, is_part)
+
+
+def test_a_file_after_the_rows_that_are_wanted_is_not_taken_for_an_empty_one(tmp_path):
+    files = [write_jsonl(tmp_path / name, [row(), row()]) for name in ("a.jsonl", "b.jsonl")]
+    assert load_dataset(files, max_rows=2).is_part
+    assert not load_dataset(files[:1], max_rows=2).is_part
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    assert "empty.jsonl" in refusal(*files, empty, max_rows=2)
