@@ -179,11 +179,15 @@ class Pool:
         child = self._take()
         with self._lock:
             self._busy[child] = _Busy(call.name)
+            if self._is_closed:  # by a `close` that did not see this child, neither idle nor busy
+                child.kill()
         outcome = child.ask(call)
         with self._lock:
             del self._busy[child]
-            if child.is_alive:
+            if child.is_alive and not self._is_closed:
                 self._idle.append(child)
+            elif child.is_alive:
+                child.end()
         return outcome
 
     def _take(self) -> Child:

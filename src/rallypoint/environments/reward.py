@@ -97,7 +97,7 @@ def _find_written_problem(path: Path, name: str, tree: ast.Module, spec: str) ->
 def load_reward(spec: str) -> RewardFunction:
     """Return the reward function that `spec` names: "digits", or "path/to/file.py:function".
 
-    A file is imported into this process, where it may do anything, or never end: `grader.py` has a process for it.
+    A file is imported into this process, where it may do anything, or never end: `child.py` starts a process for it.
 
     Raises:
         RewardError: there is no such file or function, the file raises while it is imported, or the function

@@ -1,9 +1,9 @@
 """Whether a run learns at all: the reward of its last steps beside that of its first.
 
 One step says nothing about it, and a run that does not learn looks healthy in every other number. A rise counts when
-it is larger than chance and larger than nothing to speak of: 4 standard errors of a window's mean, and a tenth of what
-single rewards differ by. With a learning rate of 1e-6 the digits recipe rose by 6 standard errors in 150 steps, but by
-no more than a fourteenth of that difference; with its own it passes both before step 10.
+it is larger than chance and larger than nothing to speak of: 4 standard errors of the difference of both means, and
+0.15 of what single rewards differ by. With a learning rate of 1e-6 the digits recipe rose by 6 standard errors in 150
+steps, but by no more than a fourteenth of that difference; with its own rate it passes both.
 
 >>> flat, rising = Course(), Course()
 >>> for step in range(100):

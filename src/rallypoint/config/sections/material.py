@@ -73,9 +73,13 @@ class RewardConfig(Section):
 
     function: str | None = key(None, help="`file.py:compute_score`, or `digits` for the one that ships; null for none.")
     path: str | None = key(None, help="Hugging Face folder of a sequence classifier with one label; null for none.")
-    timeout_s: float = key(60.0, above=0, unit="s", help="Longest that one call of the function may take.")
+    timeout_s: float = key(60.0, above=0, unit="s", help="Deadline of one call of the function.")
     num_processes: int | None = key(
-        None, at_least=1, at_most=1024, unit="processes", help="That call the function; null for one a core, up to 16."
+        None,
+        at_least=1,
+        at_most=1024,
+        unit="processes",
+        help="Processes that call the function; null for one a core, up to 16.",
     )
     max_failed: float = key(
         0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may have no score; with more the run stops."
