@@ -234,13 +234,11 @@ def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     size, prompt = _BYTES[config.model.dtype], config.data.max_prompt_tokens
     num_prompts = max(1, min(_prompts_together(config), _PREFILL_TOKENS // prompt))
     prompts = _Pass(num_prompts, num_prompts, num_prompts, prompt, prompt, *_blocks_of_row(config, shape, prompt))
-    # Of each number of a key the place that it is written to.
-    places = 8 * prompts.num_computed * shape.num_key_value_heads * shape.head_dim
     vocabulary = -(-shape.vocab_size // _SAMPLED_BLOCK) * _SAMPLED_BLOCK
     num_rows = _groups_together(config) * config.rollout.group_size
     drawing = num_rows * (_SAMPLED_LOGITS * 4 * vocabulary + _row_bytes(config, shape, size))
     server = _SERVER_BYTES if config.rollout.engine == "vllm" and config.cluster.device == "cpu" else 0
-    prefilling = places + prompts.live_bytes(shape, size)
+    prefilling = prompts.live_bytes(shape, size)
     most = drawing + prefilling if config.cluster.device == "cpu" else max(drawing, prefilling)
     return server + _on_heap(config, "rollout", most)
 
