@@ -8,6 +8,7 @@ import torch
 from tiny_models import edit_config, edit_weights, make_tiny_model
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+VOCABULARY = 20
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,11 @@ def change_the_family(folder: Path) -> None:
 
 
 def shrink_the_embedding(folder: Path) -> None:
+    def cut(weights):
+        return {name: weight[:7].clone() if len(weight) == VOCABULARY else weight for name, weight in weights.items()}
+
     edit_config(folder, vocab_size=7)
+    edit_weights(folder, lambda weights: weights.update(cut(weights)))
 
 
 def break_a_weight(folder: Path) -> None:
