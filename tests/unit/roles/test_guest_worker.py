@@ -60,6 +60,8 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
     rollout.load(1, None)
     rest = guest.answer(NOTHING_NEW)
+    while rest[-1].finish_reason is None:  # on a busy machine a slice is not enough
+        rest += guest.answer(NOTHING_NEW)
 
     assert {piece.version for piece in first} == {0}
     assert {piece.version for piece in rest} == {1}
