@@ -97,7 +97,7 @@ def test_a_folder_that_is_no_reward_model_is_refused_before_any_step(runs, tmp_p
         runs.run("refused", *ALONE, f"reward.path={two}", *INLINE)
 
 
-def test_a_folder_without_a_head_is_refused_by_one_of_two_ranks(runs, scorer, tmp_path):
+def test_a_folder_without_a_head_is_refused_before_anything_is_started(runs, scorer, tmp_path):
     file = tmp_path / "scorer" / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     del weights["score.weight"]
@@ -105,9 +105,10 @@ def test_a_folder_without_a_head_is_refused_by_one_of_two_ranks(runs, scorer, tm
     keys = (*ALONE, f"reward.path={scorer}", "cluster.runtime=inline", "cluster.pools={main: [2]}")
     process = runs.start("train", "digits", *runs.overrides("headless", *keys))
     said, _ = process.communicate(timeout=100)
-    assert process.returncode == 1, said
+    assert process.returncode == 2, said
     assert said.count("missing score.weight") == 1, said
     assert "Traceback" not in said
+    assert not (runs.folder / "headless").exists()
 
 
 def test_a_run_with_a_reward_model_that_is_stopped_and_resumed_ends_with_the_same_weights(runs, weights_of, scorer):
