@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import os
 import queue
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 
 from rallypoint.errors import ModelError
@@ -26,8 +28,11 @@ def check_hub(name: str) -> None:
     Args:
         name: such as `Qwen/Qwen3-0.6B`; one that no repository can have is left to the hub's client.
 
+    Where nobody answers and the model is in the cache, this process and those that it starts go on as with
+    HF_HUB_OFFLINE=1, and a warning says so.
+
     Raises:
-        ModelError: nobody answers, or HF_HUB_OFFLINE is set and the model is not in the cache.
+        ModelError: nobody answers, or HF_HUB_OFFLINE is set, and the model is not in the cache.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -47,9 +52,12 @@ def check_hub(name: str) -> None:
     problem = unreachable(f"{constants.ENDPOINT}/{name}/resolve/main/config.json")
     if problem is None:
         return
-    if is_cached:
-        remedy = "it is in the cache: HF_HUB_OFFLINE=1 uses it without asking"
-    raise ModelError(f"{name}: the hub at {constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({problem}); {remedy}")
+    found = f"{name}: the hub at {constants.ENDPOINT} (HF_ENDPOINT) cannot be reached ({problem})"
+    if not is_cached:
+        raise ModelError(f"{found}; {remedy}")
+    warnings.warn(f"{found}; what the cache has of it is used, as with HF_HUB_OFFLINE=1", stacklevel=2)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
 
 
 def unreachable(url: str, patience_s: float = _PATIENCE_S) -> str | None:

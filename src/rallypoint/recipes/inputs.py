@@ -65,8 +65,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
     for key, path in models.items():
-        if path is not None:
-            yield key, _model(path)
+        if path is not None and (files := _model(path)):  # of a hub's model that is not here only the name is compared
+            yield key, files
     file, colon, function = (config.reward.function or "").rpartition(":")
     if colon:
         yield "reward.function", {f"{Path(file).name}:{function}": _reader(Path(file))}

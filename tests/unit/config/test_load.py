@@ -295,3 +295,11 @@ def test_off_the_cpu_half_precision_and_checkpointing_are_the_defaults_and_the_c
     assert sections() == ("float32", "keep")
     assert sections("cluster.device=cuda") == ("bfloat16", "checkpoint")
     assert sections("cluster.device=cuda", "model.dtype=float32", "engine.activations=keep") == ("float32", "keep")
+
+
+@pytest.mark.parametrize(("num_steps", "every"), [(1, 5), (40, 5), (120, 12), (1000, 20)])
+def test_checkpoints_are_saved_by_default_every_tenth_of_a_run_but_from_5_to_20_steps(
+    here: Path, num_steps: int, every: int
+):
+    assert load(f"trainer.num_steps={num_steps}").config.checkpoint_every_steps == every
+    assert load(f"trainer.num_steps={num_steps}", "checkpoint.every_steps=3").config.checkpoint_every_steps == 3

@@ -71,7 +71,25 @@ def test_offline_mode_asks_nobody_and_takes_what_is_in_the_cache(closed_port, tm
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "snapshots" / "abc" / "config.json").write_text("{}")
     assert ask_for("Some/Model", **offline) == "there"
-    assert "it is in the cache: HF_HUB_OFFLINE=1 uses it" in ask_for("Some/Model", **{**offline, "HF_HUB_OFFLINE": "0"})
+
+
+def test_without_a_network_what_the_cache_has_is_used_and_said(closed_port, tmp_path):
+    snapshot = tmp_path / "hub" / "models--Some--Model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    program = (
+        "import os, warnings\nfrom rallypoint.data.hub import check_hub\nfrom huggingface_hub import constants\n"
+        "with warnings.catch_warnings(record=True) as said:\n    warnings.simplefilter('always')\n"
+        "    check_hub('Some/Model')\n"
+        "print(said[0].message, constants.is_offline_mode(), os.environ['HF_HUB_OFFLINE'])\n"
+    )
+    changed = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{closed_port}", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=changed)
+    assert "cannot be reached" in done.stdout
+    assert "what the cache has of it is used, as with HF_HUB_OFFLINE=1 True 1" in done.stdout
 
 
 def test_whatever_answers_is_a_hub(hub):

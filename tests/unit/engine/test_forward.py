@@ -68,6 +68,17 @@ def test_values_are_of_the_state_in_which_each_token_was_chosen(make_folder, mak
             assert values[t] == pytest.approx(float(expected), rel=1e-4, abs=1e-4)
 
 
+def test_values_of_a_critic_in_bfloat16_are_finer_than_bfloat16(make_folder, make_batch):
+    critic = load_critic(make_folder(), dtype="bfloat16").model
+    with torch.no_grad():
+        critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    batch = make_batch(LENGTHS)
+    engine = engine_of(critic, 64)
+    values = engine.evaluate(batch, lambda part, at: critic_values(engine.shard, part, at)).values[batch.loss_mask]
+    assert values.dtype == torch.float32
+    assert (values != values.bfloat16().float()).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cap", [30, 31, 37, 59, 1000])
 def test_numbers_come_back_in_the_order_of_the_batch_for_every_cap(make_policy, make_batch, cap, padded):
