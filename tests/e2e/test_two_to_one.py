@@ -35,7 +35,7 @@ class OneNode(RayCluster):
     """The simulated node, as a cluster that somebody else started."""
 
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(address=str(cluster.address), namespace="two to one", own=None)
+        super().__init__(address=str(cluster.address), namespace="two to one", own=None, silence_s=60, say=print)
 
 
 @pytest.fixture
