@@ -12,7 +12,7 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import first_line
 from rallypoint.observability import PLOT_HINT, Summary, save_curve
 from rallypoint.recipes.machine import look_around, plan_on
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.recipes.run_folder import RunFolder, anchored
 
 
 def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]:
@@ -35,7 +35,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
     validation = folder.data / "validation.parquet"
     if found and validation.is_file() and config.reward.function is not None:
-        own = "" if config.reward.function in SHIPPED else f" --reward {config.reward.function}"
+        own = "" if config.reward.function in SHIPPED else f" --reward {anchored(config).reward.function}"
         commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"
     predicted = plan_on(config, look_around(config))
     return Summary.from_metrics(
