@@ -23,8 +23,8 @@ from figures import Table
 from transformers import Qwen3ForCausalLM
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams
-from rallypoint.generation.graphs import Capture, captures_on
-from rallypoint.generation.passes import Passes
+from rallypoint.generation.native.accelerator.graphs import Capture, captures_on
+from rallypoint.generation.native.model_runner import Passes
 from rallypoint.models.layers import replace_layers
 
 PROMPT_TOKENS = 256

@@ -30,7 +30,7 @@ import torch
 from transformers import SeedOssConfig, SeedOssForCausalLM
 
 from rallypoint.data import make_digits_tokenizer, save_tokenizer
-from rallypoint.generation.decoder import PlainDecoder
+from rallypoint.generation.native.decoder import PlainDecoder
 from rallypoint.models import load_policy
 from rallypoint.models.families import is_known
 from rallypoint.observability import Silent

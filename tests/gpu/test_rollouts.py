@@ -10,12 +10,12 @@ from tiny_models import make_tiny_model
 
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.generation import NativeEngine, SamplingParams, generate
-from rallypoint.generation.blocks import BlockPool
-from rallypoint.generation.graphs import captures_on
-from rallypoint.generation.kernels import PageKernel
-from rallypoint.generation.pages import PagedRows, is_right
-from rallypoint.generation.passes import Passes
-from rallypoint.generation.seats import Queries
+from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
+from rallypoint.generation.native.accelerator.graphs import captures_on
+from rallypoint.generation.native.accelerator.kernel import PageKernel
+from rallypoint.generation.native.block_manager import BlockPool
+from rallypoint.generation.native.block_tables import Queries
+from rallypoint.generation.native.model_runner import Passes
 from rallypoint.models import ModelShard, load_policy
 from rallypoint.models.attention import Limits
 from rallypoint.types import Prompts, offsets_from_lengths

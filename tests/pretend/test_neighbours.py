@@ -6,7 +6,7 @@ import torch
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
 from rallypoint.errors import CacheError
-from rallypoint.generation.room import CacheRoom
+from rallypoint.generation.native.kv_cache import CacheRoom
 from rallypoint.roles.engines import _has_a_device_alone, _memory_share, planned_cache
 from rallypoint.roles.turns import Turns, make_room_for_neighbour
 

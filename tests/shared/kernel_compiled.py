@@ -2,7 +2,7 @@
 
 import json
 
-from rallypoint.generation import kernels
+from rallypoint.generation.native.accelerator import kernel as kernels
 
 TARGETS = (("cuda", 90, 32), ("hip", "gfx942", 64))
 STATES = ("out", "query", "keys", "values", "key", "value")

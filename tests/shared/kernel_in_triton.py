@@ -5,10 +5,10 @@ import sys
 
 import torch
 
-from rallypoint.generation.blocks import BlockPool
-from rallypoint.generation.kernels import PageKernel
-from rallypoint.generation.pages import PagedRows, is_right
-from rallypoint.generation.seats import Queries
+from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
+from rallypoint.generation.native.accelerator.kernel import PageKernel
+from rallypoint.generation.native.block_manager import BlockPool
+from rallypoint.generation.native.block_tables import Queries
 from rallypoint.models.attention import Limits
 
 LIMITS = {"all": Limits(), "window": Limits(window=9), "softcap": Limits(softcap=1.5), "both": Limits(70, 2.0)}

@@ -5,7 +5,7 @@ from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
 from rallypoint.generation.protocol import FinishReason, GenerationEngine, Piece, Request, SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampling import Draws, Rules, penalise, sample
+from rallypoint.generation.sampler import Draws, Rules, penalise, sample
 
 __all__ = [
     "Draws",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rallypoint.generation.protocol import Request
 from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampling import Draws, Raw, Rules, penalise, sample
+from rallypoint.generation.sampler import Draws, Raw, Rules, penalise, sample
 
 _NUMBERS_AHEAD = 16
 """Tokens of a row whose random numbers are made at once, at least as many as are drawn at once."""

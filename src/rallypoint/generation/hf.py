@@ -17,7 +17,7 @@ from rallypoint.errors import NotFiniteError
 from rallypoint.generation.protocol import FinishReason, Piece, Request
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
-from rallypoint.generation.sampling import Raw, Rules, penalise, sample
+from rallypoint.generation.sampler import Raw, Rules, penalise, sample
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.models import ATTENTION
 

@@ -15,9 +15,9 @@ from rallypoint.config.plan import make_plan
 from rallypoint.config.shape import parse_shape
 from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
+from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.generation.native.sequence import BLOCK_TOKENS
 from rallypoint.generation.requests import Decode
-from rallypoint.generation.room import CacheRoom
-from rallypoint.generation.row import BLOCK_TOKENS
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
 from rallypoint.models import adapters_of, outline_policy

@@ -2,7 +2,7 @@
 
 from rallypoint.generation.vllm.connection import Connection
 from rallypoint.generation.vllm.engine import VLLMEngine
-from rallypoint.generation.vllm.outline import Outline
 from rallypoint.generation.vllm.server import Launch, Server, ServerProcess
+from rallypoint.generation.vllm.weights import Outline
 
 __all__ = ["Connection", "Launch", "Outline", "Server", "ServerProcess", "VLLMEngine"]

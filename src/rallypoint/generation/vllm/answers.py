@@ -15,7 +15,7 @@ from typing import Any, cast
 from rallypoint.errors import GenerationError
 from rallypoint.generation.protocol import FinishReason, Request
 from rallypoint.generation.requests import not_finite
-from rallypoint.generation.vllm.rows import NOT_FINITE, encode, needs_companion
+from rallypoint.generation.vllm.sampler import NOT_FINITE, encode, needs_companion
 
 _SHOWN = 200
 """Characters of an answer that an error shows."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.generation.vllm.control import Control
 from rallypoint.generation.vllm.server import OwnFolder, Server
+from rallypoint.generation.vllm.supervisor import Control
 
 ResultT = TypeVar("ResultT")
 

@@ -30,9 +30,9 @@ from rallypoint.generation.requests import Decode, check_request
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.generation.vllm.answers import Said, ask_for, read
 from rallypoint.generation.vllm.asked import Asked
+from rallypoint.generation.vllm.client import LostError, ask, events
 from rallypoint.generation.vllm.connection import Connection
-from rallypoint.generation.vllm.http import LostError, ask, events
-from rallypoint.generation.vllm.outline import Outline
+from rallypoint.generation.vllm.weights import Outline
 
 _LOOK_S = 0.05
 """How long `step` looks for something new, so that whoever calls it in a loop does not spin."""

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from rallypoint.generation.vllm.http import Address
+from rallypoint.generation.vllm.client import Address
 from rallypoint.generation.vllm.leftovers import remove_shared, shared_files, take_peak_memory
 
 INSIDE = Path(__file__).parent / "inside"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rallypoint.generation.vllm import Connection, Outline, VLLMEngine
-from rallypoint.generation.vllm.http import Address
+from rallypoint.generation.vllm.client import Address
 from rallypoint.models.sources import same_names
 
 NUM_IDS = 50

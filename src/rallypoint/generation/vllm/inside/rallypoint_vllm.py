@@ -43,7 +43,7 @@ _borrow("rallypoint.config", _PACKAGE / "config")
 _borrow("rallypoint.generation", _PACKAGE / "generation")
 _borrow("rallypoint.generation.vllm", _PACKAGE / "generation" / "vllm")
 
-from rallypoint.generation.vllm.rows import DrawnRows  # noqa: E402 - only now can it be found
+from rallypoint.generation.vllm.sampler import DrawnRows  # noqa: E402 - only now can it be found
 
 
 class Drawn(LogitsProcessor):

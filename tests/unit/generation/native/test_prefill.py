@@ -1,7 +1,7 @@
 """Which prompts are computed side by side."""
 
-from rallypoint.generation.blocks import Block
-from rallypoint.generation.prefill import Stretch, deal_out
+from rallypoint.generation.native.block_manager import Block
+from rallypoint.generation.native.prefill import Stretch, deal_out
 
 
 def stretch(block, num_tokens, past=()):

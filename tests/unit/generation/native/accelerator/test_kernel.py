@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rallypoint.generation.kernels import find_kernel, num_parts
+from rallypoint.generation.native.accelerator.kernel import find_kernel, num_parts
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SHARED = Path(__file__).parents[2] / "shared"

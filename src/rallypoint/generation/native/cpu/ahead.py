@@ -7,9 +7,9 @@ and looks at every token. None of that changes the next token, unless what it is
 import torch
 from torch import Tensor
 
-from rallypoint.generation.bags import Bags, Moves, advance
-from rallypoint.generation.plain import Linear, Network, decode, linear
-from rallypoint.generation.sampling import Rules, draw
+from rallypoint.generation.native.cpu.bags import Bags, Moves, advance
+from rallypoint.generation.native.plain import Linear, Network, decode, linear
+from rallypoint.generation.sampler import Rules, draw
 
 
 def draw_ahead(

@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from rallypoint.generation.pages import PagedRows, Pages
-from rallypoint.generation.sampling import Draws, Rules, draw
+from rallypoint.generation.native.accelerator.backend import PagedRows, Pages
+from rallypoint.generation.sampler import Draws, Rules, draw
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """Has what a function launches recorded, and returns what launches it again."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rallypoint.errors import RequestError
+from rallypoint.generation.native.sequence import BLOCK_TOKENS
 from rallypoint.generation.protocol import Request, is_whole
-from rallypoint.generation.row import BLOCK_TOKENS
 
 _LEAST_CACHE_TOKENS = 2 * BLOCK_TOKENS
 """A prompt and its response begin a block each."""

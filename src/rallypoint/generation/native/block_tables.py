@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rallypoint.generation.blocks import Block
+from rallypoint.generation.native.block_manager import Block
 
 Integers = npt.NDArray[np.int64]
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.generation.blocks import BlockPool
 from rallypoint.generation.drawing import Drawing
-from rallypoint.generation.layout import QueryRows
-from rallypoint.generation.pages import PagedRows
-from rallypoint.generation.passes import Passes
-from rallypoint.generation.row import BLOCK_TOKENS, Row
-from rallypoint.generation.sampling import Draws
-from rallypoint.generation.seats import Integers, Seats
+from rallypoint.generation.native.accelerator.backend import PagedRows
+from rallypoint.generation.native.block_manager import BlockPool
+from rallypoint.generation.native.block_tables import Integers, Seats
+from rallypoint.generation.native.cpu.backend import QueryRows
+from rallypoint.generation.native.model_runner import Passes
+from rallypoint.generation.native.sequence import BLOCK_TOKENS, Row
+from rallypoint.generation.sampler import Draws
 
 
 class Cohort:

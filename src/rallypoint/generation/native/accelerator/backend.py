@@ -2,10 +2,9 @@
 
 Owns: what of that changes from step to step, all of it in memory of the device, so that a step can be followed by the
 next without the host. Which tokens a query sees follows from its position; so nothing but tokens, positions and the
-number of the step moves, and a step that was captured (see `rallypoint.generation.graphs`) can be replayed on them.
+number of the step moves, and a step that was captured (see `graphs`) can be replayed on them.
 
-Keys and values are read where they lie by a kernel, see `rallypoint.generation.kernels`. Where there is none they are
-copied, and all queries looked up in batched products of one class.
+Keys and values are read where they lie by a kernel, see `kernel`. Where there is none they are copied, and all queries looked up in batched products of one class.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.generation.blocks import BlockPool
-from rallypoint.generation.kernels import MANY_PROGRAMS, PageKernel
-from rallypoint.generation.row import BLOCK_TOKENS
-from rallypoint.generation.seats import Integers, Queries
+from rallypoint.generation.native.accelerator.kernel import MANY_PROGRAMS, PageKernel
+from rallypoint.generation.native.block_manager import BlockPool
+from rallypoint.generation.native.block_tables import Integers, Queries
+from rallypoint.generation.native.sequence import BLOCK_TOKENS
 from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.head import soft_capped
 
@@ -94,7 +93,7 @@ class PagedRows:
             first_positions=self._tensor(np.where(is_there, queries.first_positions[:, within], 0)).int(),
             sizes=self._tensor(np.where(is_there, queries.sizes[:, within], 0)).int(),
         )
-        """Of this step. Others of the same shapes may take their place, see `rallypoint.generation.graphs`."""
+        """Of this step. Others of the same shapes may take their place, see `graphs`."""
 
     @property
     def tokens(self) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.generation.blocks import BlockPool
-from rallypoint.generation.layout import QueryRows
-from rallypoint.generation.pages import PagedRows
-from rallypoint.generation.seats import Queries, Seats
+from rallypoint.generation.native.accelerator.backend import PagedRows
+from rallypoint.generation.native.block_manager import BlockPool
+from rallypoint.generation.native.block_tables import Queries, Seats
+from rallypoint.generation.native.cpu.backend import QueryRows
 from rallypoint.models.attention import Limits
 
 SIZE, DIM, LAYERS = 4, 8, 2

@@ -31,17 +31,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rallypoint.generation.blocks import Block, BlockPool
-from rallypoint.generation.cohort import Cohort, first_draws, steps_that_are_of_use, steps_that_pay
-from rallypoint.generation.passes import Passes
-from rallypoint.generation.prefill import Stretch, deal_out
+from rallypoint.generation.native.batch import Cohort, first_draws, steps_that_are_of_use, steps_that_pay
+from rallypoint.generation.native.block_manager import Block, BlockPool
+from rallypoint.generation.native.block_tables import Seats
+from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.generation.native.model_runner import Passes
+from rallypoint.generation.native.prefill import Stretch, deal_out
+from rallypoint.generation.native.sequence import BLOCK_TOKENS, Row
+from rallypoint.generation.native.settings import check_room, check_settings
 from rallypoint.generation.protocol import Piece, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
-from rallypoint.generation.room import CacheRoom
-from rallypoint.generation.row import BLOCK_TOKENS, Row
-from rallypoint.generation.sampling import Draws
-from rallypoint.generation.seats import Seats
-from rallypoint.generation.settings import check_room, check_settings
+from rallypoint.generation.sampler import Draws
 from rallypoint.parallel import Lanes
 
 _PREFILL_TOKENS = 8192

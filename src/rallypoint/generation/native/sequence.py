@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.errors import NotFiniteError
-from rallypoint.generation.blocks import Block
+from rallypoint.generation.native.block_manager import Block
 from rallypoint.generation.protocol import FinishReason, Piece, Request
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.stopping import StopStrings

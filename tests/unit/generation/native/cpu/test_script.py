@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rallypoint.generation import Rules, SamplingParams, sample
-from rallypoint.generation.decoder import PlainDecoder
-from rallypoint.generation.passes import Passes
-from rallypoint.generation.plain import decode
-from rallypoint.generation.room import CacheRoom
+from rallypoint.generation.native.block_tables import Queries
+from rallypoint.generation.native.decoder import PlainDecoder
+from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.generation.native.model_runner import Passes
+from rallypoint.generation.native.plain import decode
 from rallypoint.generation.script import without_python
-from rallypoint.generation.seats import Queries
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

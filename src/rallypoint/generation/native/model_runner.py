@@ -17,19 +17,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rallypoint.generation.ahead import draw_ahead
-from rallypoint.generation.blocks import Block, BlockPool
-from rallypoint.generation.decoder import Backbone, PlainDecoder, RowsWithIds, ShapeProbe, check_decoder, is_plain
-from rallypoint.generation.graphs import Capture, Steps, captures_on, num_filled_up
-from rallypoint.generation.kernels import PageKernel, find_kernel
-from rallypoint.generation.layout import QueryRows
-from rallypoint.generation.pages import PagedRows, is_right
-from rallypoint.generation.plain import Linear, Network
-from rallypoint.generation.prefill import Stretch, StretchRows
-from rallypoint.generation.room import CacheRoom
-from rallypoint.generation.sampling import Draws, Rules
+from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
+from rallypoint.generation.native.accelerator.graphs import Capture, Steps, captures_on, num_filled_up
+from rallypoint.generation.native.accelerator.kernel import PageKernel, find_kernel
+from rallypoint.generation.native.block_manager import Block, BlockPool
+from rallypoint.generation.native.block_tables import Queries
+from rallypoint.generation.native.cpu.ahead import draw_ahead
+from rallypoint.generation.native.cpu.backend import QueryRows
+from rallypoint.generation.native.decoder import (
+    Backbone,
+    PlainDecoder,
+    RowsWithIds,
+    ShapeProbe,
+    check_decoder,
+    is_plain,
+)
+from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.generation.native.plain import Linear, Network
+from rallypoint.generation.native.prefill import Stretch, StretchRows
+from rallypoint.generation.sampler import Draws, Rules
 from rallypoint.generation.script import without_python
-from rallypoint.generation.seats import Queries
 from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
@@ -69,7 +76,7 @@ class Passes:
         Args:
             model: through which tokens go.
             is_exact: see the module.
-            in_pages: see `rallypoint.generation.pages`; None: as the model's device is, and the mode.
+            in_pages: see `native.accelerator.backend`; None: as the model's device is, and the mode.
             capture: captures steps of decoding; None: as torch does on the model's device.
         """
         self._model, self._is_exact = model, is_exact

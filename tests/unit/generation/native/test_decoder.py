@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rallypoint.errors import ModelError
-from rallypoint.generation.decoder import PlainDecoder, check_decoder
+from rallypoint.generation.native.decoder import PlainDecoder, check_decoder
 from rallypoint.models import load_policy
 
 

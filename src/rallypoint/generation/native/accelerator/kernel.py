@@ -31,7 +31,7 @@ except ImportError:
     triton = None
 
 if TYPE_CHECKING:
-    from rallypoint.generation.pages import Pages
+    from rallypoint.generation.native.accelerator.backend import Pages
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import GenerationError, WeightsMismatchError
-from rallypoint.generation.vllm.http import Address, LostError, ask
+from rallypoint.generation.vllm.client import Address, LostError, ask
 from rallypoint.generation.vllm.server import Server
 
 _LOOK_EVERY_S = 0.1

@@ -9,7 +9,7 @@ import torch
 
 from rallypoint.generation import Request, SamplingParams
 from rallypoint.generation.drawing import Drawing
-from rallypoint.generation.vllm.rows import DrawnRows, encode, needs_companion
+from rallypoint.generation.vllm.sampler import DrawnRows, encode, needs_companion
 
 NUM_IDS = 20
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
-from rallypoint.generation.bags import Bags, attend
+from rallypoint.generation.native.cpu.bags import Bags, attend
 from rallypoint.parallel.forms import computes_in_pieces
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512

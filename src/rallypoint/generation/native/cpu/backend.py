@@ -1,7 +1,7 @@
 """What the newest tokens of rows look at, laid out for attention over blocks of keys and values.
 
 Owns: which numbers each query looks at, and how that moves from step to step. They are bags, see
-`rallypoint.generation.bags`; accelerators are slow at short ones, see `rallypoint.generation.pages`.
+`bags`; accelerators are slow at short ones, see `rallypoint.generation.native.accelerator`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.generation.bags import Bags, Moves, advance, attend
-from rallypoint.generation.blocks import BlockPool
-from rallypoint.generation.seats import Integers, Queries
+from rallypoint.generation.native.block_manager import BlockPool
+from rallypoint.generation.native.block_tables import Integers, Queries
+from rallypoint.generation.native.cpu.bags import Bags, Moves, advance, attend
 from rallypoint.models.attention import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64

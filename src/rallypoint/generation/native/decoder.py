@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
-from rallypoint.generation.bags import Bags
-from rallypoint.generation.plain import (
+from rallypoint.generation.native.cpu.bags import Bags
+from rallypoint.generation.native.plain import (
     Layer,
     Linear,
     Network,
@@ -109,7 +109,7 @@ class Backbone:
 
 
 class PlainDecoder:
-    """The same for plain decoders, in fewer operations; see `rallypoint.generation.plain`."""
+    """The same for plain decoders, in fewer operations; see `rallypoint.generation.native.plain`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model that `fits`."""

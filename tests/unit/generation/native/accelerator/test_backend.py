@@ -14,9 +14,9 @@ from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rallypoint.generation import NativeEngine, Request, Rules, SamplingParams, generate, stream
-from rallypoint.generation.passes import Passes
-from rallypoint.generation.room import CacheRoom
-from rallypoint.generation.seats import Queries
+from rallypoint.generation.native.block_tables import Queries
+from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.generation.native.model_runner import Passes
 from rallypoint.models import load_policy
 
 LENGTHS = [3, 9, 1, 40, 5, 33]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rallypoint.generation.blocks import Block, BlockPool
+from rallypoint.generation.native.block_manager import Block, BlockPool
 from rallypoint.models import PackedRows
 from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.fused import attend_fused
