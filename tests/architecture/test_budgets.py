@@ -28,7 +28,7 @@ BROAD: dict[str, str] = {
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/engine.py:train": "raised again as soon as the other ranks know",
     "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
-    "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton, its compiler or driver raise, it is left out",
+    "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/doors.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",

@@ -4,7 +4,8 @@ Owns: what of that changes from step to step, all of it in memory of the device,
 next without the host. Which tokens a query sees follows from its position; so nothing but tokens, positions and the
 number of the step moves, and a step that was captured (see `graphs`) can be replayed on them.
 
-Keys and values are read where they lie by a kernel, see `kernel`. Where there is none they are copied, and all queries looked up in batched products of one class.
+Keys and values are read where they lie by a kernel, see `kernel`. Where there is none they are copied,
+and all queries looked up in batched products of one class.
 """
 
 from __future__ import annotations
