@@ -4,13 +4,16 @@ BIN := .venv/bin
 # An index of CPU builds, for machines whose package index would answer with CUDA packages: see CONTRIBUTING.md.
 PIP_FLAGS ?=
 
-.PHONY: demo test check format test-slow test-vllm gpu-check clean
+# Many tests wait for processes, so there are more workers than cores; each computes in one thread.
+WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 1}')
+
+.PHONY: demo test lint check format test-slow test-vllm gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/rally train digits
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=15
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
@@ -19,11 +22,13 @@ test-slow: .venv/installed
 test-vllm: .venv/installed
 	$(BIN)/python -m pytest -m vllm tests/engines
 
-check: .venv/installed
+lint: .venv/installed
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+check: lint
 	$(BIN)/python -m pytest tests/architecture
 
 # Everything that a machine with a GPU can show, in at most eight minutes, with the Python that has torch: .venv's if there
