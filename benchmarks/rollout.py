@@ -103,7 +103,7 @@ def native(shape: Shape, dtype: torch.dtype, lengths: list[int], mode: str) -> C
             engine.submit(Request(tokens=tuple(prompt), params=params, prompt_index=row // 8, sample_index=row % 8))
         num_tokens = 0
         while engine.has_work:
-            num_tokens += sum(len(piece.tokens) for piece in engine.step())
+            num_tokens += sum(len(output.tokens) for output in engine.step())
         assert num_tokens == sum(lengths)
         engine.load(engine.version + 1, None)  # prompts are not found again
 

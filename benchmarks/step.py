@@ -78,9 +78,9 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, judges: 
             request = sampler.submit(Request(tokens=tuple(prompt), params=params, **place))
             found[request], logprobs[request] = list(prompt), [0.0] * len(prompt)
         while sampler.has_work:
-            for piece in sampler.step():
-                found[piece.request_id] += piece.tokens
-                logprobs[piece.request_id] += piece.logprobs
+            for output in sampler.step():
+                found[output.request_id] += output.tokens
+                logprobs[output.request_id] += output.logprobs
         batches[:] = [
             ActorBatch(
                 offsets=offsets,

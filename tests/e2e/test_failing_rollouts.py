@@ -27,17 +27,17 @@ def failing(monkeypatch):
 
             def failing_step():
                 return [
-                    piece
-                    if piece.finish_reason is None or next(ended) % one_in
+                    output
+                    if output.finish_reason is None or next(ended) % one_in
                     else dataclasses.replace(
-                        piece,
+                        output,
                         finish_reason="failed",
                         error=GenerationError("nonsense came"),
                         tokens=(),
                         logprobs=(),
                         sampled_logprobs=(),
                     )
-                    for piece in step()
+                    for output in step()
                 ]
 
             engine.step = failing_step

@@ -106,10 +106,10 @@ def test_the_tokens_and_logprobs_are_those_of_transformers(engine, model, prompt
 
 def test_a_stream_is_the_rollout_token_by_token(engine, prompts):
     tokens = tuple(prompts.tokens[:3].tolist())
-    pieces = list(stream(engine, Request(tokens=tokens, params=BASE, prompt_index=7, streamed=True)))
+    outputs = list(stream(engine, Request(tokens=tokens, params=BASE, prompt_index=7, streamed=True)))
     batch = generate(engine, prompts, BASE, version=4)
-    assert [token for piece in pieces for token in piece.tokens] == batch.response(0).tolist()
-    assert len(pieces) == len(batch.response(0))
+    assert [token for output in outputs for token in output.tokens] == batch.response(0).tolist()
+    assert len(outputs) == len(batch.response(0))
 
 
 @pytest.mark.usefixtures("back")

@@ -70,14 +70,14 @@ def requests(ways, *, lengths=LENGTHS, streamed=False):
     ]
 
 
-def pieces_of(engine, asked):
+def outputs_of(engine, asked):
     for request in asked:
         engine.submit(request)
-    pieces = []
+    outputs = []
     while engine.has_work:
-        pieces += engine.step()
-    assert {piece.finish_reason for piece in pieces} <= {None, "stop", "length"}
-    return pieces
+        outputs += engine.step()
+    assert {output.finish_reason for output in outputs} <= {None, "stop", "length"}
+    return outputs
 
 
 def assert_bits(do):
@@ -89,7 +89,7 @@ def assert_bits(do):
 
 @pytest.mark.parametrize("ways", [ALIKE, LOOKED_AT], ids=["ahead", "looked at"])
 def test_however_tokens_are_drawn_they_have_the_bits_of_the_cpu(folder, ways):
-    assert_bits(lambda device: pieces_of(make_engine(folder, device), requests(ways, lengths=[3, 40, 1])))
+    assert_bits(lambda device: outputs_of(make_engine(folder, device), requests(ways, lengths=[3, 40, 1])))
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_however_tokens_are_drawn_they_have_the_bits_of_the_cpu(folder, ways):
 )
 def test_whichever_way_rows_go_through_the_model_they_have_the_bits_of_the_cpu(folder, how):
     asked = requests(ALIKE, lengths=[3, 40, 33])
-    assert_bits(lambda device: pieces_of(make_engine(folder, device, **how), asked))
+    assert_bits(lambda device: outputs_of(make_engine(folder, device, **how), asked))
 
 
 def test_windows_and_softcaps_have_the_bits_of_the_cpu(gemma2):
-    assert_bits(lambda device: pieces_of(make_engine(gemma2, device), requests(ALIKE, lengths=[20])))
+    assert_bits(lambda device: outputs_of(make_engine(gemma2, device), requests(ALIKE, lengths=[20])))
 
 
 def test_prompts_that_look_back_and_streamed_ones_have_the_bits_of_the_cpu(folder):
@@ -112,7 +112,7 @@ def test_prompts_that_look_back_and_streamed_ones_have_the_bits_of_the_cpu(folde
     def do(device):
         engine = make_engine(folder, device)
         asked = requests([{"max_new_tokens": 3}], lengths=[32, 70, 64], streamed=True)
-        return [pieces_of(engine, [request]) for request in asked]
+        return [outputs_of(engine, [request]) for request in asked]
 
     assert_bits(do)
 
@@ -123,7 +123,7 @@ def test_an_engine_sleeps_wakes_and_takes_new_weights_as_on_the_cpu(folder, pret
         before = pretend.allocated()
         for version in (1, 2):
             engine.wake()
-            found.append(pieces_of(engine, requests(ALIKE, lengths=[3])))
+            found.append(outputs_of(engine, requests(ALIKE, lengths=[3])))
             engine.sleep()
             assert pretend.allocated() <= before + 2**16  # the cache has gone
             engine.load(version, {name: -weight.detach() for name, weight in trained_weights(engine.model).items()})
@@ -135,7 +135,7 @@ def test_an_engine_sleeps_wakes_and_takes_new_weights_as_on_the_cpu(folder, pret
 def test_a_model_on_another_device_than_the_first_one_is_sampled_from_there(folder):
     """All tensors are there: an operator that got one of another device would raise."""
     there, other = (
-        pieces_of(make_engine(folder, device), requests(ALIKE, lengths=[3])) for device in (DEVICE, "pretend:1")
+        outputs_of(make_engine(folder, device), requests(ALIKE, lengths=[3])) for device in (DEVICE, "pretend:1")
     )
     assert there == other
 

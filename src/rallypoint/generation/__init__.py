@@ -3,7 +3,7 @@
 from rallypoint.generation.doors import EngineThread, generate, stream
 from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
-from rallypoint.generation.protocol import FinishReason, GenerationEngine, Piece, Request, SamplingParams
+from rallypoint.generation.protocol import FinishReason, GenerationEngine, Output, Request, SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampler import Draws, Rules, penalise, sample
 
@@ -14,7 +14,7 @@ __all__ = [
     "GenerationEngine",
     "HFEngine",
     "NativeEngine",
-    "Piece",
+    "Output",
     "Request",
     "Rules",
     "SamplingParams",

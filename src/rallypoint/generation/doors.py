@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError, first_line
-from rallypoint.generation.protocol import GenerationEngine, Piece, Request, SamplingParams
+from rallypoint.generation.protocol import GenerationEngine, Output, Request, SamplingParams
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 ResultT = TypeVar("ResultT")
@@ -66,8 +66,8 @@ def generate(
     return _assemble(prompts, params, version, _collect(engine, row_of_request, tick, failures))
 
 
-def stream(engine: GenerationEngine, request: Request) -> Iterator[Piece]:
-    """Sample one response and yield its pieces as they come; the engine has no other requests.
+def stream(engine: GenerationEngine, request: Request) -> Iterator[Output]:
+    """Sample one response and yield its outputs as they come; the engine has no other requests.
 
     Raises:
         GenerationError: the engine is asleep.
@@ -78,18 +78,18 @@ def stream(engine: GenerationEngine, request: Request) -> Iterator[Piece]:
     try:
         while True:
             _check_awake(engine)
-            for piece in engine.step():
-                if piece.error is not None:
-                    raise piece.error
-                yield piece
-                if piece.finish_reason is not None:
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.finish_reason is not None:
                     return
     finally:
         _withdraw(engine, [request_id])
 
 
 class EngineThread:
-    """Runs an engine for requests that come from any thread, each of which gets its pieces as they are sampled.
+    """Runs an engine for requests that come from any thread, each of which gets its outputs as they are sampled.
 
     Consumes: requests. Produces: calls of `deliver`, from the engine's thread. Waits for: requests, while there are
     none. Unblocked by: `submit`, `call` and `close`.
@@ -112,14 +112,14 @@ class EngineThread:
         self.has_failed = False
         """Whether the engine was given up."""
         self._lock = threading.RLock()  # a call may be over before its callback is added
-        self._deliver: dict[int, Callable[[Piece], None]] = {}
+        self._deliver: dict[int, Callable[[Output], None]] = {}
         self._is_stepping = False
         self._failure: GenerationError | None = None
         # One thread, which takes steps and calls in turn.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="generation")
 
-    def submit(self, request: Request, deliver: Callable[[Piece], None]) -> int:
-        """Queue a request; `deliver` is called with each of its pieces and must neither block nor raise.
+    def submit(self, request: Request, deliver: Callable[[Output], None]) -> int:
+        """Queue a request; `deliver` is called with each of its outputs and must neither block nor raise.
 
         Raises:
             RequestError: see `GenerationEngine.submit`.
@@ -134,25 +134,25 @@ class EngineThread:
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Give a request up; its last piece is delivered with `finish_reason="cancelled"`."""
+        """Give a request up; its last output is delivered with `finish_reason="cancelled"`."""
         self._engine.cancel(request_id)
 
-    def stream(self, request: Request) -> Iterator[Piece]:
-        """Sample one response and yield its pieces as they come. Who stops iterating gives the request up.
+    def stream(self, request: Request) -> Iterator[Output]:
+        """Sample one response and yield its outputs as they come. Who stops iterating gives the request up.
 
         Raises:
             RequestError: see `GenerationEngine.submit`.
             RallyError: whatever made it fail.
         """
-        pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        request_id = self.submit(request, pieces.put)
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        request_id = self.submit(request, outputs.put)
         try:
             while True:
-                piece = pieces.get()
-                if piece.error is not None:
-                    raise piece.error
-                yield piece
-                if piece.finish_reason is not None:
+                output = outputs.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.finish_reason is not None:
                     return
         finally:
             self.cancel(request_id)
@@ -191,19 +191,19 @@ class EngineThread:
         finally:
             with self._lock:
                 self._is_stepping = False
-                # A request may have come since. One that sleeps has work and no pieces; `call` with its `wake` comes
+                # A request may have come since. One that sleeps has work and no outputs; `call` with its `wake` comes
                 # back.
                 if self._engine.has_work and not self._engine.is_asleep:
                     self._keep_stepping()
 
     def _step(self) -> None:
-        for piece in self._engine.step():
+        for output in self._engine.step():
             with self._lock:
-                deliver = self._deliver.get(piece.request_id)
-                if piece.finish_reason is not None:
-                    self._deliver.pop(piece.request_id, None)
+                deliver = self._deliver.get(output.request_id)
+                if output.finish_reason is not None:
+                    self._deliver.pop(output.request_id, None)
             if deliver is not None:  # after `close`, and to the probe, nobody listens
-                _hand_over(deliver, piece)
+                _hand_over(deliver, output)
 
     def _after_call(self, done: Future[ResultT]) -> None:
         """Have a step taken: the engine may have been woken, and an end of what was cancelled may be due."""
@@ -232,7 +232,7 @@ class EngineThread:
             Exception: whatever the engine raises.
         """
         request_id = self._engine.submit(Request(tokens=(0,), params=SamplingParams(max_new_tokens=1)))
-        if not any(piece.request_id == request_id and piece.finish_reason for piece in self._engine.step()):
+        if not any(output.request_id == request_id and output.finish_reason for output in self._engine.step()):
             self._engine.cancel(request_id)
 
     def _tell(self, failure: GenerationError) -> None:
@@ -256,7 +256,7 @@ class EngineThread:
         for request_id, deliver in open_requests.items():
             _hand_over(
                 deliver,
-                Piece(
+                Output(
                     request_id=request_id,
                     tokens=(),
                     logprobs=(),
@@ -291,10 +291,10 @@ def _failure_of(what: str, error: BaseException) -> GenerationError:
     return failure
 
 
-def _hand_over(deliver: Callable[[Piece], None], piece: Piece) -> None:
-    """Deliver a piece; who cannot take it must not keep others from theirs."""
+def _hand_over(deliver: Callable[[Output], None], output: Output) -> None:
+    """Deliver an output; who cannot take it must not keep others from theirs."""
     with contextlib.suppress(Exception):
-        deliver(piece)
+        deliver(output)
 
 
 def _check_awake(engine: GenerationEngine) -> None:
@@ -308,25 +308,25 @@ def _collect(
     row_of_request: Mapping[int, int],
     tick: Callable[[], None],
     failures: list[GenerationError] | None,
-) -> list[list[Piece]]:
-    """Take steps until all requests have ended, and return the pieces of each row. None is left behind by an error."""
-    pieces: list[list[Piece]] = [[] for _ in row_of_request]
+) -> list[list[Output]]:
+    """Take steps until all requests have ended, and return the outputs of each row. None is left behind by an error."""
+    outputs: list[list[Output]] = [[] for _ in row_of_request]
     still_open = set(row_of_request)
     try:
         while still_open:
-            for piece in engine.step():
-                if failures is not None and isinstance(piece.error, GenerationError):
-                    failures.append(piece.error)
-                elif piece.error is not None:
-                    raise piece.error
-                pieces[row_of_request[piece.request_id]].append(piece)
-                if piece.finish_reason is not None:
-                    still_open.remove(piece.request_id)
+            for output in engine.step():
+                if failures is not None and isinstance(output.error, GenerationError):
+                    failures.append(output.error)
+                elif output.error is not None:
+                    raise output.error
+                outputs[row_of_request[output.request_id]].append(output)
+                if output.finish_reason is not None:
+                    still_open.remove(output.request_id)
             tick()
     finally:
         if still_open:
             _withdraw(engine, still_open)
-    return pieces
+    return outputs
 
 
 def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:
@@ -337,19 +337,19 @@ def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:
 
 
 def _assemble(
-    prompts: Prompts, params: SamplingParams, version: int, pieces: Sequence[Sequence[Piece]]
+    prompts: Prompts, params: SamplingParams, version: int, outputs: Sequence[Sequence[Output]]
 ) -> RolloutBatch:
     """Join prompts with their responses into ragged rows, without those that failed; row b is of prompt b // G."""
-    kept = torch.tensor([b for b, row in enumerate(pieces) if row[-1].finish_reason != "failed"], dtype=torch.int64)
-    pieces = [pieces[b] for b in kept.tolist()]
+    kept = torch.tensor([b for b, row in enumerate(outputs) if row[-1].finish_reason != "failed"], dtype=torch.int64)
+    outputs = [outputs[b] for b in kept.tolist()]
     repeated = prompts.rows(kept // params.group_size)
-    lengths = torch.tensor([sum(len(piece.tokens) for piece in row) for row in pieces], dtype=torch.int64)
+    lengths = torch.tensor([sum(len(output.tokens) for output in row) for row in outputs], dtype=torch.int64)
     offsets = offsets_from_lengths(repeated.lengths + lengths)
-    row_of_token = torch.repeat_interleave(torch.arange(len(pieces)), offsets[1:] - offsets[:-1])
+    row_of_token = torch.repeat_interleave(torch.arange(len(outputs)), offsets[1:] - offsets[:-1])
     loss_mask = torch.arange(int(offsets[-1])) - offsets[row_of_token] >= repeated.lengths[row_of_token]
     tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
     tokens[~loss_mask] = repeated.tokens
-    tokens[loss_mask] = torch.tensor([t for row in pieces for piece in row for t in piece.tokens], dtype=torch.int64)
+    tokens[loss_mask] = torch.tensor([t for row in outputs for output in row for t in output.tokens], dtype=torch.int64)
 
     def aligned(logprobs: Iterable[float]) -> torch.Tensor:
         result = torch.zeros(int(offsets[-1]))
@@ -360,12 +360,12 @@ def _assemble(
         offsets=offsets,
         tokens=tokens,
         loss_mask=loss_mask,
-        rollout_logprobs=aligned(logprob for row in pieces for piece in row for logprob in piece.logprobs),
-        sampled_logprobs=aligned(logprob for row in pieces for piece in row for logprob in piece.sampled_logprobs)
+        rollout_logprobs=aligned(logprob for row in outputs for output in row for logprob in output.logprobs),
+        sampled_logprobs=aligned(logprob for row in outputs for output in row for logprob in output.sampled_logprobs)
         if params.narrows
         else None,
         prompt_index=repeated.prompt_index,
         sample_index=kept % params.group_size,
-        versions=torch.tensor([min((p.version for p in row), default=version) for row in pieces], dtype=torch.int64),
-        truncated=torch.tensor([row[-1].finish_reason != "stop" for row in pieces], dtype=torch.bool),
+        versions=torch.tensor([min((p.version for p in row), default=version) for row in outputs], dtype=torch.int64),
+        truncated=torch.tensor([row[-1].finish_reason != "stop" for row in outputs], dtype=torch.bool),
     )

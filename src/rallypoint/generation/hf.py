@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from rallypoint.errors import NotFiniteError
-from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.sampler import Raw, Rules, penalise, sample
@@ -55,14 +55,14 @@ class HFEngine:
         with self._lock:
             self._cancelled.add(request_id)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[Output]:
         """Finish the request that has waited longest."""
         with self._lock:
             gone = [(each, self._waiting.pop(each)) for each in sorted(self._cancelled & self._waiting.keys())]
             self._cancelled.clear()
             oldest = [] if self.is_asleep else [(each, self._waiting.pop(each)) for each in list(self._waiting)[:1]]
-        pieces = [self._piece(request_id, _Draw(request, None), "cancelled") for request_id, request in gone]
-        return pieces + [self._finish(request_id, request) for request_id, request in oldest]
+        outputs = [self._output(request_id, _Draw(request, None), "cancelled") for request_id, request in gone]
+        return outputs + [self._finish(request_id, request) for request_id, request in oldest]
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """See `GenerationEngine.load`."""
@@ -77,12 +77,12 @@ class HFEngine:
         """See `GenerationEngine.wake`."""
         self.is_asleep = False
 
-    def _finish(self, request_id: int, request: Request) -> Piece:
+    def _finish(self, request_id: int, request: Request) -> Output:
         draw = _Draw(request, self._decode)
         try:
-            return self._piece(request_id, draw, self._continue(request, draw))
+            return self._output(request_id, draw, self._continue(request, draw))
         except NotFiniteError as error:
-            return self._piece(request_id, draw, "failed", error)
+            return self._output(request_id, draw, "failed", error)
 
     def _continue(self, request: Request, draw: _Draw) -> FinishReason:
         own = self.model.generation_config
@@ -105,8 +105,10 @@ class HFEngine:
             self.model.generation_config = own
         return "stop" if draw.stopped else "length"
 
-    def _piece(self, request_id: int, draw: _Draw, reason: FinishReason, error: NotFiniteError | None = None) -> Piece:
-        return Piece(
+    def _output(
+        self, request_id: int, draw: _Draw, reason: FinishReason, error: NotFiniteError | None = None
+    ) -> Output:
+        return Output(
             request_id=request_id,
             tokens=tuple(draw.tokens),
             logprobs=tuple(draw.logprobs),

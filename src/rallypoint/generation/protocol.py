@@ -1,17 +1,17 @@
-"""What every engine understands: requests in, pieces out, weights by version.
+"""What every engine understands: requests in, outputs out, weights by version.
 
 Owns: the words that an engine and its callers share. Must not know: models, caches, or what a rollout is for.
 
-Consumes: requests, at any time and from any thread. Produces: pieces, in the order of the tokens of each request.
+Consumes: requests, at any time and from any thread. Produces: outputs, in the order of the tokens of each request.
 Waits for: nothing; `step` does what can be done now and returns. Unblocked by: `submit`, and `load` after a `sleep`.
 
 Invariant: the tokens of a request follow from (weights, its tokens, its params, prompt and sample index) and from
 nothing else: not from the requests beside it, their order, a preemption, or the engine.
 
-A request whose response is 7 8 <eos>, in two pieces:
+A request whose response is 7 8 <eos>, in two outputs:
 
-    Piece(request_id=3, tokens=(7,), logprobs=(-1.2,), sampled_logprobs=(-0.9,), version=4)
-    Piece(request_id=3, tokens=(8, 0), logprobs=(-0.3, -0.1), sampled_logprobs=(-0.2, -0.1), version=5,
+    Output(request_id=3, tokens=(7,), logprobs=(-1.2,), sampled_logprobs=(-0.9,), version=4)
+    Output(request_id=3, tokens=(8, 0), logprobs=(-0.3, -0.1), sampled_logprobs=(-0.2, -0.1), version=5,
           finish_reason="stop")
 """
 
@@ -28,7 +28,7 @@ from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.errors import RallyError
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
-"""A stop token or string came; a limit was reached; `cancel` was called; see `Piece.error`."""
+"""A stop token or string came; a limit was reached; `cancel` was called; see `Output.error`."""
 
 _INT64 = (-(2**63), 2**63 - 1)
 """The least and the largest integer that a tensor can hold."""
@@ -136,7 +136,7 @@ class Request:
     """With `sample_index` and the seed it decides the random numbers."""
     sample_index: int = 0
     streamed: bool = False
-    """Whether pieces come token by token; otherwise one at the end, or one for each version of the weights."""
+    """Whether outputs come token by token; otherwise one at the end, or one for each version of the weights."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _plain_ids(self.tokens))
@@ -148,7 +148,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Output:
     """Some consecutive tokens of a response, all sampled from weights of one version."""
 
     request_id: int
@@ -188,10 +188,10 @@ class GenerationEngine(Protocol):
         ...
 
     def cancel(self, request_id: int) -> None:
-        """Give a request up: its next piece is its last. One that has ended, or never was, is left alone."""
+        """Give a request up: its next output is its last. One that has ended, or never was, is left alone."""
         ...
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[Output]:
         """Advance the running requests, usually by one token each, and return what is new.
 
         Returns at once when there is no request. While the engine sleeps nothing is sampled; what was cancelled ends.

@@ -240,7 +240,7 @@ def _response_limit(
 
 
 class Conversation:
-    """Turns of a user and a model, each answer in pieces as it is sampled."""
+    """Turns of a user and a model, each answer streamed as it is sampled."""
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
@@ -270,8 +270,8 @@ class Conversation:
         request = Request(tokens=tuple(ids), params=params, prompt_index=len(self._messages), streamed=True)
         tokens: list[int] = []
         text = ""
-        for piece in stream(self._engine, request):
-            tokens += piece.tokens
+        for output in stream(self._engine, request):
+            tokens += output.tokens
             text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
             # A character of several tokens is incomplete until its last one.
             if not text.endswith("\ufffd"):

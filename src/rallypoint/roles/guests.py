@@ -3,7 +3,7 @@
 Outsiders get slices of time between training's own calls, and an engine of their own over the same weights. It holds no
 memory between slices, so that training finds its process as it left it: what it samples does not depend on them.
 
-Consumes: requests, from any thread. Produces: pieces, as they are sampled. Waits for: the processes of the rollout
+Consumes: requests, from any thread. Produces: outputs, as they are sampled. Waits for: the processes of the rollout
 role, and for weights that are being changed where they are the actor's own. Unblocked by: `submit`, a publish.
 """
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rallypoint.cluster import Layout, Mesh, WorkerContext, WorkerGroup, collect, scatter
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError, first_line
-from rallypoint.generation import GenerationEngine, Piece, Request
+from rallypoint.generation import GenerationEngine, Output, Request
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.engines import make_guest_engine
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -35,7 +35,7 @@ _SLICE_S = 0.25
 PATIENCE_S = 60.0
 """How long a request may get no slice, as while a colocated actor trains."""
 
-Deliver = Callable[[Piece], None]
+Deliver = Callable[[Output], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,45 +70,45 @@ class GuestWorker(TurnTaker):
 
     @scatter
     @in_turn()
-    def answer(self, errand: Errand) -> list[Piece]:
+    def answer(self, errand: Errand) -> list[Output]:
         """Sample for a slice of time, or until nothing is left, and return what is new."""
         self._check_whole()
         engine = self._engine
         if engine.version != self._training.version:
             engine.load(self._training.version, None)
-        pieces: list[Piece] = []
+        outputs: list[Output] = []
         for number, request in errand.new:
             try:
                 # Token by token, so that what a slice brought is kept wherever the engine is when it ends.
                 self._numbers[engine.submit(dataclasses.replace(request, streamed=True))] = number
             except RequestError as error:
-                pieces.append(_failed(number, engine.version, error))
+                outputs.append(_failed(number, engine.version, error))
         gone = set(errand.gone)
         for request_id, number in self._numbers.items():
             if number in gone:
                 engine.cancel(request_id)
         with contextlib.ExitStack() as unless_all_goes_well:
             unless_all_goes_well.callback(self._begin_anew)
-            pieces += self._step(engine)
+            outputs += self._step(engine)
             unless_all_goes_well.pop_all()
-        return pieces
+        return outputs
 
-    def _step(self, engine: GenerationEngine) -> list[Piece]:
+    def _step(self, engine: GenerationEngine) -> list[Output]:
         """Step for a slice."""
-        pieces: list[Piece] = []
+        outputs: list[Output] = []
         engine.wake()
         try:
             until = time.monotonic() + _SLICE_S
             while engine.has_work and time.monotonic() < until:
-                for piece in engine.step():
-                    number = self._numbers[piece.request_id]
-                    if piece.finish_reason is not None:
-                        del self._numbers[piece.request_id]
-                    pieces.append(dataclasses.replace(piece, request_id=number))
+                for output in engine.step():
+                    number = self._numbers[output.request_id]
+                    if output.finish_reason is not None:
+                        del self._numbers[output.request_id]
+                    outputs.append(dataclasses.replace(output, request_id=number))
                 self._tick()
         finally:
             engine.sleep()
-        return pieces
+        return outputs
 
     def _begin_anew(self) -> None:
         """Forget the requests under way; the driver has their callers told."""
@@ -136,7 +136,7 @@ class Guests:
 
     def __init__(
         self,
-        answer: Callable[[Sequence[Errand]], Awaitable[Sequence[Sequence[Piece]]]],
+        answer: Callable[[Sequence[Errand]], Awaitable[Sequence[Sequence[Output]]]],
         *,
         num_ranks: int,
         max_request_tokens: int,
@@ -176,7 +176,7 @@ class Guests:
         return self._version()
 
     def submit(self, request: Request, deliver: Deliver) -> int:
-        """Queue a request; `deliver` is called with each of its pieces, in the loop's thread, and must not raise.
+        """Queue a request; `deliver` is called with each of its outputs, in the loop's thread, and must not raise.
 
         Raises:
             GenerationError: the run has ended.
@@ -222,8 +222,8 @@ class Guests:
                 continue
             for number in served & self._open.keys():
                 self._wait_for(number)
-            for piece in itertools.chain.from_iterable(answers):
-                self._pass_on(piece)
+            for output in itertools.chain.from_iterable(answers):
+                self._pass_on(output)
 
     def _take_in(self, number: int, request: Request, deliver: Deliver) -> None:
         load = collections.Counter(waiting.rank for waiting in self._open.values())
@@ -270,14 +270,14 @@ class Guests:
         for number in list(self._open):
             self._end(number, error)
 
-    def _pass_on(self, piece: Piece) -> None:
-        waiting = self._open.get(piece.request_id)
+    def _pass_on(self, output: Output) -> None:
+        waiting = self._open.get(output.request_id)
         if waiting is None:  # it was given up meanwhile
             return
-        if piece.finish_reason is not None:
+        if output.finish_reason is not None:
             waiting.timer.cancel()
-            del self._open[piece.request_id]
-        waiting.deliver(piece)
+            del self._open[output.request_id]
+        waiting.deliver(output)
 
 
 async def open_to_guests(
@@ -303,8 +303,8 @@ async def open_to_guests(
     )
 
 
-def _failed(number: int, version: int, error: RallyError) -> Piece:
-    return Piece(
+def _failed(number: int, version: int, error: RallyError) -> Output:
+    return Output(
         request_id=number,
         tokens=(),
         logprobs=(),

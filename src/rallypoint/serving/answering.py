@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, RallyError
-from rallypoint.generation import Piece, Request, SamplingParams
+from rallypoint.generation import Output, Request, SamplingParams
 from rallypoint.serving.answers import JSON, Shape, error_body
 from rallypoint.serving.asked import Asked, AskedT, ChatAsked, CompletionAsked, read_asked
 from rallypoint.serving.bridge import Bridge
@@ -88,14 +88,14 @@ class Answering(Generic[AskedT]):
     async def _answer(self, asked: AskedT, scope: Scope, receive: Receive, send: Send) -> None:
         shape, requests = await self._plan(asked)
         choices = [Choice(index, request.params, self._model.codec.decode) for index, request in enumerate(requests)]
-        with self._model.bridge.ask(requests) as pieces:
+        with self._model.bridge.ask(requests) as outputs:
             if asked.stream:
-                await _stream(send, shape, choices, pieces)
+                await _stream(send, shape, choices, outputs)
                 return
-            collected: list[list[Piece]] = [[] for _ in choices]
-            async for batch in pieces:
-                for index, piece in batch:
-                    collected[index].append(piece)
+            collected: list[list[Output]] = [[] for _ in choices]
+            async for batch in outputs:
+                for index, output in batch:
+                    collected[index].append(output)
         deltas = [choice.add(own) for choice, own in zip(choices, collected, strict=True)]
         await respond(shape.whole(deltas))(scope, receive, send)
 
@@ -229,18 +229,18 @@ def _limit(asked: Asked, num_prompt_tokens: int, max_request_tokens: int) -> int
 
 
 async def _stream(
-    send: Send, shape: Shape, choices: Sequence[Choice], pieces: AsyncIterator[list[tuple[int, Piece]]]
+    send: Send, shape: Shape, choices: Sequence[Choice], outputs: AsyncIterator[list[tuple[int, Output]]]
 ) -> None:
     """Send what becomes known as events; an error is the last one."""
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     has_begun: set[int] = set()
     version = 0
     try:
-        async for batch in pieces:
+        async for batch in outputs:
             events: list[bytes] = []
-            by_choice: dict[int, list[Piece]] = {}
-            for index, piece in batch:
-                by_choice.setdefault(index, []).append(piece)
+            by_choice: dict[int, list[Output]] = {}
+            for index, output in batch:
+                by_choice.setdefault(index, []).append(output)
             for index, own in by_choice.items():
                 delta, version = choices[index].add(own), own[-1].version
                 shows = delta.text or delta.finish_reason or shape.has_token_ids or shape.has_logprobs

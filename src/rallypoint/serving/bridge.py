@@ -2,8 +2,8 @@
 
 Owns: how many responses are under way, and that all of them end. Must not know: HTTP, texts.
 
-Consumes: requests, from the event loop. Produces: pieces, in the event loop. Waits for: nothing; what is over the
-bound is refused. Unblocked by: the engine. A reader that is slow lets its own pieces pile up, at most as many as its
+Consumes: requests, from the event loop. Produces: outputs, in the event loop. Waits for: nothing; what is over the
+bound is refused. Unblocked by: the engine. A reader that is slow lets its own outputs pile up, at most as many as its
 request may have tokens, and holds nobody else up.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from rallypoint.errors import EndpointError, GenerationError
-from rallypoint.generation import Piece, Request
+from rallypoint.generation import Output, Request
 
 
 class Taker(Protocol):
@@ -28,7 +28,7 @@ class Taker(Protocol):
         """See `EngineThread.has_failed`."""
         ...
 
-    def submit(self, request: Request, deliver: Callable[[Piece], None]) -> int:
+    def submit(self, request: Request, deliver: Callable[[Output], None]) -> int:
         """See `EngineThread.submit`."""
         ...
 
@@ -38,7 +38,7 @@ class Taker(Protocol):
 
 
 class Bridge:
-    """Passes requests to an engine, and pieces back."""
+    """Passes requests to an engine, and outputs back."""
 
     def __init__(self, engine: Taker, *, max_concurrency: int) -> None:
         """Let at most so many responses be under way."""
@@ -71,11 +71,11 @@ class Bridge:
             )
 
     @contextlib.contextmanager
-    def ask(self, requests: Sequence[Request]) -> Iterator[AsyncIterator[list[tuple[int, Piece]]]]:
+    def ask(self, requests: Sequence[Request]) -> Iterator[AsyncIterator[list[tuple[int, Output]]]]:
         """Have some responses sampled while the context lasts; what has not ended then is given up.
 
-        Yields what has come since the last time, again and again: pieces, each with its request's place in `requests`.
-        The iteration ends with the last piece of the last request, and raises the error of one that failed.
+        Yields what has come since the last time, again and again: outputs, each with its request's place in `requests`.
+        The iteration ends with the last output of the last request, and raises the error of one that failed.
 
         Raises:
             EndpointError: see `check_room`.
@@ -87,10 +87,10 @@ class Bridge:
         self.num_running += num
         ids: list[int] = []
         try:
-            pieces = _Pieces(num)
+            outputs = _Outputs(num)
             for place, request in enumerate(requests):
-                ids.append(self._engine.submit(request, functools.partial(pieces.deliver, place)))
-            yield pieces.read()
+                ids.append(self._engine.submit(request, functools.partial(outputs.deliver, place)))
+            yield outputs.read()
             self.failure = None
         except GenerationError as error:
             self.failure = error
@@ -101,32 +101,32 @@ class Bridge:
             self.num_running -= num
 
 
-class _Pieces:
-    """Pieces on their way from the engine's thread to the event loop."""
+class _Outputs:
+    """Outputs on their way from the engine's thread to the event loop."""
 
     def __init__(self, num_open: int) -> None:
         self._num_open = num_open
-        self._arrived: deque[tuple[int, Piece]] = deque()
+        self._arrived: deque[tuple[int, Output]] = deque()
         self._loop, self._is_new = asyncio.get_running_loop(), asyncio.Event()
 
-    def deliver(self, place: int, piece: Piece) -> None:
-        """Take a piece; called in the engine's thread."""
-        self._arrived.append((place, piece))
+    def deliver(self, place: int, output: Output) -> None:
+        """Take an output; called in the engine's thread."""
+        self._arrived.append((place, output))
         if not self._is_new.is_set():
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
                 self._loop.call_soon_threadsafe(self._is_new.set)
 
-    async def read(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+    async def read(self) -> AsyncIterator[list[tuple[int, Output]]]:
         """Yield what has come, until all have ended."""
         while self._num_open:
             await self._is_new.wait()
             self._is_new.clear()  # before the first is taken, so that none is overlooked
-            batch: list[tuple[int, Piece]] = []
+            batch: list[tuple[int, Output]] = []
             while self._arrived:
-                place, piece = self._arrived.popleft()
-                if piece.error is not None:
-                    raise piece.error
-                batch.append((place, piece))
-                self._num_open -= piece.finish_reason is not None
+                place, output = self._arrived.popleft()
+                if output.error is not None:
+                    raise output.error
+                batch.append((place, output))
+                self._num_open -= output.finish_reason is not None
             if batch:
                 yield batch

@@ -35,17 +35,17 @@ def test_a_bad_prompt_of_a_batch_leaves_nothing_behind(engine, make_prompts, par
     assert len(generate(engine, make_prompts([3]), params, version=4)) == params.group_size
 
 
-def test_requests_of_many_threads_get_their_own_pieces(engine, params):
+def test_requests_of_many_threads_get_their_own_outputs(engine, params):
     requests = [
         Request(tokens=(3, 4 + place % 3), params=params, sample_index=place, streamed=True) for place in range(12)
     ]
-    expected = [[token for piece in stream(engine, request) for token in piece.tokens] for request in requests]
+    expected = [[token for output in stream(engine, request) for token in output.tokens] for request in requests]
     found = [[] for _ in requests]
     thread = EngineThread(engine)
 
     def ask(place):
-        for piece in thread.stream(requests[place]):
-            found[place].extend(piece.tokens)
+        for output in thread.stream(requests[place]):
+            found[place].extend(output.tokens)
 
     askers = [threading.Thread(target=ask, args=[place]) for place in range(len(requests))]
     for asker in askers:
@@ -59,26 +59,26 @@ def test_requests_of_many_threads_get_their_own_pieces(engine, params):
 def test_a_thread_makes_changes_between_steps_and_hands_their_errors_back(engine, params):
     thread = EngineThread(engine)
     request = Request(tokens=(3, 4), params=params)
-    expected = [token for piece in thread.stream(request) for token in piece.tokens]
+    expected = [token for output in thread.stream(request) for token in output.tokens]
     thread.call(lambda engine: engine.sleep())
-    pieces = []
+    outputs = []
     finished = threading.Event()
 
-    def deliver(piece):
-        pieces.append(piece)
-        if piece.finish_reason:
+    def deliver(output):
+        outputs.append(output)
+        if output.finish_reason:
             finished.set()
 
     thread.submit(request, deliver)
     with pytest.raises(WeightsMismatchError):
         thread.call(lambda engine: engine.load(5, {}))
-    assert pieces == []
+    assert outputs == []
     thread.call(lambda engine: engine.wake())
     finished.wait()
     thread.close()
-    assert [token for piece in pieces for token in piece.tokens] == expected
+    assert [token for output in outputs for token in output.tokens] == expected
     with pytest.raises(GenerationError, match="closed"):
-        thread.submit(request, pieces.append)
+        thread.submit(request, outputs.append)
 
 
 def test_requests_that_came_while_the_engine_slept_are_answered_whenever_it_is_woken(make_policy, params):
@@ -88,7 +88,7 @@ def test_requests_that_came_while_the_engine_slept_are_answered_whenever_it_is_w
     for _ in range(50):
         ended = threading.Event()
         thread.call(lambda engine: engine.sleep())
-        thread.submit(request, lambda piece, ended=ended: ended.set())
+        thread.submit(request, lambda output, ended=ended: ended.set())
         thread.call(lambda engine: engine.wake())
         ended.wait()
     thread.close()
@@ -127,15 +127,15 @@ def test_a_step_that_fails_costs_the_requests_under_way_and_the_engine_goes_on(f
     model, errors = failing
     endless = dataclasses.replace(params, stop_tokens=())
     requests = [Request(tokens=(3, 4 + n), params=endless, sample_index=n) for n in range(3)]
-    expected = [[token for piece in stream(NativeEngine(model), one) for token in piece.tokens] for one in requests]
+    expected = [[token for output in stream(NativeEngine(model), one) for token in output.tokens] for one in requests]
     engine = NativeEngine(model)
     thread = EngineThread(engine)
     for num_passes in (1, 2, 3):
         thread.call(lambda engine: engine.sleep())
         lost, ended = [], threading.Event()
 
-        def deliver(piece, lost=lost, ended=ended):
-            lost.append(piece)
+        def deliver(output, lost=lost, ended=ended):
+            lost.append(output)
             if len(lost) == 3:
                 ended.set()
 
@@ -144,11 +144,11 @@ def test_a_step_that_fails_costs_the_requests_under_way_and_the_engine_goes_on(f
         errors[:] = [None] * (num_passes - 1) + [MemoryError("of the model")]
         thread.call(lambda engine: engine.wake())
         ended.wait()
-        assert {str(piece.error) for piece in lost} == {
+        assert {str(output.error) for output in lost} == {
             "the engine failed and its requests are lost: MemoryError: of the model"
         }
         for request, tokens in zip(requests, expected, strict=True):
-            assert [token for piece in thread.stream(request) for token in piece.tokens] == tokens
+            assert [token for output in thread.stream(request) for token in output.tokens] == tokens
     thread.close()
     assert not thread.has_failed
     assert not engine.has_work
@@ -242,21 +242,21 @@ def test_an_engine_that_sleeps_is_asked_nothing_when_a_step_fails(make_policy):
     assert (submitted, thread.has_failed) == ([], False)
 
 
-def test_who_cannot_take_a_failure_or_a_piece_holds_nobody_up(failing, params):
+def test_who_cannot_take_a_failure_or_a_output_holds_nobody_up(failing, params):
     def raising(_):
         raise OSError("the disk is full")
 
     model, errors = failing
     thread = EngineThread(NativeEngine(model), on_failure=raising)
     request = Request(tokens=(3, 4), params=params)
-    pieces = queue.SimpleQueue()
+    outputs = queue.SimpleQueue()
     for _ in range(3):
         thread.call(lambda engine: engine.sleep())
-        for deliver in (raising, pieces.put):
+        for deliver in (raising, outputs.put):
             thread.submit(request, deliver)
         errors.append(MemoryError("of the model"))
         thread.call(lambda engine: engine.wake())
-        assert "are lost" in str(pieces.get().error)
+        assert "are lost" in str(outputs.get().error)
     thread.submit(request, raising)
     assert list(thread.stream(request))
     thread.close()

@@ -14,16 +14,16 @@ from rallypoint.models import named_weights
 
 def test_a_cancelled_request_ends_and_the_others_do_not_notice(engine, make_prompts, params):
     requests = [Request(tokens=(3, 4), params=params, sample_index=sample) for sample in range(3)]
-    alone = [tuple(t for piece in stream(engine, request) for t in piece.tokens) for request in requests]
+    alone = [tuple(t for output in stream(engine, request) for t in output.tokens) for request in requests]
     ids = [engine.submit(request) for request in requests]
     engine.cancel(ids[1])
     found = dict.fromkeys(ids, ())
     reasons = {}
     while engine.has_work:
-        for piece in engine.step():
-            found[piece.request_id] += piece.tokens
-            if piece.finish_reason:
-                reasons[piece.request_id] = piece.finish_reason
+        for output in engine.step():
+            found[output.request_id] += output.tokens
+            if output.finish_reason:
+                reasons[output.request_id] = output.finish_reason
     assert [found[ids[0]], found[ids[2]]] == [alone[0], alone[2]]
     assert reasons[ids[1]] == "cancelled"
     engine.cancel(ids[1])
@@ -33,16 +33,16 @@ def test_a_cancelled_request_ends_and_the_others_do_not_notice(engine, make_prom
 
 def test_an_engine_that_sleeps_waits_and_goes_on_after_wake(engine, params):
     request = Request(tokens=(3, 4), params=params)
-    expected = [token for piece in stream(engine, request) for token in piece.tokens]
+    expected = [token for output in stream(engine, request) for token in output.tokens]
     engine.submit(request)
     engine.sleep()
     assert engine.step() == []
     assert engine.has_work
     engine.wake()
-    pieces = []
+    outputs = []
     while engine.has_work:
-        pieces += engine.step()
-    assert [token for piece in pieces for token in piece.tokens] == expected
+        outputs += engine.step()
+    assert [token for output in outputs for token in output.tokens] == expected
 
 
 def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine, params):
@@ -50,7 +50,7 @@ def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine, params):
     engine.step()
     engine.sleep()
     engine.cancel(ids[2])
-    assert [(piece.request_id, piece.finish_reason) for piece in engine.step()] == [(ids[2], "cancelled")]
+    assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(ids[2], "cancelled")]
     assert engine.has_work
     engine.cancel(ids[1])
     engine.cancel(ids[0])
@@ -62,7 +62,7 @@ def test_requests_come_and_go_while_a_step_is_taken(make_engine, make_policy, pa
     model = copy.deepcopy(make_policy())
     requests = [Request(tokens=(3, 4), params=params, sample_index=sample) for sample in range(4)]
     other = make_engine(make_policy())
-    alone = [tuple(t for piece in stream(other, request) for t in piece.tokens) for request in requests]
+    alone = [tuple(t for output in stream(other, request) for t in output.tokens) for request in requests]
     engine = make_engine(model)
     ids = [engine.submit(request) for request in requests[:3]]
 
@@ -76,12 +76,12 @@ def test_requests_come_and_go_while_a_step_is_taken(make_engine, make_policy, pa
             executor.submit(come_and_go).result()
 
     hook = model.base_model.register_forward_pre_hook(during_the_first_pass)
-    pieces = []
+    outputs = []
     while engine.has_work:
-        pieces += engine.step()
-    found = {request_id: tuple(t for p in pieces if p.request_id == request_id for t in p.tokens) for request_id in ids}
+        outputs += engine.step()
+    found = {each: tuple(t for p in outputs if p.request_id == each for t in p.tokens) for each in ids}
     assert [found[ids[place]] for place in (0, 1, 3)] == [alone[place] for place in (0, 1, 3)]
-    assert [piece.request_id for piece in pieces if piece.finish_reason == "cancelled"] == [ids[2]]
+    assert [output.request_id for output in outputs if output.finish_reason == "cancelled"] == [ids[2]]
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
@@ -94,15 +94,15 @@ def test_every_token_is_stamped_with_the_weights_that_it_was_sampled_from(make_e
         engine = make_engine(copy.deepcopy(make_policy()))
         for sample in range(4):
             engine.submit(Request(tokens=(3, 4), params=endless, sample_index=sample, streamed=streamed))
-        pieces = [piece for _ in range(3) for piece in engine.step()]
+        outputs = [output for _ in range(3) for output in engine.step()]
         if sleeps:
             engine.sleep()
         engine.load(5, other)
         engine.wake()
         while engine.has_work:
-            pieces += engine.step()
-        pieces.sort(key=lambda piece: piece.request_id)
-        return [(piece.request_id, token, piece.version) for piece in pieces for token in piece.tokens]
+            outputs += engine.step()
+        outputs.sort(key=lambda output: output.request_id)
+        return [(output.request_id, token, output.version) for output in outputs for token in output.tokens]
 
     expected = stamped(streamed=True)
     assert {version for _, _, version in expected} == {4, 5}
@@ -115,13 +115,13 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(make_engine,
         model.get_input_embeddings().weight[19] = float("nan")
     engine = make_engine(model)
     good, bad = (Request(tokens=tokens, params=params, prompt_index=8) for tokens in ((3, 4), (3, 19)))
-    expected = [token for piece in stream(engine, good) for token in piece.tokens]
+    expected = [token for output in stream(engine, good) for token in output.tokens]
     ids = [engine.submit(request) for request in (bad, good)]
-    pieces = []
+    outputs = []
     while engine.has_work:
-        pieces += engine.step()
-    assert [token for piece in pieces if piece.request_id == ids[1] for token in piece.tokens] == expected
-    (failed,) = [piece for piece in pieces if piece.request_id == ids[0]]
+        outputs += engine.step()
+    assert [token for output in outputs if output.request_id == ids[1] for token in output.tokens] == expected
+    (failed,) = [output for output in outputs if output.request_id == ids[0]]
     assert failed.finish_reason == "failed"
     with pytest.raises(NotFiniteError, match="token 0 of the response of prompt 8 sample 0"):
         list(stream(engine, bad))

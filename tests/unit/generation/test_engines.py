@@ -96,10 +96,10 @@ def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it(make_
     distances = []
     for sample in range(2):
         request = Request(tokens=(5, 6), params=endless, sample_index=sample)
-        tokens = [token for piece in stream(engine, request) for token in piece.tokens]
+        tokens = [token for output in stream(engine, request) for token in output.tokens]
         end = next((n for n in range(1, 101) if "ab" in shown(tokens[:n])), 100)
         stopped = dataclasses.replace(request, params=dataclasses.replace(endless, stop_strings=("ab",)))
-        assert [token for piece in stream(engine, stopped) for token in piece.tokens] == tokens[:end]
+        assert [token for output in stream(engine, stopped) for token in output.tokens] == tokens[:end]
         if "ab" in shown(tokens):
             distances.append(end - 1 - max(n for n in range(end) if tokens[n] == 3))
     assert max(distances) > 15
@@ -132,15 +132,15 @@ def test_stop_strings_without_a_decoder_are_refused(make_policy, make_prompts, p
         generate(HFEngine(make_policy(), version=4), make_prompts(LENGTHS), wanted, version=4)
 
 
-def test_the_pieces_of_a_stream_are_the_rollout(engine, make_prompts, params):
+def test_the_outputs_of_a_stream_are_the_rollout(engine, make_prompts, params):
     prompts = make_prompts([5])
     batch = generate(engine, prompts, params, version=4)
     request = Request(tokens=tuple(prompts.tokens.tolist()), params=params, prompt_index=7, streamed=True)
-    pieces = list(stream(engine, request))
-    assert [token for piece in pieces for token in piece.tokens] == batch.response(0).tolist()
-    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert pieces[-1].finish_reason == ("length" if batch.truncated[0] else "stop")
-    assert {piece.version for piece in pieces} == {4}
+    outputs = list(stream(engine, request))
+    assert [token for output in outputs for token in output.tokens] == batch.response(0).tolist()
+    assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].finish_reason == ("length" if batch.truncated[0] else "stop")
+    assert {output.version for output in outputs} == {4}
     assert not engine.has_work
 
 
@@ -174,9 +174,9 @@ def test_a_stop_token_that_the_model_does_not_know_is_an_error_that_names_it(eng
 
 def test_a_response_ends_where_the_models_positions_end(engine):
     params = SamplingParams(max_new_tokens=50)
-    pieces = list(stream(engine, Request(tokens=(3,) * 1020, params=params)))
-    assert sum(len(piece.tokens) for piece in pieces) == 4
-    assert pieces[-1].finish_reason == "length"
+    outputs = list(stream(engine, Request(tokens=(3,) * 1020, params=params)))
+    assert sum(len(output.tokens) for output in outputs) == 4
+    assert outputs[-1].finish_reason == "length"
 
 
 def test_weights_are_loaded_all_or_nothing_and_stamp_what_is_sampled(make_engine, make_policy, make_prompts, params):

@@ -63,10 +63,10 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
     while rest[-1].finish_reason is None:  # on a busy machine a slice is not enough
         rest += guest.answer(NOTHING_NEW)
 
-    assert {piece.version for piece in first} == {0}
-    assert {piece.version for piece in rest} == {1}
-    before, after = ([token for piece in pieces for token in piece.tokens] for pieces in (first, rest))
+    assert {output.version for output in first} == {0}
+    assert {output.version for output in rest} == {1}
+    before, after = ([token for output in outputs for token in output.tokens] for outputs in (first, rest))
     assert len(before) + len(after) == 12
     assert rest[-1].finish_reason == "length"
     expected = logprobs_of(model, [*prompt, *before, *after])[-len(after) :]
-    torch.testing.assert_close(torch.tensor([p for piece in rest for p in piece.logprobs]), expected)
+    torch.testing.assert_close(torch.tensor([p for output in rest for p in output.logprobs]), expected)

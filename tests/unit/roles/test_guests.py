@@ -5,14 +5,14 @@ import asyncio
 import pytest
 
 from rallypoint.errors import BusyError, GenerationError, WorkerDiedError, WorkerError
-from rallypoint.generation import Piece, Request, SamplingParams
+from rallypoint.generation import Output, Request, SamplingParams
 from rallypoint.roles.guests import Guests
 
 REQUEST = Request(tokens=(1, 2), params=SamplingParams(max_new_tokens=2))
 
 
-def piece(number, token, reason=None):
-    return Piece(
+def output(number, token, reason=None):
+    return Output(
         request_id=number, tokens=(token,), logprobs=(0.0,), sampled_logprobs=(0.0,), version=1, finish_reason=reason
     )
 
@@ -32,14 +32,14 @@ class Ranks:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        pieces = []
+        outputs = []
         for running, errand in zip(self.running, errands, strict=True):
             running |= {number: 0 for number, _ in errand.new}
             for number in errand.gone:
                 running.pop(number, None)
-            pieces.append(
+            outputs.append(
                 [
-                    piece(number, done, "stop" if done + 1 == self.num_tokens else None)
+                    output(number, done, "stop" if done + 1 == self.num_tokens else None)
                     for number, done in running.items()
                 ]
             )
@@ -47,7 +47,7 @@ class Ranks:
                 running[number] += 1
                 if running[number] == self.num_tokens:
                     del running[number]
-        return pieces
+        return outputs
 
 
 def meet(script, *, patience_s=60.0):
@@ -78,15 +78,15 @@ async def until(holds):
         await asyncio.sleep(0.001)
 
 
-def test_requests_are_dealt_to_ranks_and_every_piece_comes_back():
+def test_requests_are_dealt_to_ranks_and_every_output_comes_back():
     async def script(ranks, guests):
         assert guests.version == 7
-        pieces = {}
+        outputs = {}
         for _ in range(4):
-            number = guests.submit(REQUEST, lambda one: pieces.setdefault(one.request_id, []).append(one))
-            pieces[number] = []
-        await until(lambda: all(own and own[-1].finish_reason == "stop" for own in pieces.values()))
-        assert all([one.tokens for one in own] == [(0,), (1,)] for own in pieces.values())
+            number = guests.submit(REQUEST, lambda one: outputs.setdefault(one.request_id, []).append(one))
+            outputs[number] = []
+        await until(lambda: all(own and own[-1].finish_reason == "stop" for own in outputs.values()))
+        assert all([one.tokens for one in own] == [(0,), (1,)] for own in outputs.values())
         assert [len(errand.new) for errand in ranks.errands[0]] == [2, 2]
         num_slices = len(ranks.errands)
         await asyncio.sleep(0.01)
@@ -98,11 +98,11 @@ def test_requests_are_dealt_to_ranks_and_every_piece_comes_back():
 def test_a_request_that_gets_no_slice_in_time_is_refused_and_forgotten():
     async def script(ranks, guests):
         ranks.may_work.clear()
-        pieces = []
-        guests.submit(REQUEST, pieces.append)
-        await until(lambda: pieces)
-        assert isinstance(pieces[0].error, BusyError)
-        assert "no time for this request within 0.01 s; try again" in str(pieces[0].error)
+        outputs = []
+        guests.submit(REQUEST, outputs.append)
+        await until(lambda: outputs)
+        assert isinstance(outputs[0].error, BusyError)
+        assert "no time for this request within 0.01 s; try again" in str(outputs[0].error)
         ranks.may_work.set()
         await until(lambda: ranks.errands)
         assert ranks.errands[0][0].new == ()
@@ -112,15 +112,15 @@ def test_a_request_that_gets_no_slice_in_time_is_refused_and_forgotten():
 
 def test_a_request_that_is_given_up_is_taken_from_its_rank():
     async def script(ranks, guests):
-        ranks.num_tokens, pieces = 10**9, []
-        number = guests.submit(REQUEST, pieces.append)
+        ranks.num_tokens, outputs = 10**9, []
+        number = guests.submit(REQUEST, outputs.append)
         await until(lambda: ranks.errands)
         guests.cancel(number)
         guests.cancel(number)
         await until(lambda: any(errand.gone for errands in ranks.errands for errand in errands))
         assert ranks.errands[-1][0].gone == (number,)
         assert not ranks.running[0]
-        assert all(one.finish_reason is None for one in pieces)
+        assert all(one.finish_reason is None for one in outputs)
 
     meet(script)
 
@@ -142,11 +142,11 @@ def test_a_slice_that_fails_ends_its_requests_and_no_others():
 def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
     async def script(ranks, guests):
         ranks.error = WorkerError("guests", 0, "answer", "MemoryError: full", "Traceback ...\n  File native.py, line 3")
-        pieces = []
-        guests.submit(REQUEST, pieces.append)
-        await until(lambda: pieces)
+        outputs = []
+        guests.submit(REQUEST, outputs.append)
+        await until(lambda: outputs)
         said = "these requests failed and are lost: guests rank 0 failed in answer: MemoryError: full"
-        assert str(pieces[0].error) == said
+        assert str(outputs[0].error) == said
         await until(lambda: ranks.logged)
         assert "MemoryError: full\n\nTraceback ...\n  File native.py, line 3" in ranks.logged[0]
 
@@ -170,13 +170,13 @@ def test_a_log_that_cannot_be_written_ends_no_answers():
 def test_nothing_waits_for_a_run_that_has_ended():
     async def script(ranks, guests):
         ranks.may_work.clear()
-        pieces = []
-        guests.submit(REQUEST, pieces.append)
+        outputs = []
+        guests.submit(REQUEST, outputs.append)
         guests.close()
-        await until(lambda: pieces)
-        assert isinstance(pieces[0].error, GenerationError)
+        await until(lambda: outputs)
+        assert isinstance(outputs[0].error, GenerationError)
         with pytest.raises(GenerationError, match="the run has ended"):
-            guests.submit(REQUEST, pieces.append)
+            guests.submit(REQUEST, outputs.append)
         guests.cancel(1)
 
     meet(script)

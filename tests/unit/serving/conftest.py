@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rallypoint.errors import RequestError
-from rallypoint.generation import EngineThread, Piece, Request
+from rallypoint.generation import EngineThread, Output, Request
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app
 
 EOS = 256
@@ -70,17 +70,17 @@ class ScriptedEngine:
     def cancel(self, request_id: int) -> None:
         self._gone.append(request_id)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[Output]:
         if self.error is not None:
             raise self.error
-        pieces = []
+        outputs = []
         while self._gone:
             if self._running.pop(request_id := self._gone.popleft(), None):
                 self.cancelled.append(request_id)
-                pieces.append(self._piece(request_id, [], "cancelled"))
+                outputs.append(self._output(request_id, [], "cancelled"))
         if self.is_frozen:
             time.sleep(0.001)
-            return pieces
+            return outputs
         with self._lock:
             running = list(self._running.items())
         for request_id, (request, tokens) in running:
@@ -90,13 +90,13 @@ class ScriptedEngine:
             stops = tokens[-1] in request.params.stop_tokens or any(string in text for string in strings)
             reason = "stop" if stops else "length" if len(tokens) >= request.params.max_new_tokens else None
             if request.streamed or reason:
-                pieces.append(self._piece(request_id, tokens[-1:] if request.streamed else tokens, reason))
+                outputs.append(self._output(request_id, tokens[-1:] if request.streamed else tokens, reason))
             if reason:
                 del self._running[request_id]
-        return pieces
+        return outputs
 
-    def _piece(self, request_id: int, tokens: Sequence[int], reason) -> Piece:
-        return Piece(
+    def _output(self, request_id: int, tokens: Sequence[int], reason) -> Output:
+        return Output(
             request_id=request_id,
             tokens=tuple(tokens),
             logprobs=tuple(-0.5 - token for token in tokens),

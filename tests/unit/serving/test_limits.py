@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rallypoint.errors import GenerationError, NotFiniteError
-from rallypoint.generation import Piece
+from rallypoint.generation import Output
 from rallypoint.serving import Deadlines, bind
 
 
@@ -248,7 +248,7 @@ def test_a_step_that_fails_costs_the_requests_under_way_and_the_next_one_is_answ
     served.engine.is_frozen = True
     step, errors = served.engine.step, [OSError("burnt\nin a file of ours")]
 
-    def failing_step() -> list[Piece]:
+    def failing_step() -> list[Output]:
         if len(served.engine.seen) == 3 and errors:
             raise errors.pop()
         return step()
@@ -296,10 +296,10 @@ def test_one_response_that_fails_fails_its_request_only(serve, error):
     served = serve(lambda request: "hello")
     step = served.engine.step
 
-    def failing_step() -> list[Piece]:
+    def failing_step() -> list[Output]:
         return [
-            dataclasses.replace(piece, finish_reason="failed", error=error) if piece.request_id == 2 else piece
-            for piece in step()
+            dataclasses.replace(output, finish_reason="failed", error=error) if output.request_id == 2 else output
+            for output in step()
         ]
 
     served.engine.step = failing_step

@@ -39,7 +39,7 @@ from rallypoint.generation.native.model_runner import Passes
 from rallypoint.generation.native.prefill import Stretch, deal_out
 from rallypoint.generation.native.sequence import BLOCK_TOKENS, Row
 from rallypoint.generation.native.settings import check_room, check_settings
-from rallypoint.generation.protocol import Piece, Request
+from rallypoint.generation.protocol import Output, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.sampler import Draws
 from rallypoint.parallel import Lanes
@@ -99,7 +99,7 @@ class NativeEngine:
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._seats = Seats(max_rows, BLOCK_TOKENS)
-        self._late: list[Piece] = []
+        self._late: list[Output] = []
         self._cohorts: list[Cohort] = []
         self._num_threads_each: int | None = None
         self._next_id, self._num_steps_left, self._num_wasted = 0, 0, 0
@@ -132,18 +132,18 @@ class NativeEngine:
             self._cancelled.add(request_id)
 
     @torch.no_grad()
-    def step(self) -> list[Piece]:
+    def step(self) -> list[Output]:
         """See `GenerationEngine.step`. After an error those that ran wait for their turn."""
-        pieces = self._take_in()
+        outputs = self._take_in()
         if self.is_asleep:
-            return pieces
+            return outputs
         with ExitStack() as if_it_fails:
-            if_it_fails.callback(self._start_over, pieces)
+            if_it_fails.callback(self._start_over, outputs)
             drawn = self._sample()
             if_it_fails.pop_all()
-        return pieces + drawn
+        return outputs + drawn
 
-    def _sample(self) -> list[Piece]:
+    def _sample(self) -> list[Output]:
         """Draw a token for every row that runs, and end those that are done."""
         self._count_waste()
         joined = self._admit() if self._num_steps_left <= 1 else []
@@ -159,7 +159,7 @@ class NativeEngine:
             parts = [new[first::num] for first in range(num)]
             draws = self._lanes.run([partial(first_draws, part, self._passes) for part in parts], num_threads_each)
             drawn += zip(parts, draws, strict=True)
-        return [piece for rows, draws in drawn for piece in self._hand_out(rows, draws)]
+        return [output for rows, draws in drawn for output in self._hand_out(rows, draws)]
 
     def _draw(self) -> list[tuple[Sequence[Row], Draws]]:
         """Return the next token of every row; those of some more steps are drawn with it where that pays."""
@@ -179,7 +179,7 @@ class NativeEngine:
         """See `GenerationEngine.load`."""
         take_over(self.model, version, weights)
         begun = (*self._running, *self._waiting)  # those that were set back, or slept, have tokens too
-        self._late += [row.piece(self.version) for row in begun if row.num_delivered < len(row.tokens)]
+        self._late += [row.output(self.version) for row in begun if row.num_delivered < len(row.tokens)]
         self.version = version
         if self._recomputes:
             self._set_back(self._running)
@@ -201,9 +201,9 @@ class NativeEngine:
         """See `GenerationEngine.wake`."""
         self.is_asleep = False
 
-    def _take_in(self) -> list[Piece]:
+    def _take_in(self) -> list[Output]:
         """Queue what was submitted, and end what was cancelled."""
-        pieces, self._late = self._late, []
+        outputs, self._late = self._late, []
         with self._lock:
             self._waiting += self._arrived
             self._arrived.clear()
@@ -212,8 +212,8 @@ class NativeEngine:
             gone = [row for row in (*self._waiting, *self._running) if row.id in cancelled]
             self._remove([row for row in gone if row in self._running])
             self._waiting = deque(row for row in self._waiting if row.id not in cancelled)
-            pieces += [row.piece(self.version, "cancelled") for row in gone]
-        return pieces
+            outputs += [row.output(self.version, "cancelled") for row in gone]
+        return outputs
 
     def _admit(self) -> list[tuple[Row, int]]:
         """Have waiting rows join while there is room, oldest first, each with memory for all that it has so far.
@@ -311,33 +311,33 @@ class NativeEngine:
         jobs = [partial(make, rows[first::num]) for first in range(num)]
         self._cohorts = self._lanes.run(jobs, self._num_threads_each)
 
-    def _hand_out(self, rows: Sequence[Row], draws: Draws) -> list[Piece]:
+    def _hand_out(self, rows: Sequence[Row], draws: Draws) -> list[Output]:
         """Give rows the tokens that were drawn for them, and end those that are done."""
         tokens, logprobs = draws.tokens.tolist(), draws.logprobs.tolist()
         sampled = logprobs if draws.sampled_logprobs is draws.logprobs else draws.sampled_logprobs.tolist()
-        pieces: list[Piece] = []
+        outputs: list[Output] = []
         ended: list[Row] = []
         for row, token, logprob, sampled_logprob in zip(rows, tokens, logprobs, sampled, strict=True):
             if row.seat < 0:  # has left before
                 continue
             if math.isnan(logprob):
-                pieces.append(row.piece(self.version, "failed", not_finite(row.request, len(row.tokens))))
+                outputs.append(row.output(self.version, "failed", not_finite(row.request, len(row.tokens))))
                 ended.append(row)
                 continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.sampled_logprobs.append(sampled_logprob)
             if row.stops is not None and row.stops.end_with(row.tokens):
-                pieces.append(row.piece(self.version, "stop"))
+                outputs.append(row.output(self.version, "stop"))
                 ended.append(row)
             elif len(row.tokens) == row.max_new_tokens:
-                pieces.append(row.piece(self.version, "length"))
+                outputs.append(row.output(self.version, "length"))
                 ended.append(row)
             elif row.request.streamed:
-                pieces.append(row.piece(self.version))
+                outputs.append(row.output(self.version))
         if ended:
             self._remove(ended)
-        return pieces
+        return outputs
 
     def _grow(self, row: Row, num_tokens: int) -> None:
         """Have memory for some tokens of a response, if need be that of the row that was submitted last."""
@@ -365,9 +365,9 @@ class NativeEngine:
                 num_steps = fits
         return num_steps
 
-    def _start_over(self, pieces: Sequence[Piece]) -> None:
+    def _start_over(self, outputs: Sequence[Output]) -> None:
         """Have all rows wait for their turn, and prompts that may lack keys and values be unknown."""
-        self._late += pieces
+        self._late += outputs
         self._set_back(self._running)
         if self._pool is not None:
             self._pool.forget()

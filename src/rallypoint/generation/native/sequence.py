@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.native.block_manager import Block
-from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.stopping import StopStrings
 
@@ -37,11 +37,11 @@ class Row:
         fits = len(self.own_blocks) * BLOCK_TOKENS - num_stored
         return BLOCK_TOKENS if len(self.tokens) + fits >= self.max_new_tokens else fits
 
-    def piece(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Piece:
+    def output(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Output:
         """Hand out what is new."""
         new = slice(self.num_delivered, None)
         self.num_delivered = len(self.tokens)
-        return Piece(
+        return Output(
             request_id=self.id,
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),

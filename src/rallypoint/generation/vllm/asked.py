@@ -1,6 +1,6 @@
 """A request to a server and its response so far.
 
-Owns: which tokens are certain, and the pieces that are made of them. Must not know: servers and queues.
+Owns: which tokens are certain, and the outputs that are made of them. Must not know: servers and queues.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from concurrent.futures import Future
 
 from rallypoint.errors import RallyError
-from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.generation.vllm.answers import Drawn
 
@@ -27,7 +27,7 @@ class Asked:
     drawn: list[tuple[Drawn, int]] = dataclasses.field(default_factory=list)
     """With the version of the weights that each is from."""
     num_given: int = 0
-    """Tokens that pieces were made of; the others are drawn again after an interruption."""
+    """Tokens that outputs were made of; the others are drawn again after an interruption."""
     num_sent: int = 0
     since: int = 0
     """Version of the weights when it was sent."""
@@ -52,15 +52,15 @@ class Asked:
         del self.drawn[self.num_given :]
         return True
 
-    def give(self, reason: FinishReason | None) -> list[Piece]:
-        """Return pieces of what was not given yet, one for each version; the last one has the reason."""
+    def give(self, reason: FinishReason | None) -> list[Output]:
+        """Return outputs of what was not given yet, one for each version; the last one has the reason."""
         new = self.drawn[self.num_given :]
         self.num_given = len(self.drawn)
         if not new:
             return [self.end(reason, self.since)] if reason is not None else []
         spans = [(version, [one for one, _ in span]) for version, span in itertools.groupby(new, lambda at: at[1])]
         return [
-            Piece(
+            Output(
                 request_id=self.request_id,
                 tokens=tuple(one.token for one in span),
                 logprobs=tuple(one.logprob for one in span),
@@ -71,9 +71,9 @@ class Asked:
             for at, (version, span) in enumerate(spans, 1)
         ]
 
-    def end(self, reason: FinishReason, version: int, error: RallyError | None = None) -> Piece:
-        """Return a last piece without tokens."""
-        return Piece(
+    def end(self, reason: FinishReason, version: int, error: RallyError | None = None) -> Output:
+        """Return a last output without tokens."""
+        return Output(
             request_id=self.request_id,
             tokens=(),
             logprobs=(),

@@ -6,7 +6,7 @@ know: how a server is started, or what its answers look like.
 Two threads: the caller's, in which all state lives, and that of the connection, which talks to the server and puts what
 comes into a queue. Every request carries how often it was sent: what belongs to an earlier time is thrown away.
 
-Consumes: requests. Produces: pieces. Waits for: the server; `step` looks for a moment and returns. Unblocked by: an
+Consumes: requests. Produces: outputs. Waits for: the server; `step` looks for a moment and returns. Unblocked by: an
 answer, the server's end, or `silence_s` without a sign of work.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rallypoint.errors import GenerationError, NotFiniteError, RallyError, WeightsMismatchError
-from rallypoint.generation.protocol import FinishReason, Piece, Request
+from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode, check_request
 from rallypoint.generation.stopping import StopStrings
 from rallypoint.generation.vllm.answers import Said, ask_for, read
@@ -124,32 +124,32 @@ class VLLMEngine:
             if request_id in self._open:
                 self._cancelled.add(request_id)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[Output]:
         """See `GenerationEngine.step`; what is new are answers that came."""
         if not self._open:
             return []
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
-        pieces = [
+        outputs = [
             self._end(self._open[request_id], "cancelled") for request_id in sorted(cancelled & self._open.keys())
         ]
         if self.is_asleep:
-            return pieces
+            return outputs
         try:
             if not self._connection.is_ready():
-                return pieces
+                return outputs
         except RallyError as error:
-            return [*pieces, *(self._end(asked, "failed", error) for asked in list(self._open.values()))]
+            return [*outputs, *(self._end(asked, "failed", error) for asked in list(self._open.values()))]
         for asked in list(self._open.values()):
             if asked.answer is not None and asked.server != self._control.num_servers:
-                pieces += self._lose(asked, "it was started again")
+                outputs += self._lose(asked, "it was started again")
         self._send()
         for request_id, num_sent, news in self._take():
             asked = self._open.get(request_id)
             if asked is not None and asked.answer is not None and asked.num_sent == num_sent:
-                pieces += self._hear(asked, news)
+                outputs += self._hear(asked, news)
         self._look_for_silence()
-        return pieces
+        return outputs
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """See `GenerationEngine.load`; weights always have to be given, as they cross into another process.
@@ -247,8 +247,8 @@ class VLLMEngine:
                 found.append(self._news.get_nowait())
         return found
 
-    def _hear(self, asked: Asked, news: Said | Exception) -> list[Piece]:
-        """Take what came for a request, and return the pieces that can be given."""
+    def _hear(self, asked: Asked, news: Said | Exception) -> list[Output]:
+        """Take what came for a request, and return the outputs that can be given."""
         self._sign = (self._control.beat(), time.monotonic())
         if isinstance(news, LostError):
             self._control.doubt(str(news))
@@ -275,11 +275,11 @@ class VLLMEngine:
                 break
         if reason is None:
             return asked.give(None) if asked.request.streamed else []
-        pieces = asked.give(reason)
+        outputs = asked.give(reason)
         self._forget(asked)
-        return pieces
+        return outputs
 
-    def _lose(self, asked: Asked, why: str) -> list[Piece]:
+    def _lose(self, asked: Asked, why: str) -> list[Output]:
         """Send a request again whose server was lost, once."""
         asked.num_lost += 1
         if asked.num_lost < _MOST_LOSSES:
@@ -307,7 +307,7 @@ class VLLMEngine:
             with self._lock:
                 self._waiting.appendleft(asked.request_id)
 
-    def _end(self, asked: Asked, reason: FinishReason, error: RallyError | None = None) -> Piece:
+    def _end(self, asked: Asked, reason: FinishReason, error: RallyError | None = None) -> Output:
         """End a request that has no more tokens."""
         self._forget(asked)
         return asked.end(reason, self.version, error)

@@ -32,12 +32,12 @@ def rollouts(engine, requests):
     names = {engine.submit(one): (one.prompt_index, one.sample_index) for one in requests}
     found = {name: ([], [], [], []) for name in names.values()}
     while engine.has_work:
-        for piece in engine.step():
-            tokens, logprobs, sampled, reasons = found[names[piece.request_id]]
-            tokens += piece.tokens
-            logprobs += piece.logprobs
-            sampled += piece.sampled_logprobs
-            reasons += [piece.finish_reason] if piece.finish_reason else []
+        for output in engine.step():
+            tokens, logprobs, sampled, reasons = found[names[output.request_id]]
+            tokens += output.tokens
+            logprobs += output.logprobs
+            sampled += output.sampled_logprobs
+            reasons += [output.finish_reason] if output.finish_reason else []
     return found
 
 

@@ -284,15 +284,15 @@ def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_polic
         engine = NativeEngine(make_policy(), cache_tokens=12 * 32, version=3)
         for place in range(3):
             engine.submit(Request(tokens=(3 + place,) * 40, params=long, streamed=streamed))
-        pieces = []
+        outputs = []
         while not engine.num_set_back:
             assert engine.has_work
-            pieces += engine.step()
+            outputs += engine.step()
         engine.load(4, None)
         while engine.has_work:
-            pieces += engine.step()
-        pieces.sort(key=lambda piece: piece.request_id)
-        return [(piece.request_id, token, piece.version) for piece in pieces for token in piece.tokens]
+            outputs += engine.step()
+        outputs.sort(key=lambda output: output.request_id)
+        return [(output.request_id, token, output.version) for output in outputs for token in output.tokens]
 
     assert stamped(streamed=False) == stamped(streamed=True)
 

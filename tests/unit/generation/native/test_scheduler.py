@@ -59,17 +59,17 @@ def test_requests_join_while_others_run_and_common_beginnings_are_computed_once(
         Request(tokens=(3,) * 64 + (4 + place % 3,) * 7, params=params, prompt_index=place % 3, sample_index=place)
         for place in range(9)
     ]
-    alone = [[t for piece in stream(NativeEngine(model), one) for t in piece.tokens] for one in requests]
+    alone = [[t for output in stream(NativeEngine(model), one) for t in output.tokens] for one in requests]
     engine = NativeEngine(model)
     counted.clear()
     found = {}
     for request in requests:
         found[engine.submit(request)] = []
-        for piece in engine.step():
-            found[piece.request_id] += piece.tokens
+        for output in engine.step():
+            found[output.request_id] += output.tokens
     while engine.has_work:
-        for piece in engine.step():
-            found[piece.request_id] += piece.tokens
+        for output in engine.step():
+            found[output.request_id] += output.tokens
     assert list(found.values()) == alone
     # One token to ask for shapes, 64 in common, three endings of 7, and all but the last token of each response.
     assert sum(counted) == 1 + 64 + 3 * 7 + 9 * 19
@@ -83,22 +83,22 @@ def test_weights_that_come_while_requests_run_are_stamped_on_what_they_sample(ma
     for _ in range(5):
         assert engine.step() == []
     engine.load(4, named_weights(other))
-    pieces = []
+    outputs = []
     while engine.has_work:
-        pieces += engine.step()
-    assert [(piece.request_id, piece.version, len(piece.tokens)) for piece in pieces] == [
+        outputs += engine.step()
+    assert [(output.request_id, output.version, len(output.tokens)) for output in outputs] == [
         (request_id, 3, 5),
         (request_id, 4, params.max_new_tokens - 5),
     ]
     # With its keys and values computed again, the rest is what the new weights alone say of it.
-    tokens = torch.tensor([3, 4, 5, *(token for piece in pieces for token in piece.tokens)])
+    tokens = torch.tensor([3, 4, 5, *(token for output in outputs for token in output.tokens)])
     rows = PackedRows(torch.tensor([0, len(tokens)]), tokens.device)
     with torch.no_grad():
         states = other.base_model(
             input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
         ).last_hidden_state
         logprobs = other.lm_head(states[0, 7:-1]).log_softmax(-1).gather(1, tokens[8:].unsqueeze(1)).squeeze(1)
-    same = torch.allclose(logprobs, torch.tensor(pieces[1].logprobs), atol=1e-5)
+    same = torch.allclose(logprobs, torch.tensor(outputs[1].logprobs), atol=1e-5)
     assert same is (on_load == "recompute")
 
 
@@ -114,15 +114,15 @@ def test_nothing_that_old_weights_have_drawn_ahead_is_handed_out_under_new_ones(
         engine = NativeEngine(copy.deepcopy(make_policy()), on_load=on_load)
         for place in range(3):
             engine.submit(Request(tokens=(3 + place,) * 40, params=endless, sample_index=place, streamed=streamed))
-        pieces = [piece for _ in range(num_steps) for piece in engine.step()]
+        outputs = [output for _ in range(num_steps) for output in engine.step()]
         engine.load(1, named_weights(other))
         while engine.has_work:
-            pieces += engine.step()
-        pieces.sort(key=lambda piece: piece.request_id)
+            outputs += engine.step()
+        outputs.sort(key=lambda output: output.request_id)
         return [
-            (piece.request_id, piece.version, token, logprob)
-            for piece in pieces
-            for token, logprob in zip(piece.tokens, piece.logprobs, strict=True)
+            (output.request_id, output.version, token, logprob)
+            for output in outputs
+            for token, logprob in zip(output.tokens, output.logprobs, strict=True)
         ]
 
     assert found(streamed=False) == found(streamed=True)
@@ -133,8 +133,8 @@ def test_a_prompt_is_not_found_again_under_other_weights(make_policy, params):
     engine, request = NativeEngine(model), Request(tokens=(3,) * 70, params=params)
     list(stream(engine, request))
     engine.load(1, named_weights(other))
-    tokens = [token for piece in stream(engine, request) for token in piece.tokens]
-    assert tokens == [token for piece in stream(NativeEngine(other), request) for token in piece.tokens]
+    tokens = [token for output in stream(engine, request) for token in output.tokens]
+    assert tokens == [token for output in stream(NativeEngine(other), request) for token in output.tokens]
 
 
 def limited_policy(folder, config) -> PreTrainedModel:
@@ -184,10 +184,10 @@ def sampled(engine, prompts, params, load_at=None):
     for step in itertools.takewhile(lambda _: engine.has_work, itertools.count()):
         if step == load_at:
             engine.load(1, None)
-        for piece in engine.step():
-            tokens, logprobs = found[place[piece.request_id]]
-            tokens += piece.tokens
-            logprobs += piece.logprobs
+        for output in engine.step():
+            tokens, logprobs = found[place[output.request_id]]
+            tokens += output.tokens
+            logprobs += output.logprobs
     return found
 
 
@@ -253,13 +253,13 @@ def test_a_response_goes_on_after_a_step_that_failed(make_policy, params):
 
     model.base_model.register_forward_pre_hook(fail)
     engine, request = NativeEngine(model), Request(tokens=(3,) * 40, params=dataclasses.replace(params, stop_tokens=()))
-    expected = [token for piece in stream(NativeEngine(model), request) for token in piece.tokens]
+    expected = [token for output in stream(NativeEngine(model), request) for token in output.tokens]
     for num_steps in (0, 1, 5):
         engine.submit(request)
-        pieces = [piece for _ in range(num_steps) for piece in engine.step()]
+        outputs = [output for _ in range(num_steps) for output in engine.step()]
         fails.append("of the model")
         with pytest.raises(MemoryError):
             engine.step()
         while engine.has_work:
-            pieces += engine.step()
-        assert [token for piece in pieces for token in piece.tokens] == expected
+            outputs += engine.step()
+        assert [token for output in outputs for token in output.tokens] == expected

@@ -30,15 +30,15 @@ def expected_of(request):
     return tokens
 
 
-def all_pieces(engine):
-    pieces = []
+def all_outputs(engine):
+    outputs = []
     while engine.has_work:
-        pieces += engine.step()
-    return pieces
+        outputs += engine.step()
+    return outputs
 
 
-def tokens_of(pieces, request_id):
-    return [token for piece in pieces if piece.request_id == request_id for token in piece.tokens]
+def tokens_of(outputs, request_id):
+    return [token for output in outputs if output.request_id == request_id for token in output.tokens]
 
 
 def die(server, answer):
@@ -52,30 +52,30 @@ def hang(server, answer):
 def test_every_request_gets_its_own_answer_and_no_more_are_sent_than_may_run_together(engine, world):
     requests = [request_of(1, number) for number in range(20)]
     ids = [engine.submit(request) for request in requests]
-    pieces = all_pieces(engine)
+    outputs = all_outputs(engine)
     for request, request_id in zip(requests, ids, strict=True):
-        assert tokens_of(pieces, request_id) == expected_of(request)
-    assert {piece.version for piece in pieces} == {4}
-    assert all(piece.logprobs == (-0.5,) * len(piece.tokens) for piece in pieces)
+        assert tokens_of(outputs, request_id) == expected_of(request)
+    assert {output.version for output in outputs} == {4}
+    assert all(output.logprobs == (-0.5,) * len(output.tokens) for output in outputs)
     assert len(world.servers) == 1
     assert len(world.servers[0].asked) == 20
 
 
 def test_a_stream_comes_token_by_token(engine):
     request = request_of(2, 3, streamed=True)
-    pieces = list(stream(engine, request))
-    assert [piece.tokens for piece in pieces] == [(token,) for token in expected_of(request)]
-    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert pieces[-1].finish_reason in ("stop", "length")
+    outputs = list(stream(engine, request))
+    assert [output.tokens for output in outputs] == [(token,) for token in expected_of(request)]
+    assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].finish_reason in ("stop", "length")
 
 
 def test_a_stop_text_ends_a_response_here_and_the_server_is_told(make_engine):
     engine = make_engine(decode=lambda tokens: "".join(chr(65 + token) for token in tokens))
     whole = expected_of(request_of(9, params=SamplingParams(max_new_tokens=12)))
     text = chr(65 + whole[3]) + chr(65 + whole[4])
-    (piece,) = list(stream(engine, request_of(9, params=SamplingParams(max_new_tokens=12, stop_strings=(text,)))))
-    assert list(piece.tokens) == whole[:5]
-    assert piece.finish_reason == "stop"
+    (output,) = list(stream(engine, request_of(9, params=SamplingParams(max_new_tokens=12, stop_strings=(text,)))))
+    assert list(output.tokens) == whole[:5]
+    assert output.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -147,24 +147,24 @@ def test_nonsense_fails_its_request_with_what_came_and_no_other(engine, world, n
     bad, good = request_of(1), request_of(2, prompt_index=1)
     assert len(expected_of(bad)) == 12
     engine.submit(bad)
-    pieces = all_pieces(engine)
-    (failed,) = [piece for piece in pieces if piece.error is not None]
+    outputs = all_outputs(engine)
+    (failed,) = [output for output in outputs if output.error is not None]
     assert failed.finish_reason == "failed"
     with pytest.raises(GenerationError, match=problem):
         raise failed.error
     request_id = engine.submit(good)
-    assert tokens_of(all_pieces(engine), request_id) == expected_of(good)
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(good)
     assert len(world.servers) == 1
 
 
 def test_logits_that_are_not_finite_are_told_from_nonsense(engine, world):
     world.misbehave.append(with_logprob(1e30))
     engine.submit(request_of(1, prompt_index=8, sample_index=3))
-    (piece,) = all_pieces(engine)
+    (output,) = all_outputs(engine)
     with pytest.raises(NotFiniteError, match="token 1 of the response of prompt 8 sample 3"):
-        raise piece.error
+        raise output.error
     request_id = engine.submit(request_of(2))
-    assert tokens_of(all_pieces(engine), request_id) == expected_of(request_of(2))
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(request_of(2))
     assert len(world.servers) == 2, "the cache of the first one has numbers that are not finite"
 
 
@@ -178,10 +178,10 @@ def test_a_server_that_dies_is_started_again_with_the_weights_and_its_requests_a
     world.misbehave.extend([None, None, die])
     requests = [request_of(3, number, streamed=streamed) for number in range(6)]
     ids = [engine.submit(request) for request in requests]
-    pieces = all_pieces(engine)
+    outputs = all_outputs(engine)
     for request, request_id in zip(requests, ids, strict=True):
-        assert tokens_of(pieces, request_id) == expected_of(request)
-    assert {piece.version for piece in pieces} == {5}
+        assert tokens_of(outputs, request_id) == expected_of(request)
+    assert {output.version for output in outputs} == {5}
     assert len(world.servers) == 2
     assert world.loads == [5, 5]
     assert "vllm is started again: it died" in said
@@ -193,7 +193,7 @@ def test_a_server_that_takes_long_to_start_is_waited_for_with_a_voice(make_engin
     world.late_s, said = 0.5, []
     engine = make_engine(say=said.append, voice_every_s=0.05)
     request_id = engine.submit(request_of(2))
-    assert tokens_of(all_pieces(engine), request_id) == expected_of(request_of(2))
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(request_of(2))
     assert said[0].startswith("waiting for vllm to load the model, for 0 s of 20; it said last: Loading safetensors")
     assert said[-1].startswith("vllm is ready after ")
 
@@ -237,7 +237,7 @@ def test_a_server_that_has_work_and_does_none_is_given_up(make_engine, world):
     world.misbehave.append(hang)
     request = request_of(4)
     request_id = engine.submit(request)
-    assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(request)
     assert len(world.servers) == 2
     assert world.servers[0].why == "it was told to"
 
@@ -246,7 +246,7 @@ def test_a_server_error_has_its_request_sent_again_to_the_same_server_if_it_is_w
     world.misbehave.append(lambda server, answer: (500, b"oops"))
     request = request_of(4)
     request_id = engine.submit(request)
-    assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(request)
     assert len(world.servers) == 1
 
 
@@ -254,9 +254,9 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_words(make_engin
     world.starts.append("it has no such model")
     engine = make_engine()
     engine.submit(request_of(4))
-    (piece,) = all_pieces(engine)
+    (output,) = all_outputs(engine)
     with pytest.raises(GenerationError, match="vllm did not start: it has no such model"):
-        raise piece.error
+        raise output.error
 
 
 def test_weights_are_checked_here_before_a_server_hears_of_them(engine, world):
@@ -274,8 +274,8 @@ def test_loaded_weights_stamp_what_is_sampled_and_only_the_newest_stay(engine, w
     engine.load(6, WEIGHTS)
     assert engine.version == 6
     engine.submit(request_of(1))
-    (piece,) = all_pieces(engine)
-    assert piece.version == 6
+    (output,) = all_outputs(engine)
+    assert output.version == 6
     folders = list(Path(world.servers[0].address.socket).parent.glob("versions/*"))
     assert [folder.name for folder in folders] == ["version_000006"]
     tensors = json.loads((folders[0] / "manifest.json").read_text())["tensors"]
@@ -290,8 +290,8 @@ def test_a_server_that_refuses_weights_serves_those_of_before(engine, world, for
         engine.load(5, WEIGHTS)
     assert engine.version == 4
     engine.submit(request_of(1))
-    (piece,) = all_pieces(engine)
-    assert piece.version == 4
+    (output,) = all_outputs(engine)
+    assert output.version == 4
     assert world.loads == [4, 5, 4]
 
 
@@ -301,33 +301,33 @@ def test_weights_for_a_server_that_died_in_between_are_given_to_the_next_one_at_
     engine.load(6, WEIGHTS)
     assert world.loads == [5, 6]
     engine.submit(request_of(1))
-    (piece,) = all_pieces(engine)
-    assert piece.version == 6
+    (output,) = all_outputs(engine)
+    assert output.version == 6
     assert len(world.servers) == 2
 
 
 def test_what_streams_while_weights_are_loaded_goes_on_with_the_new_ones(engine, world):
     request = request_of(2, 3, streamed=True)
     engine.submit(request)
-    pieces = []
-    while not pieces:
-        pieces += engine.step()
+    outputs = []
+    while not outputs:
+        outputs += engine.step()
     engine.load(5, WEIGHTS)
-    pieces += all_pieces(engine)
-    assert [token for piece in pieces for token in piece.tokens] == expected_of(request)
-    assert pieces[0].version == 4
-    assert pieces[-1].version in (4, 5)
-    assert [piece.version for piece in pieces] == sorted(piece.version for piece in pieces)
+    outputs += all_outputs(engine)
+    assert [token for output in outputs for token in output.tokens] == expected_of(request)
+    assert outputs[0].version == 4
+    assert outputs[-1].version in (4, 5)
+    assert [output.version for output in outputs] == sorted(output.version for output in outputs)
 
 
 def test_a_cancelled_request_ends_and_the_others_do_not_notice(engine, world):
     world.misbehave.extend([hang, None])
     first, second = (engine.submit(request_of(number)) for number in (1, 2))
-    pieces = engine.step()
+    outputs = engine.step()
     engine.cancel(first)
-    pieces += all_pieces(engine)
-    assert [piece.finish_reason for piece in pieces if piece.request_id == first] == ["cancelled"]
-    assert tokens_of(pieces, second) == expected_of(request_of(2))
+    outputs += all_outputs(engine)
+    assert [output.finish_reason for output in outputs if output.request_id == first] == ["cancelled"]
+    assert tokens_of(outputs, second) == expected_of(request_of(2))
     engine.cancel(10**6)
 
 
@@ -340,21 +340,21 @@ def test_an_engine_that_sleeps_says_nothing_and_goes_on_after_wake(engine, world
     assert engine.step() == []
     assert engine.has_work
     engine.wake()
-    assert tokens_of(all_pieces(engine), request_id) == expected_of(request)
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(request)
 
 
 def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine):
     request_id = engine.submit(request_of(1))
     engine.sleep()
     engine.cancel(request_id)
-    assert [(piece.request_id, piece.finish_reason) for piece in engine.step()] == [(request_id, "cancelled")]
+    assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(request_id, "cancelled")]
     assert not engine.has_work
 
 
-def test_requests_of_many_threads_get_their_own_pieces(engine):
+def test_requests_of_many_threads_get_their_own_outputs(engine):
     thread = EngineThread(engine)
     request = request_of(3, streamed=True)
-    assert [token for piece in thread.stream(request) for token in piece.tokens] == expected_of(request)
+    assert [token for output in thread.stream(request) for token in output.tokens] == expected_of(request)
     thread.close()
 
 
@@ -394,17 +394,17 @@ def test_two_engines_take_turns_over_one_server_and_keep_their_requests_apart(ma
     guests.sleep()
     asked = [request_of(1, number, streamed=True) for number in range(5)]
     ids = [guests.submit(request) for request in asked]
-    pieces, num_turns = [], 0
+    outputs, num_turns = [], 0
     while guests.has_work:
         own = request_of(9, num_turns)
         assert tokens_of(list(stream(training, own)), num_turns + 1) == expected_of(own)
         training.sleep()
         guests.wake()
-        pieces += guests.step()
+        outputs += guests.step()
         guests.sleep()
         training.wake()
         num_turns += 1
-    assert [tokens_of(pieces, request_id) for request_id in ids] == [expected_of(request) for request in asked]
+    assert [tokens_of(outputs, request_id) for request_id in ids] == [expected_of(request) for request in asked]
     assert num_turns > 1
     assert len(world.servers) == 1
     training.load(5, WEIGHTS)

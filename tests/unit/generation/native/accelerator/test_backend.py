@@ -239,4 +239,4 @@ def test_whoever_reads_along_gets_every_token_by_itself(plain, params):
     engine = NativeEngine(plain, passes=in_pages(plain, Tapes()))
     asked = dataclasses.replace(params, stop_tokens=(), max_new_tokens=9)
     request = Request(tokens=(3, 4, 5), params=asked, streamed=True)
-    assert [len(piece.tokens) for piece in stream(engine, request)] == [1] * 9
+    assert [len(output.tokens) for output in stream(engine, request)] == [1] * 9
