@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rallypoint.observability import read_metrics
+from rallypoint.run import read_metrics
 
 
 def cpu_seconds() -> tuple[float, float]:

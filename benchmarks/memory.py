@@ -38,8 +38,8 @@ from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 from rallypoint.config import OptimizerConfig, Plan, RoleName, load_config, make_plan
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
-from rallypoint.observability import read_metrics
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
+from rallypoint.run import read_metrics
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 96, 64

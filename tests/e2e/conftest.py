@@ -7,7 +7,7 @@ import pytest
 import tiny_runs
 from tiny_runs import Runs
 
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.run.folder import RunFolder
 
 
 @pytest.fixture

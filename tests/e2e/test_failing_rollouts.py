@@ -7,9 +7,9 @@ import json
 import pytest
 
 from rallypoint.errors import GenerationError
-from rallypoint.observability import read_metrics
 from rallypoint.roles import rollout as role
 from rallypoint.roles.engines import make_engine
+from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer={num_steps: 3, num_logged_rollouts: 32}")
 

@@ -16,7 +16,7 @@ import pytest
 from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
-from rallypoint.recipes.run_folder import Start
+from rallypoint.run.folder import Start
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 LONG = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 99}")

@@ -2,10 +2,11 @@
 
 import pytest
 
-from rallypoint.observability import Silent, read_metrics
+from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.run_folder import create_run
+from rallypoint.run import read_metrics
+from rallypoint.run.folder import create_run
 
 
 @pytest.mark.slow

@@ -33,10 +33,10 @@ from rallypoint.data import make_digits_tokenizer, save_tokenizer
 from rallypoint.generation.native.decoder import PlainDecoder
 from rallypoint.models import load_policy
 from rallypoint.models.families import is_known
-from rallypoint.observability import Silent
+from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.run_folder import create_run
+from rallypoint.run.folder import create_run
 
 folder = Path(sys.argv[1])
 tokenizer = make_digits_tokenizer()

@@ -8,11 +8,11 @@ import pytest
 
 from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
+from rallypoint.display import Silent
 from rallypoint.errors import WorkerError
-from rallypoint.observability import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.run_folder import create_run, open_run
+from rallypoint.run.folder import create_run, open_run
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 

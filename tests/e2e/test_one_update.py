@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from rallypoint.observability import read_metrics
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 ONE_UPDATE = ("actor.num_mini_batches=1", "model.dtype=bfloat16")

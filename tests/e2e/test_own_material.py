@@ -9,7 +9,7 @@ from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rallypoint.errors import RewardError
-from rallypoint.observability import read_metrics
+from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 

@@ -8,9 +8,9 @@ from tiny_models import make_tiny_reward_model
 
 from rallypoint.config import load_config, make_plan
 from rallypoint.errors import ModelError, RewardError
-from rallypoint.observability import read_metrics
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.use import evaluate, find_trained
+from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 ALONE = ("recipe=grpo", "grpo.token_discount=null", "reward.function=null")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.observability import read_metrics
+from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer={num_steps: 2, num_logged_rollouts: 1}")
 

@@ -2,9 +2,9 @@
 
 import json
 
-from rallypoint.observability import read_metrics
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 NARROW = (

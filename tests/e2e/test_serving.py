@@ -17,7 +17,7 @@ from tiny_models import make_tiny_model
 
 from rallypoint import checkpoint
 from rallypoint.config import load_config
-from rallypoint.recipes.run_folder import RunFolder, create_run
+from rallypoint.run.folder import RunFolder, create_run
 
 SIZES = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5, "max_positions": 512}
 

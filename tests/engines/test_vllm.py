@@ -23,7 +23,7 @@ from rallypoint.generation import HFEngine, Request, SamplingParams, generate, s
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.generation.vllm.leftovers import shared_files
 from rallypoint.models import load_policy, named_weights, outline_policy, trained_weights
-from rallypoint.observability import read_metrics
+from rallypoint.run import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
 from rallypoint.weights.folder import write
 

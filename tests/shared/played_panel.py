@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rallypoint.observability import Completion, Progress, RunInfo, StepReport, Summary, make_progress
+from rallypoint.display import Progress, make_progress
+from rallypoint.run import Completion, RunInfo, StepReport, Summary
 
 QUESTION = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. " * 4
 REASONING = "In April she sold 48 clips to her friends, so in May she sold 48 / 2 = 24 clips to them. " * 12

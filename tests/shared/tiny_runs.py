@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rallypoint.observability import Silent
+from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.run_folder import RunFolder, create_run, open_run
+from rallypoint.run.folder import RunFolder, create_run, open_run
 
 TINY = (
     "model.create={hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 1, intermediate_size: 32}",

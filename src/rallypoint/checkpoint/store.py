@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint.checkpoint.files import check_files, digests, sync, sync_below
+from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError
-from rallypoint.observability.disk import explain
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

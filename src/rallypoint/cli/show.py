@@ -25,8 +25,8 @@ from rallypoint.config import (
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.lanes import idle_cores
 from rallypoint.config.plan import describe_way, weights_way
+from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.observability.theme import PALETTE
 from rallypoint.recipes.machine import check_machine, look_around, plan_on
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import load_named

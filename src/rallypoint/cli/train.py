@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rallypoint.config import LoadedConfig
+from rallypoint.display.progress import can_redraw
 from rallypoint.errors import (
     ConfigError,
     DataError,
@@ -23,10 +24,9 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
-from rallypoint.observability.progress import can_redraw
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.run_folder import RunFolder, create_run, has_begun, remove_run
 from rallypoint.recipes.wanted import find_wanted
+from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
 
 if TYPE_CHECKING:
     from rallypoint.recipes.reading import Found
@@ -83,7 +83,7 @@ def _examine(loaded: LoadedConfig, console: Console) -> Found:
 def _run(
     loaded: LoadedConfig, folder: RunFolder, console: Console, found: Found, *, resume: bool, from_step: int | None
 ) -> bool:
-    from rallypoint.observability import make_progress
+    from rallypoint.display import make_progress
     from rallypoint.recipes.ending import draw, summarise
     from rallypoint.recipes.loop import train as run
 

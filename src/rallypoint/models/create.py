@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from rallypoint.data import save_tokenizer
+from rallypoint.disk import naming, naming_tensors
 from rallypoint.models.folder import SINGLE
 from rallypoint.models.load import quiet_transformers
-from rallypoint.observability.disk import naming, naming_tensors
 
 ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 
+from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError
 from rallypoint.models.folder import INDEX, SINGLE
 from rallypoint.models.gather import gather, given_by_ranks
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.reader import CHUNK_BYTES, TYPES
 from rallypoint.models.shard import ModelShard
-from rallypoint.observability.disk import explain
 from rallypoint.parallel import DeviceMesh
 
 MAX_FILE_BYTES = 5 * 10**9

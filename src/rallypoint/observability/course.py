@@ -19,7 +19,7 @@ import collections
 import math
 from collections.abc import Iterable, Mapping
 
-from rallypoint.observability.text import finite_mean, number
+from rallypoint.observability.numbers import finite_mean, number
 
 REWARD, SPREAD = "reward/mean", "reward/std"
 FLAT_STEPS = "course/flat_steps"

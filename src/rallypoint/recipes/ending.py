@@ -8,11 +8,12 @@ from pathlib import Path
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig
 from rallypoint.data import load_tokenizer
+from rallypoint.display import save_curve
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import first_line
-from rallypoint.observability import PLOT_HINT, Summary, save_curve
 from rallypoint.recipes.machine import look_around, plan_on
-from rallypoint.recipes.run_folder import RunFolder, anchored
+from rallypoint.run import PLOT_HINT, Summary
+from rallypoint.run.folder import RunFolder, anchored
 
 
 def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]:

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint.data import load_tokenizer
+from rallypoint.disk import naming
 from rallypoint.errors import DiskError, ServingError
-from rallypoint.observability.disk import naming
 from rallypoint.recipes.material import Material
-from rallypoint.recipes.run_folder import RunFolder
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.guests import Guests, open_to_guests
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.rollout import Rollouts
+from rallypoint.run.folder import RunFolder
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app
 
 _HOST = "127.0.0.1"

@@ -21,21 +21,10 @@ from rallypoint.cluster.fit import num_cores
 from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.config.lanes import idle_cores
 from rallypoint.config.plan import describe_way, weights_way
+from rallypoint.display import Progress
+from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments.pool import Grader, open_grader
-from rallypoint.observability import (
-    Completion,
-    MetricsLog,
-    Progress,
-    RunInfo,
-    Spans,
-    StepReport,
-    collect_spans,
-    read_metrics,
-    span,
-)
-from rallypoint.observability.agreement import Agreement
-from rallypoint.observability.draw import CurveAsItGoes
-from rallypoint.observability.metrics_log import STEP
+from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.recipes import state
 from rallypoint.recipes.grpo import GRPO
@@ -43,14 +32,17 @@ from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.reading import Found, read_material
-from rallypoint.recipes.resume import Beginning, Record
-from rallypoint.recipes.run_folder import RunFolder, Start, anchored, write_config
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.pools import pools_of
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
+from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
+from rallypoint.run.agreement import Agreement
+from rallypoint.run.folder import RunFolder, Start, anchored, write_config
+from rallypoint.run.metrics_log import STEP
+from rallypoint.run.resume import Beginning, Record
 from rallypoint.types import Metrics, merge
 
 if TYPE_CHECKING:

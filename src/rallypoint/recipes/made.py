@@ -18,14 +18,11 @@ from typing import Any
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig
 from rallypoint.data import make_digits, make_digits_tokenizer
+from rallypoint.disk import naming
 from rallypoint.errors import CheckpointError, DataError
 from rallypoint.models import create_model
-from rallypoint.observability.disk import naming
-from rallypoint.recipes.inputs import Inputs
-from rallypoint.recipes.run_folder import RunFolder
-
-_LIST = "made.json"
-_KEYS = {"model.create": "model", "data.generate": "data"}
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.inputs import MADE_LIST, listed_in
 
 
 def made_model(config: RunConfig, folder: RunFolder) -> Path:
@@ -73,24 +70,14 @@ def made_data(config: RunConfig, folder: RunFolder) -> tuple[Path, Path]:
     return made / "train.parquet", made / "validation.parquet"
 
 
-def made_inputs(folder: RunFolder) -> Inputs:
-    """Return the digests of what a run has made for itself, by the key that asked for it."""
-    found: Inputs = {}
-    for key, name in _KEYS.items():
-        listed = _listed(folder.path / name)
-        if listed is not None:
-            found[key] = {file: str(entry["xxh3_128"]) for file, entry in listed["files"].items()}
-    return found
-
-
 def _made(run: RunFolder, folder: Path, made_from: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
     """Make a folder, unless it is there; what is there is compared with its list."""
-    listed = _listed(folder)
+    listed = listed_in(folder)
     # Checkpoints belong to what is there; without one, nothing is lost by making it again from another config.
     if folder.exists() and (checkpoint.visible(run.checkpoints) or (listed and listed["made_from"] == made_from)):
         remedy = f"remove {folder}: it is made again as it was, at the next start"
         if listed is None:
-            raise CheckpointError(f"{folder / _LIST}: missing or damaged; {remedy}")
+            raise CheckpointError(f"{folder / MADE_LIST}: missing or damaged; {remedy}")
         files = {name: (entry["size"], entry["xxh3_128"]) for name, entry in listed["files"].items()}
         checkpoint.check_files(folder, files, remedy)
         return folder
@@ -98,20 +85,10 @@ def _made(run: RunFolder, folder: Path, made_from: Mapping[str, Any], fill: Call
     with naming(folder):
         shutil.rmtree(partial, ignore_errors=True)
         fill(partial)
-        listed = {"made_from": dict(made_from), "files": checkpoint.digests(partial, besides=_LIST)}
-        (partial / _LIST).write_text(json.dumps(listed, indent=1), encoding="utf-8")
+        listed = {"made_from": dict(made_from), "files": checkpoint.digests(partial, besides=MADE_LIST)}
+        (partial / MADE_LIST).write_text(json.dumps(listed, indent=1), encoding="utf-8")
         checkpoint.sync_below(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         checkpoint.sync(folder.parent)
     return folder
-
-
-def _listed(folder: Path) -> dict[str, Any] | None:
-    """Return the list of what is in a folder; None if there is none that could be read."""
-    try:
-        found = json.loads((folder / _LIST).read_text(encoding="utf-8"))
-        entries = [(int(entry["size"]), str(entry["xxh3_128"])) for entry in found["files"].values()]
-        return found if entries and isinstance(found["made_from"], dict) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -12,7 +12,7 @@ from rallypoint.data import EncodedPrompts
 from rallypoint.models.load import quiet_transformers
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.reading import Found, repetitions
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.run.folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

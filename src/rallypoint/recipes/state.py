@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint
 from rallypoint.data import save_tokenizer
-from rallypoint.recipes.resume import Record
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.resume import Record
 
 if TYPE_CHECKING:
     from rallypoint.recipes.loop import Recipe

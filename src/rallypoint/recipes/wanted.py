@@ -14,8 +14,8 @@ from typing import Any
 from rallypoint.config import COMMAND_LINE, LoadedConfig, TrainerConfig, read, shown, values_of
 from rallypoint.errors import ConfigError
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.run_folder import RunFolder, Start, anchored, newest_run, open_run
-from rallypoint.recipes.trust import unsigned
+from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
+from rallypoint.run.trust import unsigned
 
 
 def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], None]) -> tuple[LoadedConfig, RunFolder]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rallypoint.algorithms import kl_penalty
 from rallypoint.config import CheckConfig
 from rallypoint.errors import OffPolicyError
-from rallypoint.observability.agreement import (
+from rallypoint.run.agreement import (
     GAP_MAX,
     GAP_MEAN,
     WORST_OLD,

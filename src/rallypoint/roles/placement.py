@@ -20,10 +20,10 @@ from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.limits import NUM_KERNELS
 from rallypoint.config.plan import weights_way
 from rallypoint.data import decoder, load_tokenizer
+from rallypoint.disk import naming
 from rallypoint.engine.determinism import make_deterministic
 from rallypoint.errors import PlacementError
 from rallypoint.models import ModelShard, load_policy
-from rallypoint.observability.disk import naming
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.turns import TurnTaker
 from rallypoint.types import Metrics, merge

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import xxhash
 
+from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError, ModelError, WeightsMismatchError
 from rallypoint.models import ModelShard, TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
 from rallypoint.models.folder import find_weights
 from rallypoint.models.reader import TYPES
-from rallypoint.observability.disk import explain
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

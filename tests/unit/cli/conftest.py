@@ -14,7 +14,7 @@ from rallypoint import checkpoint
 from rallypoint.cli.main import app
 from rallypoint.config import load_config
 from rallypoint.data import make_digits
-from rallypoint.recipes.run_folder import create_run
+from rallypoint.run.folder import create_run
 
 SIZES = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.02, "max_positions": 24}
 

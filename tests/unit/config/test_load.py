@@ -23,7 +23,7 @@ from rallypoint.config import (
 from rallypoint.config.fields import section_of, unit_of
 from rallypoint.config.source import read
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.run_folder import create_run
+from rallypoint.run.folder import create_run
 
 MINIMAL = {"recipe": "ppo", "reward.function": "digits", "model.create": {}, "data.generate": {}}
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rallypoint.observability import MetricsLog, PlainLines, RunInfo, StepReport, Summary, health
-from rallypoint.observability.board import Board
+from rallypoint.display import PlainLines
+from rallypoint.display.board import Board
+from rallypoint.observability import health
 from rallypoint.observability.course import FLAT_STEPS, WINDOW, Course
+from rallypoint.run import MetricsLog, RunInfo, StepReport, Summary
 
 RECORDED = json.loads(Path(__file__).with_name("courses.json").read_text())
 """Mean and deviation of the rewards of each step, as real runs of seed 0 had them."""

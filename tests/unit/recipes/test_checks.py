@@ -8,8 +8,8 @@ import torch
 
 from rallypoint.config import CheckConfig
 from rallypoint.errors import OffPolicyError
-from rallypoint.observability.agreement import Agreement
 from rallypoint.recipes.checks import check_judged
+from rallypoint.run.agreement import Agreement
 from rallypoint.types import JudgedBatch, offsets_from_lengths
 
 

@@ -12,13 +12,13 @@ from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import trained_weights
-from rallypoint.observability.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE
 from rallypoint.roles.reference import ReferenceWorker
 from rallypoint.roles.rollout import ROLLOUT_MODEL, RolloutWorker
+from rallypoint.run.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
 from rallypoint.types import ActorBatch, Prompts, Sequences
 
 

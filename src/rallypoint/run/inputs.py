@@ -6,22 +6,28 @@ content: a file that was moved is the same, one that was edited is another.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
 from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
 from rallypoint.errors import DataError
+from rallypoint.run.folder import RunFolder
 
 Inputs = dict[str, dict[str, str]]
 """Config key -> name of a file -> what stands for its content: a digest, or the hub's revision."""
 
 _MODEL_FILES = {".safetensors", ".json", ".txt", ".model", ".jinja", ".py"}
 """Endings of what is read of a model's folder: weights, config, tokenizer, template, code."""
+MADE_LIST = "made.json"
+"""In a folder that the run made for itself: what is in it, with digests, and what it was made from."""
+_MADE = {"model.create": "model", "data.generate": "data"}
 _PACKAGES = ("rallypoint", "torch", "transformers", "tokenizers")
 
 
@@ -83,3 +89,23 @@ def _model(path: str) -> dict[str, Callable[[], str]]:
 
 def _reader(path: Path) -> Callable[[], str]:
     return lambda: digest(path.expanduser())
+
+
+def made_inputs(folder: RunFolder) -> Inputs:
+    """Return the digests of what a run has made for itself, by the key that asked for it."""
+    found: Inputs = {}
+    for key, name in _MADE.items():
+        listed = listed_in(folder.path / name)
+        if listed is not None:
+            found[key] = {file: str(entry["xxh3_128"]) for file, entry in listed["files"].items()}
+    return found
+
+
+def listed_in(folder: Path) -> dict[str, Any] | None:
+    """Return the list of what is in a folder; None if there is none that could be read."""
+    try:
+        found = json.loads((folder / MADE_LIST).read_text(encoding="utf-8"))
+        entries = [(int(entry["size"]), str(entry["xxh3_128"])) for entry in found["files"].values()]
+        return found if entries and isinstance(found["made_from"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

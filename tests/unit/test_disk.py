@@ -7,9 +7,9 @@ import sys
 import pytest
 from safetensors import SafetensorError
 
+from rallypoint.disk import naming, naming_tensors
 from rallypoint.errors import DiskError
-from rallypoint.observability import read_metrics
-from rallypoint.observability.disk import naming, naming_tensors
+from rallypoint.run import read_metrics
 
 
 def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_there_is_none(tmp_path):
@@ -34,7 +34,7 @@ def test_safetensors_errors_are_told_in_the_same_words(tmp_path):
 
 TOO_LARGE = """
 import resource, signal, sys
-from rallypoint.observability import MetricsLog
+from rallypoint.run import MetricsLog
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 with MetricsLog(sys.argv[1]) as log:

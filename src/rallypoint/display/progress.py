@@ -20,10 +20,10 @@ from typing import Protocol, Self
 
 from rich.console import Console
 
-from rallypoint.observability.panel import LivePanel
-from rallypoint.observability.plain import PlainLines
-from rallypoint.observability.reports import RunInfo, StepReport, Summary
-from rallypoint.observability.screen import is_ours
+from rallypoint.display.panel import LivePanel
+from rallypoint.display.plain import PlainLines
+from rallypoint.display.screen import is_ours
+from rallypoint.run.reports import RunInfo, StepReport, Summary
 
 
 class Progress(Protocol):

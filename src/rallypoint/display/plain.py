@@ -11,10 +11,11 @@ from typing import Self
 
 from rich.console import Console
 
-from rallypoint.observability.board import Board, tokens_per_s
-from rallypoint.observability.reports import REWARD, RunInfo, StepReport, Summary
-from rallypoint.observability.summary import print_summary
-from rallypoint.observability.text import clean, clock_time, compact, number
+from rallypoint.display.board import Board, tokens_per_s
+from rallypoint.display.summary import print_summary
+from rallypoint.display.text import clean, clock_time
+from rallypoint.observability.numbers import compact, number
+from rallypoint.run.reports import REWARD, RunInfo, StepReport, Summary
 
 COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("actor/loss", "loss", 7),

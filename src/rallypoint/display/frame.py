@@ -16,21 +16,11 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from rallypoint.observability.board import Board
-from rallypoint.observability.reports import REWARD
-from rallypoint.observability.text import (
-    bar_cells,
-    clean,
-    clock_time,
-    compact,
-    fit,
-    number,
-    resample,
-    shorten,
-    sparkline,
-    stretch,
-)
-from rallypoint.observability.theme import LEVELS, PALETTE, phase_colours
+from rallypoint.display.board import Board
+from rallypoint.display.text import bar_cells, clean, clock_time, fit, resample, shorten, sparkline, stretch
+from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
+from rallypoint.observability.numbers import compact, number
+from rallypoint.run.reports import REWARD
 
 LONG_WAIT_S = 20.0
 """A wait that is longer than this is coloured."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 
 from rich.cells import cell_len
 
+from rallypoint.display.text import clean
 from rallypoint.observability.course import FLAT_STEPS, Course
 from rallypoint.observability.health import Health, health
-from rallypoint.observability.reports import REWARD, Completion, RunInfo, StepReport
+from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import shares_of, top_level
-from rallypoint.observability.text import clean, finite_mean
+from rallypoint.run.reports import REWARD, Completion, RunInfo, StepReport
 
 MAX_POINTS = 512
 PACE_STEPS = 50

@@ -16,11 +16,11 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 
-from rallypoint.observability.board import Board
-from rallypoint.observability.frame import render
-from rallypoint.observability.reports import RunInfo, StepReport, Summary
-from rallypoint.observability.screen import Screen
-from rallypoint.observability.summary import print_summary
+from rallypoint.display.board import Board
+from rallypoint.display.frame import render
+from rallypoint.display.screen import Screen
+from rallypoint.display.summary import print_summary
+from rallypoint.run.reports import RunInfo, StepReport, Summary
 
 REFRESH_S = 1 / 3
 """Reports closer together than this share a frame; with the clock's own that is four a second."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Self
 
-from rallypoint.observability.metrics_log import STEP
-from rallypoint.observability.text import number
+from rallypoint.observability.numbers import number
+from rallypoint.run.metrics_log import STEP
 
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 WORST_PROMPT, WORST_SAMPLE = "rollout/worst_prompt", "rollout/worst_sample"

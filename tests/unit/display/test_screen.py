@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from terminals import Terminal
 
-from rallypoint.observability.board import NEW_S, Board
-from rallypoint.observability.frame import render
+from rallypoint.display.board import NEW_S, Board
+from rallypoint.display.frame import render
 
 NOTE = (
     "rollout rank 0: the vLLM server died (exit status -9: the kernel killed it, out of memory) and was started again; "

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.observability import Completion, RunInfo, StepReport
-from rallypoint.observability.board import HOLD_S, MAX_POINTS, Board, History
+from rallypoint.display.board import HOLD_S, MAX_POINTS, Board, History
+from rallypoint.run import Completion, RunInfo, StepReport
 
 
 def report(step: int, *, response: str = "", seconds: float = 2.0, spans: dict[str, float] | None = None) -> StepReport:

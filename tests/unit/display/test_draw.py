@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.observability import MetricsLog
-from rallypoint.observability.draw import EVERY_S, FIRST_S, CurveAsItGoes
+from rallypoint.display.draw import EVERY_S, FIRST_S, CurveAsItGoes
+from rallypoint.run import MetricsLog
 
 
 class Drawing:
@@ -88,7 +88,7 @@ def test_the_process_draws_a_run_that_goes_on(is_damaged: bool, tmp_path: Path):
         log.write(1, {"reward/mean": 0.5, "time_s/rollout": 1.0})
     if is_damaged:
         metrics.write_text("{\n" + metrics.read_text())
-    command = [sys.executable, "-m", "rallypoint.observability.draw", str(metrics), str(png), "run"]
+    command = [sys.executable, "-m", "rallypoint.display.draw", str(metrics), str(png), "run"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode != 0) == is_damaged
     assert png.is_file() != is_damaged

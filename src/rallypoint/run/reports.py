@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint.errors import how_to_install
-from rallypoint.observability.agreement import Agreement
 from rallypoint.observability.course import FLAT_STEPS, Course
 from rallypoint.observability.health import health
-from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
 from rallypoint.observability.spans import TIME_PREFIX, top_level
+from rallypoint.run.agreement import Agreement
+from rallypoint.run.metrics_log import STEP, TIME, read_metrics
 
 PLOT_HINT = how_to_install("plot")
 VALIDATION, REWARD = "validation/score", "reward/mean"

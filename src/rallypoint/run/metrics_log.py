@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rallypoint.disk import naming
 from rallypoint.errors import RunFolderError
-from rallypoint.observability.disk import naming
 
 STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.text import Text
 
-from rallypoint.observability.reports import Summary
+from rallypoint.display.text import clean, clock_time, wrap
+from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
+from rallypoint.observability.numbers import compact, number
 from rallypoint.observability.spans import START, shares_of
-from rallypoint.observability.text import clean, clock_time, compact, number, wrap
-from rallypoint.observability.theme import LEVELS, PALETTE, phase_colours
+from rallypoint.run.reports import Summary
 
 LABEL, BAR = 14, 36
 MAX_NOTES = 5

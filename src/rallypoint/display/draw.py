@@ -1,6 +1,6 @@
 """Draws a run's learning curve while the run goes on, in a process of its own.
 
-    python -m rallypoint.observability.draw METRICS PNG TITLE
+    python -m rallypoint.display.draw METRICS PNG TITLE
 
 A picture takes a second or two, mostly for importing matplotlib. Here that second is one of the lowest priority, so
 that it is taken from idle cores, or else hardly at all; and nothing that goes wrong with it reaches the run.
@@ -33,7 +33,7 @@ class CurveAsItGoes:
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[list[str]], subprocess.Popen[bytes]] | None = None,
     ) -> None:
-        self._command = [sys.executable, "-m", "rallypoint.observability.draw", str(metrics), str(png), title]
+        self._command = [sys.executable, "-m", "rallypoint.display.draw", str(metrics), str(png), title]
         self._clock, self._start = clock, start or _start
         self._due = clock() + FIRST_S
         self._drawing: subprocess.Popen[bytes] | None = None
@@ -64,7 +64,7 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
 def main(metrics: str, png: str, title: str) -> None:
     """Draw once."""
     os.nice(19)
-    from rallypoint.observability.curve import save_curve
+    from rallypoint.display.curve import save_curve
 
     save_curve(Path(metrics), Path(png), title)
 

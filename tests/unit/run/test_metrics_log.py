@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import RunFolderError
-from rallypoint.observability import MetricsLog, read_metrics
+from rallypoint.run import MetricsLog, read_metrics
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_was_written(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rallypoint.observability.disk import naming
-from rallypoint.observability.metrics_log import STEP, TIME, read_metrics
-from rallypoint.observability.reports import REWARD, VALIDATION
+from rallypoint.disk import naming
+from rallypoint.display.text import resample
+from rallypoint.display.theme import phase_colours
+from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import START, TIME_PREFIX, top_level
-from rallypoint.observability.text import finite_mean, resample
-from rallypoint.observability.theme import phase_colours
+from rallypoint.run.metrics_log import STEP, TIME, read_metrics
+from rallypoint.run.reports import REWARD, VALIDATION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,19 +9,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rallypoint.observability import (
-    Completion,
-    LivePanel,
-    MetricsLog,
-    PlainLines,
-    Progress,
-    RunInfo,
-    Silent,
-    StepReport,
-    Summary,
-    make_progress,
-)
-from rallypoint.observability.agreement import Agreement
+from rallypoint.display import LivePanel, PlainLines, Progress, Silent, make_progress
+from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, Summary
+from rallypoint.run.agreement import Agreement
 
 RUN = RunInfo(name="digits-0", algorithm="ppo", num_steps=300, run_dir=Path("runs/digits-0"), detail="llama 0.4M")
 SCALARS = {"reward/mean": 0.412, "actor/loss": 0.0123, "actor/approx_kl": 0.001, "actor/entropy": 2.01}

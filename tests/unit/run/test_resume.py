@@ -9,8 +9,8 @@ import pytest
 from rallypoint.checkpoint import MANIFEST, checkpoint_name, visible, writing
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.errors import CheckpointError, DataError, ResumeError
-from rallypoint.recipes.resume import _FREE, _ROUNDING, _SAME, Beginning, Record
-from rallypoint.recipes.run_folder import RunFolder, anchored, create_run
+from rallypoint.run.folder import RunFolder, anchored, create_run
+from rallypoint.run.resume import _FREE, _ROUNDING, _SAME, Beginning, Record
 
 OWN = ("model.path=model", "data.train=[a.jsonl, b.jsonl]", "reward.function=rewards.py:f", "trainer.name=mine")
 

@@ -3,16 +3,8 @@ import math
 import pytest
 from rich.cells import cell_len
 
-from rallypoint.observability.text import (
-    bar_cells,
-    clean,
-    clock_time,
-    number,
-    resample,
-    shorten,
-    sparkline,
-    stretch,
-)
+from rallypoint.display.text import bar_cells, clean, clock_time, resample, shorten, sparkline, stretch
+from rallypoint.observability.numbers import number
 
 
 @pytest.mark.parametrize(

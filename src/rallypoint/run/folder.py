@@ -29,9 +29,9 @@ from typing import Any
 
 from rallypoint.checkpoint import sync, sync_below
 from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, to_yaml, values_of
+from rallypoint.disk import naming
 from rallypoint.errors import RunFolderError
-from rallypoint.observability.disk import naming
-from rallypoint.recipes.trust import sign
+from rallypoint.run.trust import sign
 
 _START_S = 3600.0
 """Longer than any start takes to make a folder."""

@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.config import LoadedConfig, load_config
 from rallypoint.errors import DiskError, RunFolderError
-from rallypoint.recipes.run_folder import (
+from rallypoint.run.folder import (
     RunFolder,
     Start,
     anchored,
@@ -75,7 +75,7 @@ def test_a_run_with_the_very_name_counts_too(tmp_path: Path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.run.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).locked():
     print("held", flush=True)
     sys.stdin.readline()
@@ -101,7 +101,7 @@ def test_a_folder_belongs_to_one_process_until_that_ends_however_it_ends(tmp_pat
 LEAVE_A_CHILD = """
 import os, subprocess, sys, time
 from pathlib import Path
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.run.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).locked():
     child = os.fork()
     if child == 0:
@@ -132,7 +132,7 @@ MAKE = """
 import os, sys
 from pathlib import Path
 from rallypoint.config import load_config
-from rallypoint.recipes.run_folder import create_run
+from rallypoint.run.folder import create_run
 calls, last = 0, int(sys.argv[2])
 def count(event, arguments):
     global calls

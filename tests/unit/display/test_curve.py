@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.observability import PLOT_HINT, MetricsLog, Summary, save_curve
+from rallypoint.display import save_curve
+from rallypoint.run import PLOT_HINT, MetricsLog, Summary
 
 
 def write_run(path: Path, num_steps: int, scale: float = 1.0) -> Path:
@@ -58,7 +59,7 @@ def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> 
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path\n"
-        "from rallypoint.observability import save_curve\n"
+        "from rallypoint.display import save_curve\n"
         "print(save_curve(Path('metrics.jsonl'), Path('curve.png'), 'x'))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)

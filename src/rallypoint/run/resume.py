@@ -22,9 +22,8 @@ from typing import Any
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
 from rallypoint.errors import CheckpointError, ResumeError, UnusableCheckpointError
-from rallypoint.recipes.inputs import Inputs, external_inputs, software
-from rallypoint.recipes.made import made_inputs
-from rallypoint.recipes.run_folder import RunFolder
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.inputs import Inputs, external_inputs, made_inputs, software
 
 _SAME = {
     "recipe": "the checkpoint is of another algorithm",

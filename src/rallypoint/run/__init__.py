@@ -1,0 +1,22 @@
+"""The record of a run: its folder, how it was started, its metrics, the reports made from them, what a resume compares.
+
+Knows neither roles nor recipes nor displays. Values flow one way:
+
+    span -> Spans ─┐
+                   ├─> MetricsLog (metrics.jsonl) -> save_curve, Summary.from_metrics
+    scalars ───────┤
+                   └─> StepReport -> Progress (LivePanel, PlainLines, Silent)
+"""
+
+from rallypoint.run.metrics_log import MetricsLog, read_metrics
+from rallypoint.run.reports import PLOT_HINT, Completion, RunInfo, StepReport, Summary
+
+__all__ = [
+    "PLOT_HINT",
+    "Completion",
+    "MetricsLog",
+    "RunInfo",
+    "StepReport",
+    "Summary",
+    "read_metrics",
+]
