@@ -170,7 +170,7 @@ class Bench:
 
 async def make_group(runtime: Runtime, workers: int) -> WorkerGroup[Echo]:
     pool = ResourcePool([workers], num_cpus=SHARE)
-    return await WorkerGroup.create(Layout("echo", await runtime.hosts(pool)), Echo)
+    return await WorkerGroup.create(Layout("echo", await runtime.processes(pool)), Echo)
 
 
 def make_plain(workers: int) -> list[Any]:

@@ -20,9 +20,9 @@ EXCEPTIONS: dict[str, str] = {}
 """`path` or `path:function` -> why it may be longer."""
 
 BROAD: dict[str, str] = {
-    "cluster/host.py:_execute": "whatever a worker raises must reach the driver with its traceback",
+    "cluster/process.py:_execute": "whatever a worker raises must reach the driver with its traceback",
     "cluster/ray_cluster.py:start_local": "whatever keeps Ray from starting, nothing of it may stay",
-    "cluster/lane.py:_run": "raised again in the thread that asked",
+    "cluster/ray_thread.py:_run": "raised again in the thread that asked",
     "cluster/inline.py:_run": "raised again where the result is awaited",
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",

@@ -93,5 +93,5 @@ else:
 def test_everything_but_the_ray_runtime_works_where_ray_is_not_installed():
     done = python(WITHOUT_RAY)
     assert done.returncode == 0, done.stderr
-    modules = ("on_ray", "ray_cluster", "ray_host", "rendezvous.ray")
+    modules = ("ray_cluster", "ray_process", "ray_runtime", "rendezvous.ray")
     assert done.stdout.splitlines() == [f"rallypoint.cluster.{module} ray" for module in modules]

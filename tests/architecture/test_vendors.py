@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "rallypoint"
 VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE)
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
-    "cluster/visit.py": "names of variables of the environment that go to the workers of a joined cluster",
+    "cluster/ray_process.py": "names of variables of the environment that go to the workers of a joined cluster",
     "config/check_devices.py": "one vendor's collectives refuse two ranks on one device; refused before they do",
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",

@@ -158,8 +158,8 @@ def fresh(request, runtime, run):
     """A group in two processes of its own, or as many as a test asks for, which it may break."""
 
     async def make():
-        hosts = await runtime.hosts(ResourcePool([getattr(request, "param", 2)], num_cpus=0.1))
-        return await WorkerGroup.create(Layout("mortal", hosts), Worker)
+        processes = await runtime.processes(ResourcePool([getattr(request, "param", 2)], num_cpus=0.1))
+        return await WorkerGroup.create(Layout("mortal", processes), Worker)
 
     group = run(make())
     yield group
@@ -169,7 +169,7 @@ def fresh(request, runtime, run):
 @pytest.fixture(scope="module")
 def group(runtime, run):
     async def make():
-        return await WorkerGroup.create(Layout("actor", await runtime.hosts(POOL)), Worker)
+        return await WorkerGroup.create(Layout("actor", await runtime.processes(POOL)), Worker)
 
     return run(make())
 
@@ -272,7 +272,7 @@ def test_a_constructor_that_ends_its_process_leaves_the_pool_usable(runtime, run
     pool = ResourcePool([2], name="retry", num_cpus=0.1)
 
     async def make(exits):
-        return await WorkerGroup.create(Layout("retry", await runtime.hosts(pool)), Worker, exits=exits)
+        return await WorkerGroup.create(Layout("retry", await runtime.processes(pool)), Worker, exits=exits)
 
     with pytest.raises(WorkerDiedError, match=r"retry rank 1 .* died during __init__"):
         run(make(exits=True))
@@ -291,14 +291,14 @@ def test_a_process_that_vanishes_is_noticed_at_once(fresh, run):
 
 def test_closing_a_worker_may_fail_and_says_so_after_all_are_let_go(runtime, run):
     async def make():
-        hosts = await runtime.hosts(ResourcePool([1], num_cpus=0.1))
-        return await WorkerGroup.create(Layout("stubborn", hosts), Worker)
+        processes = await runtime.processes(ResourcePool([1], num_cpus=0.1))
+        return await WorkerGroup.create(Layout("stubborn", processes), Worker)
 
     group = run(make())
     run(group.call(Worker.note, "stubborn"))
     with pytest.raises(WorkerError, match=r"stubborn rank 0 .* failed in __exit__: OSError: cannot be closed"):
         run(group.shutdown(patience_s=2))
-    assert all(not host.roles for host in group.hosts)
+    assert all(not process.roles for process in group.processes)
     run(group.shutdown(patience_s=2))
 
 

@@ -149,7 +149,7 @@ class Rollout:
 @pytest.fixture(scope="module")
 def group(runtime, run):
     async def make():
-        return await WorkerGroup.create(Layout("counter", await runtime.hosts(PAIR)), Worker, 10)
+        return await WorkerGroup.create(Layout("counter", await runtime.processes(PAIR)), Worker, 10)
 
     return run(make())
 
@@ -157,7 +157,7 @@ def group(runtime, run):
 @pytest.fixture(scope="module")
 def grid(runtime, run):
     async def make():
-        layout = Layout("grid", await runtime.hosts(GRID), Mesh({"dp": 2, "tp": 2}))
+        layout = Layout("grid", await runtime.processes(GRID), Mesh({"dp": 2, "tp": 2}))
         return await WorkerGroup.create(layout, Worker, start=1)
 
     return run(make())
@@ -249,19 +249,19 @@ def test_a_mesh_gives_each_part_to_all_peers_and_takes_the_leaders_results_in_or
 
 
 def test_a_mesh_of_another_size_and_a_process_twice_are_refused(runtime, run):
-    hosts = run(runtime.hosts(PAIR))
+    processes = run(runtime.processes(PAIR))
     with pytest.raises(ValueError, match="wrong: dp=2 x tp=2 makes 4 ranks, but there are 2"):
-        Layout("wrong", hosts, Mesh({"dp": 2, "tp": 2}))
+        Layout("wrong", processes, Mesh({"dp": 2, "tp": 2}))
     with pytest.raises(ValueError, match="wrong: a process cannot be two ranks of one role"):
-        Layout("wrong", [hosts[0], hosts[0]])
+        Layout("wrong", [processes[0], processes[0]])
 
 
 def test_roles_on_one_pool_share_processes_and_leak_nothing_into_each_other(runtime, group, run):
     async def second():
-        return await WorkerGroup.create(Layout("counter_rollout", await runtime.hosts(PAIR)), Rollout)
+        return await WorkerGroup.create(Layout("counter_rollout", await runtime.processes(PAIR)), Rollout)
 
     other = run(second())
-    assert other.hosts == group.hosts
+    assert other.processes == group.processes
     assert run(group.call(Worker.who)) == ("counter", 0, 2)
     assert run(other.call(Rollout.who)) == "rollout counter_rollout"
     run(other.shutdown())
@@ -273,15 +273,15 @@ def test_roles_on_one_pool_share_processes_and_leak_nothing_into_each_other(runt
 
 def test_a_second_group_of_the_same_role_in_the_same_processes_is_refused(runtime, group, run):
     with pytest.raises(ValueError, match="counter is in these processes already: shut that group down, or use another"):
-        run(WorkerGroup.create(Layout("counter", group.hosts[:1]), Worker))
+        run(WorkerGroup.create(Layout("counter", group.processes[:1]), Worker))
     assert run(group.call(Worker.who)) == ("counter", 0, 2)
 
 
 def test_a_constructor_that_raises_is_an_error_and_leaves_no_role_behind(runtime, group, run):
     for _ in range(2):
         with pytest.raises(WorkerError, match=r"wrong rank \d .*in __init__.* takes from 2 to 3 positional arguments"):
-            run(WorkerGroup.create(Layout("wrong", group.hosts), Worker, *[1, 2]))
-    assert set(group.hosts[0].roles) == {"counter"}
+            run(WorkerGroup.create(Layout("wrong", group.processes), Worker, *[1, 2]))
+    assert set(group.processes[0].roles) == {"counter"}
     assert run(group.call(Worker.who)) == ("counter", 0, 2)
 
 
@@ -289,9 +289,9 @@ def test_views_of_a_pool_are_groups_of_their_own_in_its_processes(runtime, grid,
     first, rest = GRID.split([1, 3])
 
     async def make():
-        single = await WorkerGroup.create(Layout("single", await runtime.hosts(first)), Worker)
-        three = await WorkerGroup.create(Layout("three", await runtime.hosts(rest)), Worker)
-        both = await WorkerGroup.create(Layout("both", await runtime.hosts(merge(PAIR, rest))), Worker)
+        single = await WorkerGroup.create(Layout("single", await runtime.processes(first)), Worker)
+        three = await WorkerGroup.create(Layout("three", await runtime.processes(rest)), Worker)
+        both = await WorkerGroup.create(Layout("both", await runtime.processes(merge(PAIR, rest))), Worker)
         return single, three, both
 
     single, three, both = run(make())
@@ -311,13 +311,13 @@ def test_a_process_that_ended_with_its_last_role_is_started_anew_when_the_pool_i
     first, second = pool.split([1, 1])
 
     async def scenario():
-        stays = await WorkerGroup.create(Layout("stays", await runtime.hosts(first)), Worker, 3)
-        goes = await WorkerGroup.create(Layout("goes", await runtime.hosts(second)), Worker)
+        stays = await WorkerGroup.create(Layout("stays", await runtime.processes(first)), Worker, 3)
+        goes = await WorkerGroup.create(Layout("goes", await runtime.processes(second)), Worker)
         await goes.shutdown()
-        again = await WorkerGroup.create(Layout("goes", await runtime.hosts(second)), Worker, 4)
+        again = await WorkerGroup.create(Layout("goes", await runtime.processes(second)), Worker, 4)
         totals = await asyncio.gather(stays.call(Worker.add, 0), again.call(Worker.add, 0))
         await asyncio.gather(stays.shutdown(), again.shutdown())
-        whole = await WorkerGroup.create(Layout("whole", await runtime.hosts(pool)), Worker, 5)
+        whole = await WorkerGroup.create(Layout("whole", await runtime.processes(pool)), Worker, 5)
         shared = await whole.call(Worker.seen)
         await whole.shutdown()
         return totals, shared

@@ -23,9 +23,9 @@ async def main(folder, victim, how):
     runtime = open_runtime("ray", log_folder=folder, object_store_gib=0.2, silence_s=3.0, say=print)
     rooms = RayRooms.open("the program", 30.0)
     try:
-        group = await WorkerGroup.create(Layout("echo", await runtime.hosts(ResourcePool([2], num_cpus=0.1))), Echo)
+        group = await WorkerGroup.create(Layout("echo", await runtime.processes(ResourcePool([2], num_cpus=0.1))), Echo)
         assert await group.call(Echo.echo, np.zeros(10**6)) == [10**6] * 2
-        pid = next(one.pid for one in runtime._cluster.processes._processes if one.name == victim)
+        pid = next(one.pid for one in runtime._cluster.daemons._processes if one.name == victim)
         print("victim:", pid, flush=True)
         os.kill(pid, getattr(signal, how))
         await asyncio.sleep(1)  # so that it is, and the question comes later

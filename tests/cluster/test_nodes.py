@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.cluster import Layout, ResourcePool, ResourcePoolManager, WorkerContext, WorkerGroup, collect, merge
-from rallypoint.cluster.on_ray import RayRuntime, ray
 from rallypoint.cluster.ray_cluster import RayCluster
+from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.errors import PlacementError, WorkerHungError
 
 # isort: split
@@ -92,7 +92,7 @@ class Nodes:
         return [group["state"] for group in table.values() if group["state"] != "REMOVED"]
 
     async def group(self, role, pool):
-        return await WorkerGroup.create(Layout(role, await self.runtime.hosts(pool)), Worker)
+        return await WorkerGroup.create(Layout(role, await self.runtime.processes(pool)), Worker)
 
     async def places(self, group):
         return [self.names[node] for node in await group.call(Worker.node)]
@@ -124,7 +124,7 @@ def test_uneven_nodes_get_what_fits_them_in_the_order_of_the_spec(nodes, run, co
     pool = ResourcePool(counts, name="main")
 
     async def scenario():
-        first, second = await asyncio.gather(nodes.runtime.hosts(pool), nodes.runtime.hosts(pool))
+        first, second = await asyncio.gather(nodes.runtime.processes(pool), nodes.runtime.processes(pool))
         assert list(first) == list(second), "two who ask at the same time get the same processes"
         async with on(nodes, "actor", pool) as group:
             return await nodes.places(group)
@@ -152,7 +152,7 @@ def test_what_configures_libraries_goes_from_the_driver_to_its_workers_and_nothi
 def test_processes_share_devices_and_their_ranks_follow_the_device_numbers(nodes, run):
     async def scenario():
         async with on(nodes, "rollout", ResourcePool([4], num_cpus=0.1, num_gpus=0.5)) as group:
-            return [host.info.devices for host in group.hosts]
+            return [process.info.devices for process in group.processes]
 
     assert run(scenario()) == [("0",), ("0",), ("1",), ("1",)]
 
@@ -167,11 +167,11 @@ def test_a_merged_pool_keeps_the_processes_of_a_node_together(nodes, run):
         actor = await nodes.group("actor", manager.pool("actor"))
         critic = await nodes.group("critic", manager.pool("critic"))
         places = await nodes.places(actor), await nodes.places(critic)
-        shared = set(actor.hosts) & set(critic.hosts)
+        shared = set(actor.processes) & set(critic.processes)
         await actor.shutdown()
         still = await nodes.places(critic)
         await critic.shutdown()
-        return places, shared == set(actor.hosts), still
+        return places, shared == set(actor.processes), still
 
     (two, three), is_shared, still = run(scenario())
     assert sorted(two) == ["large", "small"]
@@ -193,7 +193,7 @@ def test_a_merged_pool_keeps_the_processes_of_a_node_together(nodes, run):
 )
 def test_what_can_never_fit_is_said_at_once_with_a_table_and_nothing_is_asked_for(nodes, run, pool, row):
     with pytest.raises(PlacementError, match=rf"pool 'odd' cannot fit on this cluster:\n(.*\n)*.*{row}"):
-        run(nodes.runtime.hosts(pool))
+        run(nodes.runtime.processes(pool))
     assert nodes.open_groups() == []
 
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_now_is_waited_for_with_a_voice_then_given_up_and_leav
         async with on(nodes, "first", ResourcePool([2, 1], name="first")):
             nodes.said.clear()
             with pytest.raises(PlacementError) as caught:
-                await hurried.hosts(ResourcePool([1, 1], name="second"))
+                await hurried.processes(ResourcePool([1, 1], name="second"))
             said = str(caught.value)
         async with on(nodes, "third", ResourcePool([1, 1], name="third")) as third:
             return said, await nodes.places(third)

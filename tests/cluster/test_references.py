@@ -137,8 +137,8 @@ class Worker:
 
 def made(runtime, run, role, size, mesh=None):
     async def make():
-        hosts = await runtime.hosts(ResourcePool([size], name=role, num_cpus=0.1))
-        return await WorkerGroup.create(Layout(role, hosts, mesh), Worker)
+        processes = await runtime.processes(ResourcePool([size], name=role, num_cpus=0.1))
+        return await WorkerGroup.create(Layout(role, processes, mesh), Worker)
 
     return run(make())
 

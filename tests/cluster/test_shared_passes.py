@@ -66,7 +66,7 @@ def train(runtime, run, folder):
     def call(axes: dict[str, int], how: str) -> None:
         async def whole() -> None:
             mesh = Mesh({"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | axes)
-            layout = Layout("trainer", await runtime.hosts(POOL), mesh)
+            layout = Layout("trainer", await runtime.processes(POOL), mesh)
             with open_rendezvous("tcp", "these tests") as rendezvous:
                 group = await WorkerGroup.create(layout, Trainer, folder, rendezvous, axes)
                 try:

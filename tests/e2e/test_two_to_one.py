@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from rallypoint.cluster.on_ray import RayRuntime, ray
 from rallypoint.cluster.ray_cluster import RayCluster
+from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.config import load_config
 from rallypoint.generation import SamplingParams
 from rallypoint.roles.actor import Actor, ActorWorker

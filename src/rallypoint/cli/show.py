@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.cluster.fit import num_cores
+from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import (
     LoadedConfig,
     Plan,

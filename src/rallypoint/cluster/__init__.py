@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rallypoint.cluster.call import Call, Host
+from rallypoint.cluster.call import Call, Process
 from rallypoint.cluster.dispatch import (
     Joinable,
     Part,
@@ -24,13 +24,12 @@ from rallypoint.cluster.dispatch import (
     scatter,
     shard,
 )
-from rallypoint.cluster.group import Layout, Runtime, WorkerGroup, at_step
-from rallypoint.cluster.host import HostInfo, WorkerContext
+from rallypoint.cluster.group import Layout, WorkerGroup, at_step
 from rallypoint.cluster.inline import InlineRuntime
-from rallypoint.cluster.lane import is_held_by_ray
-from rallypoint.cluster.manager import ResourcePoolManager
 from rallypoint.cluster.mesh import Mesh
-from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, merge
+from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, ResourcePoolManager, Runtime, merge
+from rallypoint.cluster.process import ProcessInfo, WorkerContext
+from rallypoint.cluster.ray_thread import is_held_by_ray
 from rallypoint.errors import ClusterError, how_to_install
 
 
@@ -67,8 +66,8 @@ def open_runtime(
     if kind == "inline":
         return InlineRuntime(log_folder=log_folder, silence_s=silence_s, say=say)
     try:
-        from rallypoint.cluster.on_ray import RayRuntime
         from rallypoint.cluster.ray_cluster import RayCluster
+        from rallypoint.cluster.ray_runtime import RayRuntime
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
@@ -98,8 +97,6 @@ def open_runtime(
 
 __all__ = [
     "Call",
-    "Host",
-    "HostInfo",
     "InlineRuntime",
     "Joinable",
     "Layout",
@@ -107,6 +104,8 @@ __all__ = [
     "Part",
     "Pool",
     "PoolView",
+    "Process",
+    "ProcessInfo",
     "ResourcePool",
     "ResourcePoolManager",
     "Rule",

@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
-from rallypoint.cluster.host import HostInfo, Invocation, Pulse
 from rallypoint.cluster.mesh import Mesh
+from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse
 from rallypoint.cluster.reference import Reference
 from rallypoint.errors import CallCancelledError, WorkerDiedError, WorkerError, WorkerHungError
 
@@ -35,13 +35,13 @@ class Pending(Protocol):
         ...
 
     @property
-    def host(self) -> Host:
+    def process(self) -> Process:
         """Who was asked."""
         ...
 
     @property
     def handle(self) -> Any:
-        """What other hosts of the same runtime are sent instead of the value."""
+        """What other processes of the same runtime are sent instead of the value."""
         ...
 
     def future(self) -> Future[Any]:
@@ -57,11 +57,11 @@ class Pending(Protocol):
         ...
 
 
-class Host(Protocol):
+class Process(Protocol):
     """The driver's end of one process; calls are executed one after another, in order of submission."""
 
     @property
-    def info(self) -> HostInfo:
+    def info(self) -> ProcessInfo:
         """Where the process is."""
         ...
 
@@ -81,23 +81,23 @@ class Host(Protocol):
         ...
 
     def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> Pending:
-        """See `WorkerHost.create`."""
+        """See `WorkerProcess.create`."""
         ...
 
     def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Any) -> Pending:
-        """See `WorkerHost.call`; arguments may hold `Fetch`es of this runtime's handles."""
+        """See `WorkerProcess.call`; arguments may hold `Fetch`es of this runtime's handles."""
         ...
 
     def share(self, value: Any) -> Any:
-        """Return what to send for a value that several hosts of this runtime get, so that it is sent once."""
+        """Return what to send for a value that several processes of this runtime get, so that it is sent once."""
         ...
 
     def pulse(self) -> Future[Pulse]:
-        """See `WorkerHost.pulse`."""
+        """See `WorkerProcess.pulse`."""
         ...
 
     def retire(self, invocation: Invocation) -> Pending:
-        """See `WorkerHost.retire`."""
+        """See `WorkerProcess.retire`."""
         ...
 
     def release(self, role: str) -> None:
@@ -136,13 +136,13 @@ class Call(Generic[ResultT]):
         answering: Sequence[int],
         join: Callable[[Sequence[Any]], Any],
         deadline_s: float | None,
-        sources: Sequence[Host] = (),
+        sources: Sequence[Process] = (),
     ) -> None:
         self.pending = tuple(pending)
         self.deadline_s = deadline_s
         """How long it may take without progress."""
         self.sources = tuple(sources)
-        """Hosts that make what the arguments refer to."""
+        """Processes that make what the arguments refer to."""
         self._answering, self._join = tuple(answering), join
         self._values: list[Any] | None = None
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class Call(Generic[ResultT]):
         It has the result's type in the eyes of a type checker only: the driver does not have the value.
         """
         handles = tuple(self.pending[index].handle for index in self._answering)
-        makers = (*(one.host for one in self.pending), *self.sources)
+        makers = (*(one.process for one in self.pending), *self.sources)
         return cast("ResultT", Reference(handles, self._join, makers))
 
     def __await__(self) -> Generator[Any, None, ResultT]:
@@ -211,7 +211,7 @@ class Call(Generic[ResultT]):
             if isinstance(error, WorkerError | WorkerDiedError):
                 error.num_cancelled = num_others
             outcome.set_exception(error)
-        self.pending[0].host.watch.remove(self)
+        self.pending[0].process.watch.remove(self)
 
     def _begin(self) -> Future[None]:
         """Start to wait, once."""
@@ -220,7 +220,7 @@ class Call(Generic[ResultT]):
                 return self._outcome
             self._outcome = Future()
             self._outcome.set_running_or_notify_cancel()  # it is the ranks that are cancelled, and then they say so
-        self.pending[0].host.watch.add(self)
+        self.pending[0].process.watch.add(self)
         for one in self.pending:
             one.future().add_done_callback(lambda done, one=one: self._on_done(one, done))
         return self._outcome
@@ -243,7 +243,7 @@ class Call(Generic[ResultT]):
         if is_last and consequence is not None:
             self.fail(consequence)
         elif is_last:
-            one.host.watch.remove(self)
+            one.process.watch.remove(self)
         elif is_first_consequence and consequence is not None:
             # What failed first will say so itself; if its process cannot, this is all that is known.
             timer = threading.Timer(_PATIENCE_S, self.fail, [consequence])

@@ -18,13 +18,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from rallypoint.cluster.call import Call, Host, Pending
+from rallypoint.cluster.call import Call, Pending, Process
 from rallypoint.cluster.dispatch import Part, rule_of
-from rallypoint.cluster.host import Invocation
 from rallypoint.cluster.mesh import Mesh
-from rallypoint.cluster.pool import Pool, ResourcePool
+from rallypoint.cluster.process import Invocation
 from rallypoint.cluster.reference import Fetch, Reference, whole
 from rallypoint.errors import WorkerDiedError
 
@@ -47,42 +46,13 @@ def at_step(step: int) -> Iterator[None]:
         _STEP.reset(token)
 
 
-class Runtime(Protocol):
-    """Where processes come from."""
-
-    @property
-    def head(self) -> str | None:
-        """Address of the cluster's head; None when everything is on this machine."""
-        ...
-
-    async def reserve(self, pools: Sequence[ResourcePool]) -> None:
-        """Check that pools fit together, before anything is asked for.
-
-        Raises:
-            PlacementError: they can never fit; a table says what is wanted and what is there.
-        """
-        ...
-
-    async def hosts(self, pool: Pool) -> Sequence[Host]:
-        """Return the processes of a pool, in rank order; the same ones for every role placed on it.
-
-        Raises:
-            PlacementError: the pool can never fit, or does not within the timeout.
-        """
-        ...
-
-    async def shutdown(self) -> None:
-        """End every process; nothing is left behind."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Which processes the ranks of a role live in, and how they are arranged."""
 
     role: str
     """What the model is for; names the group in errors."""
-    hosts: Sequence[Host]
+    processes: Sequence[Process]
     """In rank order."""
     mesh: Mesh | None = None
     """None: all ranks are data-parallel."""
@@ -90,19 +60,19 @@ class Layout:
     """How long a call may take without progress; None for ever."""
 
     def __post_init__(self) -> None:
-        if self.mesh is not None and self.mesh.size != len(self.hosts):
+        if self.mesh is not None and self.mesh.size != len(self.processes):
             axes = " x ".join(f"{name}={size}" for name, size in self.mesh.axes.items())
-            raise ValueError(f"{self.role}: {axes} makes {self.mesh.size} ranks, but there are {len(self.hosts)}")
-        if len(set(self.hosts)) != len(self.hosts):
+            raise ValueError(f"{self.role}: {axes} makes {self.mesh.size} ranks, but there are {len(self.processes)}")
+        if len(set(self.processes)) != len(self.processes):
             raise ValueError(f"{self.role}: a process cannot be two ranks of one role")
 
 
 class WorkerGroup(Generic[WorkerT]):
     """The workers of one role."""
 
-    def __init__(self, role: str, hosts: Sequence[Host], mesh: Mesh, deadline_s: float | None) -> None:
+    def __init__(self, role: str, processes: Sequence[Process], mesh: Mesh, deadline_s: float | None) -> None:
         self.role, self.mesh, self.deadline_s = role, mesh, deadline_s
-        self.hosts = tuple(hosts)
+        self.processes = tuple(processes)
 
     @classmethod
     async def create(
@@ -124,16 +94,16 @@ class WorkerGroup(Generic[WorkerT]):
             ValueError: the role has a worker in one of the processes already.
             WorkerError: a constructor raised.
         """
-        if any(layout.role in host.roles for host in layout.hosts):
+        if any(layout.role in process.roles for process in layout.processes):
             raise ValueError(f"{layout.role} is in these processes already: shut that group down, or use another name")
-        mesh = layout.mesh or Mesh({"dp": len(layout.hosts)})
-        group = WorkerGroup[MadeT](layout.role, layout.hosts, mesh, layout.deadline_s)
+        mesh = layout.mesh or Mesh({"dp": len(layout.processes)})
+        group = WorkerGroup[MadeT](layout.role, layout.processes, mesh, layout.deadline_s)
         number = next(_NUMBERS)
         with contextlib.ExitStack() as unless_all_goes_well:
             unless_all_goes_well.callback(group._abandon)
             making = [
-                host.create(group._invocation(number, rank, "__init__"), cast("type", kind), mesh, args, kwargs)
-                for rank, host in enumerate(layout.hosts)
+                process.create(group._invocation(number, rank, "__init__"), cast("type", kind), mesh, args, kwargs)
+                for rank, process in enumerate(layout.processes)
             ]
             await Call[None](making, (), _nothing, layout.deadline_s)
             unless_all_goes_well.pop_all()
@@ -160,12 +130,12 @@ class WorkerGroup(Generic[WorkerT]):
         with contextlib.ExitStack() as unless_all_are_sent:
             for rank, part in self._sent_once(parts):
                 invocation = self._invocation(number, rank, method.__name__, answers=rank in answering)
-                pending[rank] = self.hosts[rank].call(invocation, part.args, part.kwargs)
+                pending[rank] = self.processes[rank].call(invocation, part.args, part.kwargs)
                 unless_all_are_sent.callback(pending[rank].cancel)
             unless_all_are_sent.pop_all()
         answers = [index for index, rank in enumerate(pending) if rank in answering]
         values = (*args, *kwargs.values())
-        sources = [host for value in values if isinstance(value, Reference) for host in value.makers]
+        sources = [process for value in values if isinstance(value, Reference) for process in value.makers]
         return Call(tuple(pending.values()), answers, rule.join, self.deadline_s, sources)
 
     def _sent_once(self, parts: Sequence[Part | None]) -> Iterator[tuple[int, Part]]:
@@ -180,7 +150,7 @@ class WorkerGroup(Generic[WorkerT]):
             if isinstance(value, Reference | Fetch) or counts[id(value)] == 1:
                 return whole(value)
             if id(value) not in shared:
-                shared[id(value)] = self.hosts[0].share(value)
+                shared[id(value)] = self.processes[0].share(value)
             return shared[id(value)]
 
         for rank, part in enumerate(parts):
@@ -195,7 +165,7 @@ class WorkerGroup(Generic[WorkerT]):
 
     def within(self, deadline_s: float | None) -> WorkerGroup[WorkerT]:
         """Return the same group with another deadline for its calls."""
-        return WorkerGroup(self.role, self.hosts, self.mesh, deadline_s)
+        return WorkerGroup(self.role, self.processes, self.mesh, deadline_s)
 
     async def shutdown(self, patience_s: float = 30.0) -> None:
         """Let go of the workers, after what they are doing; processes that hold no other role end.
@@ -209,12 +179,13 @@ class WorkerGroup(Generic[WorkerT]):
         Raises:
             WorkerError: a worker that can be closed (a context manager) raised when it was.
         """
-        number, left = next(_NUMBERS), [rank for rank, host in enumerate(self.hosts) if self.role in host.roles]
+        number = next(_NUMBERS)
+        left = [rank for rank, process in enumerate(self.processes) if self.role in process.roles]
         closing = {
             asyncio.ensure_future(Call[None]([pending], (), _nothing, None))
             for rank in left
-            if not self.hosts[rank].ended
-            for pending in [self.hosts[rank].retire(self._invocation(number, rank, "__exit__"))]
+            if not self.processes[rank].ended
+            for pending in [self.processes[rank].retire(self._invocation(number, rank, "__exit__"))]
         }
         errors: list[BaseException] = []
         until = time.monotonic() + (patience_s if len(closing) == len(left) else 0)
@@ -228,7 +199,7 @@ class WorkerGroup(Generic[WorkerT]):
             for one in closing:
                 one.cancel()
             for rank in left:
-                self.hosts[rank].release(self.role)
+                self.processes[rank].release(self.role)
         for error in errors:
             if not isinstance(error, WorkerDiedError):
                 raise error
@@ -236,10 +207,10 @@ class WorkerGroup(Generic[WorkerT]):
     def _abandon(self) -> None:
         """Let go of workers that were not all made."""
         number = next(_NUMBERS)
-        for rank, host in enumerate(self.hosts):
-            if len(host.roles) > 1:  # the process lives on, for others
-                host.retire(self._invocation(number, rank, "__exit__"))
-            host.release(self.role)
+        for rank, process in enumerate(self.processes):
+            if len(process.roles) > 1:  # the process lives on, for others
+                process.retire(self._invocation(number, rank, "__exit__"))
+            process.release(self.role)
 
 
 def _nothing(results: Sequence[Any]) -> None:

@@ -23,10 +23,10 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
-from rallypoint.cluster.call import Host
-from rallypoint.cluster.host import HostInfo, Invocation, Pulse, WorkerHost
+from rallypoint.cluster.call import Process
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
+from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse, WorkerProcess
 from rallypoint.cluster.reference import detach
 from rallypoint.cluster.watch import Vigil, Watchdog
 from rallypoint.errors import RallyError, WorkerDiedError
@@ -43,7 +43,7 @@ class InlinePending:
     """See `Pending`."""
 
     invocation: Invocation
-    host: InlineHost
+    process: InlineProcess
     handle: Future[Any]
 
     def future(self) -> Future[Any]:
@@ -56,18 +56,18 @@ class InlinePending:
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
-        self.host.inner.interrupt(self.invocation.number)
+        self.process.inner.interrupt(self.invocation.number)
 
 
-class InlineHost:
-    """A `WorkerHost` behind a thread of its own.
+class InlineProcess:
+    """A `WorkerProcess` behind a thread of its own.
 
     The thread is a daemon: a rank that waits for one that failed cannot keep the program from ending.
     """
 
     def __init__(self, runtime: InlineRuntime, pool: ResourcePool, index: int) -> None:
-        self.inner = WorkerHost(pool.num_threads, pool.device)
-        self.info = HostInfo(platform.node(), "inline", os.getpid())
+        self.inner = WorkerProcess(pool.num_threads, pool.device)
+        self.info = ProcessInfo(platform.node(), "inline", os.getpid())
         self.watch = runtime.watch
         self.roles: dict[str, int] = {}
         self.pool, self._runtime = pool, runtime
@@ -85,38 +85,38 @@ class InlineHost:
         return self._death is not None
 
     def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> InlinePending:
-        """See `Host.create`."""
+        """See `Process.create`."""
         self.roles[invocation.role] = invocation.rank
         return self._submit(invocation, lambda: self.inner.create(invocation, kind, mesh, args, kwargs))
 
     def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InlinePending:
-        """See `Host.call`."""
+        """See `Process.call`."""
         args, kwargs, handles = detach(args, kwargs)
         return self._submit(
             invocation, lambda: self.inner.call(invocation, args, kwargs, *(handle.result() for handle in handles))
         )
 
     def share(self, value: Any) -> Any:
-        """See `Host.share`; nothing is sent here."""
+        """See `Process.share`; nothing is sent here."""
         return value
 
     def pulse(self) -> Future[Pulse]:
-        """See `Host.pulse`."""
+        """See `Process.pulse`."""
         answer: Future[Pulse] = Future()
         answer.set_result(self.inner.pulse())
         return answer
 
     def retire(self, invocation: Invocation) -> InlinePending:
-        """See `Host.retire`."""
+        """See `Process.retire`."""
         return self._submit(invocation, lambda: self.inner.retire(invocation))
 
     def release(self, role: str) -> None:
-        """See `Host.release`."""
+        """See `Process.release`."""
         if self.roles.pop(role, None) is not None:
             self._runtime.released(self)
 
     def kill(self, why: WorkerDiedError) -> None:
-        """See `Host.kill`; a thread cannot be ended, but it is told to, and nobody waits for it any more."""
+        """See `Process.kill`; a thread cannot be ended, but it is told to, and nobody waits for it any more."""
         self._end(lambda _: copy.copy(why))
 
     def end(self) -> None:
@@ -190,59 +190,59 @@ class InlineRuntime:
     head = None
 
     def __init__(self, *, log_folder: Path, silence_s: float = 60.0, say: Callable[[str], None] = print) -> None:
-        self._pools: dict[ResourcePool, list[InlineHost]] = {}
+        self._pools: dict[ResourcePool, list[InlineProcess]] = {}
         self.threads: list[threading.Thread] = []
-        """Of all hosts that there ever were."""
-        vigil = Vigil(hosts=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder, say=say)
+        """Of all processes that there ever were."""
+        vigil = Vigil(processes=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder, say=say)
         self.watch = Watchdog(vigil)
-        """Looks after the calls of all hosts."""
+        """Looks after the calls of all processes."""
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`; threads always fit."""
 
-    async def hosts(self, pool: Pool) -> Sequence[Host]:
-        """See `Runtime.hosts`."""
+    async def processes(self, pool: Pool) -> Sequence[Process]:
+        """See `Runtime.processes`."""
         for source in pool.sources:
             running = self._pools.get(source, [None] * source.num_processes)
             self._pools[source] = [
-                InlineHost(self, source, index) if host is None or host.ended else host
-                for index, host in enumerate(running)
+                InlineProcess(self, source, index) if process is None or process.ended else process
+                for index, process in enumerate(running)
             ]
-        places = {source: [Placed(host, "inline") for host in self._pools[source]] for source in pool.sources}
+        places = {source: [Placed(process, "inline") for process in self._pools[source]] for source in pool.sources}
         return pool.ranks(places)
 
-    def released(self, host: InlineHost) -> None:
+    def released(self, process: InlineProcess) -> None:
         """End a thread that has no role any more, and forget its pool if it was the last."""
-        if not host.roles:
-            host.end()
-        hosts = self._pools.get(host.pool, [])
-        if not any(one.roles for one in hosts):
-            for one in hosts:
+        if not process.roles:
+            process.end()
+        processes = self._pools.get(process.pool, [])
+        if not any(one.roles for one in processes):
+            for one in processes:
                 one.end()
-            self._pools.pop(host.pool, None)
+            self._pools.pop(process.pool, None)
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
-        hosts = self._all()
-        for host in hosts:
-            host.end()
-        for host in hosts:
-            await asyncio.to_thread(host.thread.join, _PATIENCE_S)
+        processes = self._all()
+        for process in processes:
+            process.end()
+        for process in processes:
+            await asyncio.to_thread(process.thread.join, _PATIENCE_S)
         for thread in self.threads:
             await asyncio.to_thread(thread.join, _LAST_MOMENT_S)
         await asyncio.to_thread(self.watch.stop)
         self._pools.clear()
 
-    def _all(self) -> list[InlineHost]:
-        """Return the hosts that have not ended."""
-        return [host for pool in list(self._pools.values()) for host in pool if not host.ended]
+    def _all(self) -> list[InlineProcess]:
+        """Return the processes that have not ended."""
+        return [process for pool in list(self._pools.values()) for process in pool if not process.ended]
 
 
-def _save_stacks(hosts: Sequence[Host], file: Path) -> str:
+def _save_stacks(processes: Sequence[Process], file: Path) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = [
         f"=== thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     ]
     file.write_text("\n".join(stacks))
-    return f"the stacks of all {len(hosts)} ranks are in {file}"
+    return f"the stacks of all {len(processes)} ranks are in {file}"

@@ -19,19 +19,23 @@ kept:
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-HostT = TypeVar("HostT")
+from rallypoint.cluster.call import Process
+from rallypoint.errors import PlacementError
+
+ProcessT = TypeVar("ProcessT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed(Generic[HostT]):
+class Placed(Generic[ProcessT]):
     """A process and where it is."""
 
-    host: HostT
+    process: ProcessT
     node_id: str
     """Two machines never share one."""
     devices: tuple[str, ...] = ()
@@ -111,12 +115,12 @@ class ResourcePool:
         """As a view of itself would list it."""
         return (Part(self, 0, self.num_processes),)
 
-    def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[HostT]]]) -> list[HostT]:
+    def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[ProcessT]]]) -> list[ProcessT]:
         """Return the processes in rank order, from those of each node in the order of `processes_per_node`."""
-        found: list[HostT] = []
+        found: list[ProcessT] = []
         for stop, count in zip(itertools.accumulate(self.processes_per_node), self.processes_per_node, strict=True):
             on_node = placed[self][stop - count : stop]
-            found += [one.host for one in sorted(on_node, key=_by_device)]
+            found += [one.process for one in sorted(on_node, key=_by_device)]
         return found
 
     def split(self, sizes: Sequence[int]) -> list[PoolView]:
@@ -150,12 +154,12 @@ class PoolView:
         """The pools whose processes these are."""
         return tuple(dict.fromkeys(part.pool for part in self.parts))
 
-    def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[HostT]]]) -> list[HostT]:
+    def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[ProcessT]]]) -> list[ProcessT]:
         """Return the processes in rank order: those of one machine are consecutive."""
-        where = {id(one.host): one.node_id for processes in placed.values() for one in processes}
-        found = [host for part in self.parts for host in part.pool.ranks(placed)[part.start : part.stop]]
-        machines = list(dict.fromkeys(where[id(host)] for host in found))
-        return sorted(found, key=lambda host: machines.index(where[id(host)]))
+        where = {id(one.process): one.node_id for processes in placed.values() for one in processes}
+        found = [process for part in self.parts for process in part.pool.ranks(placed)[part.start : part.stop]]
+        machines = list(dict.fromkeys(where[id(process)] for process in found))
+        return sorted(found, key=lambda process: machines.index(where[id(process)]))
 
     def split(self, sizes: Sequence[int]) -> list[PoolView]:
         """Return views of consecutive processes, in the order of the parts, of these sizes.
@@ -184,7 +188,7 @@ class PoolView:
             first += part.stop - part.start
 
 
-def _by_device(one: Placed[HostT]) -> list[int]:
+def _by_device(one: Placed[ProcessT]) -> list[int]:
     return sorted(int(number) for number in one.devices if number.isdigit())
 
 
@@ -204,3 +208,86 @@ def merge(*pools: Pool) -> PoolView:
         if one.pool is other.pool and one.start < other.stop and other.start < one.stop:
             raise ValueError(f"pools cannot be merged: both have processes of pool {one.pool.name!r}")
     return PoolView("+".join(pool.name for pool in pools), tuple(parts))
+
+
+class Runtime(Protocol):
+    """Where processes come from."""
+
+    @property
+    def head(self) -> str | None:
+        """Address of the cluster's head; None when everything is on this machine."""
+        ...
+
+    async def reserve(self, pools: Sequence[ResourcePool]) -> None:
+        """Check that pools fit together, before anything is asked for.
+
+        Raises:
+            PlacementError: they can never fit; a table says what is wanted and what is there.
+        """
+        ...
+
+    async def processes(self, pool: Pool) -> Sequence[Process]:
+        """Return the processes of a pool, in rank order; the same ones for every role placed on it.
+
+        Raises:
+            PlacementError: the pool can never fit, or does not within the timeout.
+        """
+        ...
+
+    async def shutdown(self) -> None:
+        """End every process; nothing is left behind."""
+        ...
+
+
+class ResourcePoolManager:
+    """Gives every role its pool.
+
+    >>> roles = {"actor": "main", "critic": "main", "rollout": "side"}
+    >>> manager = ResourcePoolManager({"main": [2], "side": [1]}, roles)
+    >>> manager.pool("critic") is manager.pool("actor"), manager.pool("rollout").num_processes
+    (True, 1)
+    """
+
+    def __init__(self, spec: Mapping[str, Pool | Sequence[int]], mapping: Mapping[str, str]) -> None:
+        """Check that every role has a pool.
+
+        Args:
+            spec: pool name to pool, or to processes per node of one core each.
+            mapping: role to pool name; roles of the same pool are colocated.
+
+        Raises:
+            PlacementError: a role is placed on a pool that does not exist.
+        """
+        self._pools: dict[str, Pool] = {name: _named(name, pool) for name, pool in spec.items()}
+        self._mapping = dict(mapping)
+        for role, name in mapping.items():
+            if name not in self._pools:
+                raise PlacementError(f"{role} is placed on pool {name!r}, but the pools are {', '.join(self._pools)}")
+
+    def pool(self, role: str) -> Pool:
+        """Return the pool of a role.
+
+        Raises:
+            PlacementError: the role has none.
+        """
+        if role not in self._mapping:
+            raise PlacementError(f"{role} has no pool; the roles that have one are {', '.join(self._mapping)}")
+        return self._pools[self._mapping[role]]
+
+    async def open(self, runtime: Runtime) -> None:
+        """Start the processes of all pools that a role is placed on, at the same time.
+
+        Raises:
+            PlacementError: they do not fit.
+        """
+        used = [pool for name, pool in self._pools.items() if name in self._mapping.values()]
+        await runtime.reserve(list(dict.fromkeys(source for pool in used for source in pool.sources)))
+        await asyncio.gather(*(runtime.processes(pool) for pool in used))
+
+    async def processes(self, runtime: Runtime, role: str) -> Sequence[Process]:
+        """Return the processes of a role, in rank order."""
+        return await runtime.processes(self.pool(role))
+
+
+def _named(name: str, pool: Pool | Sequence[int]) -> Pool:
+    return ResourcePool(pool, name=name) if isinstance(pool, Sequence) else pool

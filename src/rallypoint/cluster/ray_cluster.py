@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.cluster import ray_probe, reaper
-from rallypoint.cluster.fit import num_cores
-from rallypoint.cluster.lane import Lane
-from rallypoint.cluster.ray_processes import RayProcesses
+from rallypoint.cluster.capacity import num_cores
+from rallypoint.cluster.ray_daemons import RayDaemons
+from rallypoint.cluster.ray_thread import RayThread
 from rallypoint.errors import ClusterError
 
 
@@ -74,7 +74,7 @@ _raylet: Any = importlib.import_module("ray._raylet")  # compiled, so without ty
 
 _GCS_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6)}
 """Seconds after which a process ends itself, from within Ray's C++, because there is no GCS. Workers that are there
-need none, and what the driver needs it for has a limit of its own (`Lane`)."""
+need none, and what the driver needs it for has a limit of its own (`RayThread`)."""
 
 _OF_OUR_CLUSTERS = {
     **_GCS_PATIENCE,
@@ -117,11 +117,11 @@ class RayCluster:
         self.namespace = namespace
         """Of this run alone; its named Ray actors live in it."""
         self._own, self._say = own, say
-        self.processes = RayProcesses(worker._global_node, None if own is None else own.logs)
+        self.daemons = RayDaemons(worker._global_node, None if own is None else own.logs)
         """Those of Ray that this program cannot do without."""
-        self.lane = Lane(
+        self.ray_thread = RayThread(
             limit_s=silence_s,
-            ailment=self.processes.ailment,
+            fault=self.daemons.fault,
             note_busy=None if own is None else own.note_busy,
             say=say,
         )
@@ -222,12 +222,12 @@ class RayCluster:
         """
         self._is_leaving = True
         left = None
-        if self.lane.lost is None and self.processes.ailment() is None:
-            left = self.lane.put(lambda: ray.shutdown(wait_for_processes=True))
+        if self.ray_thread.lost is None and self.daemons.fault() is None:
+            left = self.ray_thread.put(lambda: ray.shutdown(wait_for_processes=True))
             wait([left], timeout=_LEAVE_TIMEOUT_S)
         if left is None or not left.done():
             atexit.unregister(ray.shutdown)  # it would wait for what does not answer
-            self.lane.abandon()
+            self.ray_thread.abandon()
             return
         if (error := left.exception()) is not None:
             self._say(f"Ray was left with an error: {error}")
@@ -237,11 +237,11 @@ class RayCluster:
 
     def _watch_raylet(self) -> None:
         """Say at once that the raylet is gone: the next word to the store that it kept ends this program from C++."""
-        self.processes.wait_for_raylet()
-        found = self.processes.ailment()
+        self.daemons.wait_for_raylet()
+        found = self.daemons.fault()
         if found is not None and not self._is_leaving:
             self._say(f"{found}: nothing can go on without it")
-            self.lane.lose(found.what)
+            self.ray_thread.lose(found.what)
 
 
 class _OwnCluster:

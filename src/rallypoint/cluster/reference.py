@@ -19,7 +19,7 @@ class Reference:
     """The runtime's own handles of the ranks' results, in rank order."""
     join: Callable[[Sequence[Any]], Any]
     makers: tuple[Any, ...] = ()
-    """The hosts that have to do their work before it is there."""
+    """The processes that have to do their work before it is there."""
 
     def whole(self) -> Fetch:
         """Return what a rank is sent that needs all of it."""

@@ -6,6 +6,7 @@ process writes its own stacks (`open_stacks`), which a stopped process cannot.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -16,9 +17,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rallypoint.cluster.host import HostInfo
+from rallypoint.cluster.process import ProcessInfo
 
 _PATIENCE_S = 5.0
+
+
+def open_stacks() -> int:
+    """Make SIGUSR1 write the stacks of all threads of this process, and return the descriptor they go to.
+
+    It works while the interpreter is held by a call that never returns. The memory file leaves nothing behind.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
+        return -1
+    descriptor = os.memfd_create("stacks")
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
+    return descriptor
 
 
 def find_py_spy() -> str | None:
@@ -26,7 +39,7 @@ def find_py_spy() -> str | None:
     return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-def stacks_of(processes: Sequence[HostInfo], find: Callable[[], str | None] = find_py_spy) -> str:
+def stacks_of(processes: Sequence[ProcessInfo], find: Callable[[], str | None] = find_py_spy) -> str:
     """Return the stacks of processes of this machine, one after another; what cannot be had is said there."""
     tool = find()
     with ThreadPoolExecutor(max(1, len(processes))) as at_once:  # patience with each, but not with one after the other
@@ -36,7 +49,7 @@ def stacks_of(processes: Sequence[HostInfo], find: Callable[[], str | None] = fi
         )
 
 
-def _stacks(process: HostInfo, tool: str | None) -> str:
+def _stacks(process: ProcessInfo, tool: str | None) -> str:
     seen = _by_py_spy(process.pid, tool)
     return seen if "Thread" in seen else f"{_by_itself(process)}\n{seen}"
 
@@ -59,7 +72,7 @@ def _by_py_spy(pid: int, tool: str | None) -> str:
     return ran.stdout or f"(py-spy failed: {ran.stderr.strip()})"
 
 
-def _by_itself(process: HostInfo) -> str:
+def _by_itself(process: ProcessInfo) -> str:
     if process.stacks_fd < 0:
         return "(this process cannot write its own stacks)"
     written = Path(f"/proc/{process.pid}/fd/{process.stacks_fd}")

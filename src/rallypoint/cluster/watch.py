@@ -1,15 +1,15 @@
 """Finds processes that hang while somebody waits for them.
 
 Ray notices a process that died, but never one that is stopped, spins or waits for ever. So while calls are waited
-for, every host is asked for its pulse, which a thread of its own answers at once. Two things end a process:
+for, every process is asked for its pulse, which a thread of its own answers at once. Two things end a process:
 
 - it gave no pulse for `silence_s`: it is stopped, swapped out, or its interpreter is held;
 - it executes a call that made no progress (began, ended, or ticked) until its deadline, or one whose result such a
   call waits for.
 
-Before that, the stacks of all hosts are saved, because the one that hangs is often waiting for another. Time during
-which the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody. If what all hosts stand on
-is lost, all calls end with that.
+Before that, the stacks of all processes are saved, because the one that hangs is often waiting for another. Time during
+which the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody. If Ray itself is lost, all
+calls end with that.
 
 Consumes: calls that are waited for. Waits for: nothing longer than a beat. Unblocked by: `add`, `stop`.
 """
@@ -25,19 +25,19 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from rallypoint.cluster.call import Call, Host
-from rallypoint.cluster.host import Invocation, Pulse
+from rallypoint.cluster.call import Call, Process
+from rallypoint.cluster.process import Invocation, Pulse
 from rallypoint.errors import RallyError, WorkerHungError
 
 _BEAT_S = 1.0
 
-SaveStacks = Callable[[Sequence[Host], Path], str]
-"""Saves the stacks of all hosts into a file and returns what of it is worth a line."""
+SaveStacks = Callable[[Sequence[Process], Path], str]
+"""Saves the stacks of all processes into a file and returns what of it is worth a line."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Patient:
-    """What is known of a host. Times are those of the question, so that an answer says no more than it can."""
+    """What is known of a process. Times are those of the question, so that an answer says no more than it can."""
 
     asked: Future[Pulse]
     asked_at: float
@@ -54,7 +54,7 @@ class _Patient:
 
     def hear(self) -> None:
         """Take note of an answer."""
-        # A host that died is not silent: its calls fail by themselves.
+        # A process that died is not silent: its calls fail by themselves.
         pulse = None if self.asked.exception() else self.asked.result()
         self.seen_at = self.asked_at
         if pulse is None or self.pulse is None or pulse.progress != self.pulse.progress:
@@ -63,12 +63,12 @@ class _Patient:
 
 
 class Vigil:
-    """The calls that are waited for, what is known of the hosts, and the verdict; `look` is to be called in beats."""
+    """The calls that are waited for, what is known of the processes, and the verdict; call `look` once per beat."""
 
     def __init__(
         self,
         *,
-        hosts: Callable[[], Sequence[Host]],
+        processes: Callable[[], Sequence[Process]],
         silence_s: float,
         save_stacks: SaveStacks,
         folder: Path,
@@ -79,20 +79,20 @@ class Vigil:
         """Begin with nothing to look after.
 
         Args:
-            hosts: returns all hosts that are alive.
-            silence_s: how long a host may give no pulse.
+            processes: returns all processes that are alive.
+            silence_s: how long a process may give no pulse.
             save_stacks: see `SaveStacks`.
             folder: where stacks are saved.
-            ground: returns why no host can go on, if that is so; called once in a beat.
+            ground: returns why no process can go on, if that is so; called once in a beat.
             say: called, from any thread, with each line that a worker has said.
             clock: seconds that never go back.
         """
         self._say = say
         self.beat_s = min(_BEAT_S, silence_s / 3)
-        self._hosts, self._silence_s, self._save_stacks = hosts, silence_s, save_stacks
+        self._hosts, self._silence_s, self._save_stacks = processes, silence_s, save_stacks
         self._folder, self._ground, self._clock = folder, ground, clock
         self._calls: dict[Call[Any], float] = {}
-        self._patients: dict[Host, _Patient] = {}
+        self._patients: dict[Process, _Patient] = {}
         self._lock = threading.Lock()
         self._awake_s, self._looked_at = 0.0, clock()
 
@@ -112,7 +112,7 @@ class Vigil:
             self._calls.pop(call, None)
 
     def look(self) -> None:
-        """Ask every host once, and end those that hang."""
+        """Ask every process once, and end those that hang."""
         with self._lock:
             now = self._awake_s = self._now()
             self._looked_at = self._clock()
@@ -125,12 +125,12 @@ class Vigil:
                 call.fail(copy.copy(lost))
             return
         known, self._patients = self._patients, {}
-        for host in self._hosts():
-            patient = self._patients[host] = known.get(host) or _Patient(self._asked(host), now)
-            if host in known and patient.asked.done():
+        for process in self._hosts():
+            patient = self._patients[process] = known.get(process) or _Patient(self._asked(process), now)
+            if process in known and patient.asked.done():
                 patient.hear()
-                patient.asked, patient.asked_at = self._asked(host), now
-        hung = [host for host, patient in self._patients.items() if now - patient.asked_at > self._silence_s]
+                patient.asked, patient.asked_at = self._asked(process), now
+        hung = [process for process, patient in self._patients.items() if now - patient.asked_at > self._silence_s]
         if hung:
             self._end(hung, calls, f"gave no sign of life for {self._silence_s:g} s")
             return
@@ -139,9 +139,9 @@ class Vigil:
                 self._end(hung, calls, f"made no progress for {call.deadline_s:g} s, the deadline of {call}")
                 return
 
-    def _asked(self, host: Host) -> Future[Pulse]:
-        """Ask for a pulse; what the host's workers have to say is told whoever looks at the answer."""
-        asked = host.pulse()
+    def _asked(self, process: Process) -> Future[Pulse]:
+        """Ask for a pulse; what the process's workers have to say is told whoever looks at the answer."""
+        asked = process.pulse()
         asked.add_done_callback(self._tell)
         return asked
 
@@ -154,16 +154,18 @@ class Vigil:
         """Return the seconds during which this was called in beats: where some are missing, the driver stood still."""
         return self._awake_s + min(self._clock() - self._looked_at, 3 * self.beat_s)
 
-    def _without_progress(self, call: Call[Any], began: float, deadline_s: float) -> list[Host]:
-        """Return the hosts that keep a call waiting, if neither they nor those it depends on got on for so long."""
-        owing = list(dict.fromkeys(one.host for one in call.pending if not one.future().done()))
-        concerned = {host: self._patients[host] for host in (*owing, *call.sources) if host in self._patients}
+    def _without_progress(self, call: Call[Any], began: float, deadline_s: float) -> list[Process]:
+        """Return the processes that keep a call waiting, if neither they nor those it depends on got on for so long."""
+        owing = list(dict.fromkeys(one.process for one in call.pending if not one.future().done()))
+        concerned = {
+            process: self._patients[process] for process in (*owing, *call.sources) if process in self._patients
+        }
         if any(min(one.stood_still_s, one.seen_at - began) < deadline_s for one in concerned.values()):
             return []
-        busy = [host for host, one in concerned.items() if one.pulse is not None and one.pulse.call is not None]
-        return [host for host in busy if host in owing] or busy or owing
+        busy = [process for process, one in concerned.items() if one.pulse is not None and one.pulse.call is not None]
+        return [process for process in busy if process in owing] or busy or owing
 
-    def _end(self, hung: Sequence[Host], calls: Iterable[Call[Any]], why: str) -> None:
+    def _end(self, hung: Sequence[Process], calls: Iterable[Call[Any]], why: str) -> None:
         """Save what everybody does, and end some; calls that wait for those begin their time anew, to hear of it."""
         file = self._folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         try:
@@ -173,37 +175,40 @@ class Vigil:
             note = f"their stacks could not be saved: {error}"
         with self._lock:
             self._calls = dict.fromkeys(self._calls, self._awake_s)
-        for host in hung:
-            others = [f"pid {other.info.pid} on {other.info.node}" for other in hung if other is not host]
+        for process in hung:
+            others = [f"pid {other.info.pid} on {other.info.node}" for other in hung if other is not process]
             also = f"so did {', '.join(others)}; " if others else ""
-            it = self._executed(host, calls)
+            it = self._executed(process, calls)
             hang = WorkerHungError(
                 it.role,
                 it.rank,
                 it.method,
                 f"{why}; {also}{note}",
                 step=it.step,
-                node=host.info.node,
-                pid=host.info.pid,
+                node=process.info.node,
+                pid=process.info.pid,
             )
-            host.kill(hang)
+            process.kill(hang)
             # Of several the first is to be named, so its end is heard of before the next one's.
-            owed = {one.future(): call for call in calls for one in call.pending if one.host is host}
+            owed = {one.future(): call for call in calls for one in call.pending if one.process is process}
             for unheard in wait(owed, timeout=self.beat_s).not_done:
                 owed[unheard].fail(copy.copy(hang))  # the runtime may be what does not hear of it
 
-    def _executed(self, host: Host, calls: Iterable[Call[Any]]) -> Invocation:
-        """Return what a host was doing when it stopped, as far as is known."""
+    def _executed(self, process: Process, calls: Iterable[Call[Any]]) -> Invocation:
+        """Return what a process was doing when it stopped, as far as is known."""
         owed = [
-            one.invocation for call in calls for one in call.pending if one.host is host and not one.future().done()
+            one.invocation
+            for call in calls
+            for one in call.pending
+            if one.process is process and not one.future().done()
         ]
-        pulse = self._patients[host].pulse
+        pulse = self._patients[process].pulse
         last = None if pulse is None else pulse.call
         if last is not None and (not owed or last.number in {one.number for one in owed}):
             return last
         if owed:
             return min(owed, key=lambda one: one.number)
-        role, rank = next(iter(host.roles.items()), ("a process without a role,", 0))
+        role, rank = next(iter(process.roles.items()), ("a process without a role,", 0))
         return Invocation(0, role, rank, "waiting for calls", answers=False)
 
 

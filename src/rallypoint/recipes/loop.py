@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.cluster.fit import num_cores
+from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.config.lanes import idle_cores
 from rallypoint.config.plan import describe_way, weights_way

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rallypoint.cluster.fit import Node, advice, misfit, num_cores
+from rallypoint.cluster.capacity import Node, advice, misfit, num_cores
 from rallypoint.config import Plan, Problem, RunConfig, make_plan
 from rallypoint.errors import ConfigError
 from rallypoint.roles.pools import resource_pools

@@ -237,7 +237,7 @@ class Actor:
         """Send weights while they are loaded."""
         if not self._is_line_open:
             held = await self._group.call(ActorWorker.held)
-            plan = make_plan(self._config, rollouts.way, held, self._group.hosts, rollouts.hosts)
+            plan = make_plan(self._config, rollouts.way, held, self._group.processes, rollouts.processes)
             await both(self._group.call(ActorWorker.open_line, rollouts.way, plan), rollouts.open_line(plan))
         self._is_line_open = False  # after an error it is opened anew
         await both(self._group.call(ActorWorker.publish, self.version), rollouts.load(self.version))

@@ -285,8 +285,8 @@ async def open_to_guests(
 ) -> Guests:
     """Start workers for outsiders beside those of the rollout role; at most so many requests run on each at once."""
     config = placement.config
-    hosts = (await placement.pools.hosts(placement.runtime, "rollout"))[: config.num_ranks("rollout")]
-    layout = Layout("guests", hosts, Mesh(config.mesh("rollout")), deadline_s=config.cluster.call_timeout_s)
+    processes = (await placement.pools.processes(placement.runtime, "rollout"))[: config.num_ranks("rollout")]
+    layout = Layout("guests", processes, Mesh(config.mesh("rollout")), deadline_s=config.cluster.call_timeout_s)
     group = await WorkerGroup.create(layout, GuestWorker, placement.spec, max_rows)
 
     async def ready() -> None:
@@ -295,7 +295,7 @@ async def open_to_guests(
 
     return Guests(
         lambda errands: group.call(GuestWorker.answer, errands),
-        num_ranks=len(hosts),
+        num_ranks=len(processes),
         max_request_tokens=min(await group.call(GuestWorker.max_request_tokens)),
         ready=ready,
         version=lambda: rollouts.version,

@@ -182,9 +182,9 @@ class Placement:
             kind: the worker's class, called with its context, a `WorkerSpec` and the further arguments.
             *args: for every worker's constructor.
         """
-        hosts = (await self.pools.hosts(self.runtime, role))[: self.config.num_ranks(role)]
+        processes = (await self.pools.processes(self.runtime, role))[: self.config.num_ranks(role)]
         mesh = Mesh(self.config.mesh(role))
-        layout = Layout(role, hosts, mesh, deadline_s=self.config.cluster.call_timeout_s)
+        layout = Layout(role, processes, mesh, deadline_s=self.config.cluster.call_timeout_s)
         self.groups[role] = group = await WorkerGroup.create(layout, kind, self.spec, *args)
         return group
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from rallypoint.cluster import WorkerContext
-from rallypoint.cluster.call import Host
+from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import Way, weights_way
 from rallypoint.errors import PlacementError, WorkerError
@@ -100,13 +100,13 @@ def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | Non
     return share_trained(shard.model)
 
 
-def way_between(config: RunConfig, actor: Sequence[Host], rollout: Sequence[Host]) -> Way:
+def way_between(config: RunConfig, actor: Sequence[Process], rollout: Sequence[Process]) -> Way:
     """Return the way that weights take from some processes to others.
 
     Raises:
         PlacementError: the config names one that does not lead there.
     """
-    nodes = {host.info.node_id: host.info.node for host in (*actor, *rollout)}
+    nodes = {process.info.node_id: process.info.node for process in (*actor, *rollout)}
     way = weights_way(config, len(nodes))
     assert way is not None, "it is known where the processes are"
     if way in ("memory", "ipc") and len(nodes) > 1:
@@ -118,7 +118,11 @@ def way_between(config: RunConfig, actor: Sequence[Host], rollout: Sequence[Host
 
 
 def make_plan(
-    config: RunConfig, way: Way, held: Sequence[Mapping[str, Held]], actor: Sequence[Host], rollout: Sequence[Host]
+    config: RunConfig,
+    way: Way,
+    held: Sequence[Mapping[str, Held]],
+    actor: Sequence[Process],
+    rollout: Sequence[Process],
 ) -> Plan:
     """Return who takes part in a line: all rollout ranks, and the ranks of the actor that have something to send.
 
@@ -132,7 +136,7 @@ def make_plan(
     checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
     manifest = Manifest.of(held, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES, checksum=checksum)
     roots = {bucket.root for bucket in manifest.buckets}
-    takers = {id(host): rank for rank, host in enumerate(rollout)}
+    takers = {id(process): rank for rank, process in enumerate(rollout)}
     senders = {id(actor[root]): root for root in sorted(roots)}
     processes = dict.fromkeys([*senders, *takers])
     members = tuple(Member(senders.get(process), takers.get(process)) for process in processes)

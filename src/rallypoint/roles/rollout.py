@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
-from rallypoint.cluster.call import Host
+from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import Way
 from rallypoint.engine import Engine
@@ -183,13 +183,13 @@ class Rollouts:
         """
         shares_actor = placement.config.rollout_shares_actor
         group = await placement.group("rollout", RolloutWorker, shares_actor)
-        way = way_between(placement.config, placement.groups["actor"].hosts, group.hosts)
+        way = way_between(placement.config, placement.groups["actor"].processes, group.processes)
         return cls(placement.config, group, way)
 
     @property
-    def hosts(self) -> Sequence[Host]:
+    def processes(self) -> Sequence[Process]:
         """The processes of its ranks."""
-        return self._group.hosts
+        return self._group.processes
 
     async def sample(self, prompts: Prompts, params: SamplingParams) -> RolloutBatch:
         """Sample a group of rollouts for each prompt, in the order of the prompts; some may be missing, see `failures`.

@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
-from rallypoint.cluster.rendezvous.gateway import Gateway
+from rallypoint.cluster.rendezvous.etcd_client import EtcdClient
 
 LEASE_S = 1.0
 INSTALL_ETCD = "there is no etcd server here: apt-get install etcd-server"
@@ -63,10 +63,10 @@ def etcd_server(folder: Path) -> Iterator[str]:
 def locked_etcd_url(tmp_path) -> Iterator[str]:
     """An etcd server that lets in nobody but `root`, whose password is `secret`."""
     with etcd_server(tmp_path) as url:
-        gateway = Gateway(url)
-        gateway.call("auth/user/add", {"name": "root", "password": "secret"})
-        gateway.call("auth/user/grant", {"user": "root", "role": "root"})
-        gateway.call("auth/enable", {})
+        client = EtcdClient(url)
+        client.call("auth/user/add", {"name": "root", "password": "secret"})
+        client.call("auth/user/grant", {"user": "root", "role": "root"})
+        client.call("auth/enable", {})
         yield url
 
 

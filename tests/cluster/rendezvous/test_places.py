@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.cluster.rendezvous.etcd import EtcdRooms
-from rallypoint.cluster.rendezvous.gateway import Gateway
+from rallypoint.cluster.rendezvous.etcd_client import EtcdClient
 from rallypoint.cluster.rendezvous.tcp import TcpRooms
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
@@ -103,13 +103,13 @@ def test_etcd_needs_an_address_and_says_when_nobody_is_there():
 
 def test_nothing_stays_in_etcd(etcd_url):
     everything = {"key": "AA==", "range_end": "AA=="}
-    gateway = Gateway(etcd_url)
+    client = EtcdClient(etcd_url)
     with open_rendezvous("etcd", "run", address=etcd_url) as rendezvous:
         with rendezvous.join("a/b c", rank=0, world_size=1, timeout_s=5):
-            assert int(gateway.call("kv/range", everything)["count"]) >= 3
+            assert int(client.call("kv/range", everything)["count"]) >= 3
         assert isinstance(rendezvous.rooms, EtcdRooms)
-    assert "count" not in gateway.call("kv/range", everything)
-    assert "leases" not in gateway.call("lease/leases", {})
+    assert "count" not in client.call("kv/range", everything)
+    assert "leases" not in client.call("lease/leases", {})
 
 
 def test_etcd_with_passwords_lets_in_who_has_one(locked_etcd_url):

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import edit_weights, make_tiny_model, make_tiny_reward_model
 
 from rallypoint import __version__
-from rallypoint.cluster.fit import num_cores
+from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import RunConfig, expected, leaves, load_config, shipped_recipes, values_of
 
 WIDTH = 80

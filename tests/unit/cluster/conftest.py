@@ -1,4 +1,4 @@
-"""Hosts and answers that a test plays by hand."""
+"""Processes and answers that a test plays by hand."""
 
 from concurrent.futures import Future
 from threading import Timer
@@ -6,15 +6,15 @@ from threading import Timer
 import pytest
 
 from rallypoint.cluster.call import Call
-from rallypoint.cluster.host import HostInfo, Invocation, Pulse
+from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse
 
 
 class FakePending:
     """What one rank will answer, once the test says so."""
 
-    def __init__(self, host, rank, number):
-        self.host, self.handle = host, Future()
-        self.invocation = Invocation(number, host.role, rank, "work", True, step=3)
+    def __init__(self, process, rank, number):
+        self.process, self.handle = process, Future()
+        self.invocation = Invocation(number, process.role, rank, "work", True, step=3)
         self.num_cancels = 0
 
     def future(self):
@@ -27,11 +27,11 @@ class FakePending:
         self.num_cancels += 1
 
 
-class FakeHost:
+class FakeProcess:
     """A process that answers its pulse with what the test has set, or not at all when it is `stopped`."""
 
     def __init__(self, watch, pid, role="actor"):
-        self.info, self.watch = HostInfo("node-a", "A", pid), watch
+        self.info, self.watch = ProcessInfo("node-a", "A", pid), watch
         self.role, self.roles = role, {role: pid % 10}
         self.progress, self.executing, self.stopped = 0, None, False
         self.notes = []
@@ -61,7 +61,7 @@ class FakeHost:
                 one.handle.set_exception(why)
 
     def __repr__(self):
-        return f"host {self.info.pid}"
+        return f"process {self.info.pid}"
 
 
 class Notes:
@@ -79,20 +79,20 @@ class Notes:
 
 
 class Stage:
-    """Makes hosts and calls."""
+    """Makes processes and calls."""
 
     def __init__(self):
         self.watch, self.number = Notes(), 0
 
-    def hosts(self, *pids, role="actor"):
-        return [FakeHost(self.watch, pid, role) for pid in pids]
+    def processes(self, *pids, role="actor"):
+        return [FakeProcess(self.watch, pid, role) for pid in pids]
 
-    def call(self, hosts, *, join=list, deadline_s=None, sources=()):
-        """One call on these hosts, all of which answer."""
+    def call(self, processes, *, join=list, deadline_s=None, sources=()):
+        """One call on these processes, all of which answer."""
         self.number += 1
-        pending = [FakePending(host, rank, self.number) for rank, host in enumerate(hosts)]
-        for host, one in zip(hosts, pending, strict=True):
-            host.owes.append(one)
+        pending = [FakePending(process, rank, self.number) for rank, process in enumerate(processes)]
+        for process, one in zip(processes, pending, strict=True):
+            process.owes.append(one)
         return Call(pending, range(len(pending)), join, deadline_s, sources)
 
 

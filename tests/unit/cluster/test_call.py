@@ -14,7 +14,7 @@ def failed(rank, *, is_consequence=False):
 
 
 def test_the_result_is_joined_in_rank_order_whoever_answers_first(stage):
-    call = stage.call(stage.hosts(1, 2, 3))
+    call = stage.call(stage.processes(1, 2, 3))
     for rank in (2, 0, 1):
         call.pending[rank].handle.set_result(rank)
     assert call.result() == [0, 1, 2]
@@ -30,14 +30,14 @@ def test_results_that_cannot_be_joined_name_the_call(stage):
     def join(results):
         raise TypeError("not these")
 
-    call = stage.call(stage.hosts(1), join=join)
+    call = stage.call(stage.processes(1), join=join)
     call.pending[0].handle.set_result(0)
     with pytest.raises(TypeError, match=r"actor.work: not these"):
         call.result()
 
 
 def test_the_first_rank_that_raises_ends_the_waiting_and_the_others_are_cancelled_and_counted(stage):
-    call = stage.call(stage.hosts(1, 2, 3))
+    call = stage.call(stage.processes(1, 2, 3))
     call.pending[1].handle.set_exception(failed(1))
     with pytest.raises(WorkerError, match=r"actor rank 1 failed in work \(calls of 2 other ranks cancelled\): cause 1"):
         call.result()
@@ -50,7 +50,7 @@ def test_the_first_rank_that_raises_ends_the_waiting_and_the_others_are_cancelle
 
 
 def test_an_awaited_call_fails_in_the_same_way(stage):
-    call = stage.call(stage.hosts(1, 2))
+    call = stage.call(stage.processes(1, 2))
     call.pending[0].handle.set_exception(failed(0))
     with pytest.raises(WorkerError, match="rank 0 failed"):
         asyncio.run(_awaited(call))
@@ -59,7 +59,7 @@ def test_an_awaited_call_fails_in_the_same_way(stage):
 
 @pytest.mark.parametrize("consequence", [failed(0, is_consequence=True), CallCancelledError("actor.work")])
 def test_a_consequence_does_not_hide_its_cause(stage, consequence):
-    call = stage.call(stage.hosts(1, 2))
+    call = stage.call(stage.processes(1, 2))
     call.pending[0].handle.set_exception(consequence)
     threading.Timer(0.05, call.pending[1].handle.set_exception, [failed(1)]).start()
     with pytest.raises(WorkerError, match="rank 1 failed"):
@@ -68,7 +68,7 @@ def test_a_consequence_does_not_hide_its_cause(stage, consequence):
 
 @pytest.mark.parametrize("consequence", [failed(0, is_consequence=True), CallCancelledError("actor.work")])
 def test_where_there_is_nothing_but_consequences_the_first_is_told(stage, consequence):
-    call = stage.call(stage.hosts(1, 2))
+    call = stage.call(stage.processes(1, 2))
     call.pending[0].handle.set_exception(consequence)
     call.pending[1].handle.set_result(None)
     with pytest.raises(type(consequence)):
@@ -77,7 +77,7 @@ def test_where_there_is_nothing_but_consequences_the_first_is_told(stage, conseq
 
 
 def test_a_wait_that_times_out_leaves_the_call_alone(stage):
-    call = stage.call(stage.hosts(1))
+    call = stage.call(stage.processes(1))
     for timeout_s in (0, 0.01):
         with pytest.raises(TimeoutError, match=rf"actor.work has no result after {timeout_s:g} s; it goes on"):
             call.result(timeout_s=timeout_s)
@@ -91,14 +91,14 @@ def test_a_timeout_of_the_worker_is_no_timeout_of_ours(stage):
     class WorkerTimeoutError(WorkerError, TimeoutError):
         """A worker's own."""
 
-    call = stage.call(stage.hosts(1))
+    call = stage.call(stage.processes(1))
     call.pending[0].handle.set_exception(WorkerTimeoutError("actor", 0, "work", "slow", "Traceback"))
     with pytest.raises(WorkerTimeoutError):
         call.result(timeout_s=10)
 
 
 def test_who_is_cancelled_while_waiting_cancels_the_ranks(stage):
-    call = stage.call(stage.hosts(1, 2))
+    call = stage.call(stage.processes(1, 2))
     call.pending[0].handle.set_result(0)
 
     async def scenario():
@@ -110,7 +110,7 @@ def test_who_is_cancelled_while_waiting_cancels_the_ranks(stage):
 
 
 def test_several_wait_for_one_call_and_all_learn_its_end(stage):
-    call = stage.call(stage.hosts(1))
+    call = stage.call(stage.processes(1))
 
     async def scenario():
         waiting = [asyncio.create_task(_awaited(call)) for _ in range(2)]
@@ -123,7 +123,7 @@ def test_several_wait_for_one_call_and_all_learn_its_end(stage):
 
 
 def test_a_call_that_nobody_waits_for_is_not_looked_after(stage):
-    call = stage.call(stage.hosts(1))
+    call = stage.call(stage.processes(1))
     assert stage.watch.calls == []
     reference = call.reference
     assert reference.parts == (call.pending[0].handle,)
@@ -131,7 +131,7 @@ def test_a_call_that_nobody_waits_for_is_not_looked_after(stage):
 
 
 def test_a_reference_knows_all_who_must_work_for_it(stage):
-    first, second = stage.hosts(1, 2)
+    first, second = stage.processes(1, 2)
     chain = stage.call([second], sources=stage.call([first]).reference.makers)
     assert chain.reference.makers == (second, first)
 

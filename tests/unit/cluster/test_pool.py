@@ -117,7 +117,7 @@ def placements(draw):
         nodes = draw(st.permutations("ABCD"))[: len(counts)]
         pool = ResourcePool(counts, name=str(number))
         pools.append(pool)
-        placed[pool] = [dataclasses.replace(one, host=f"{number}/{one.host}") for one in place(pool, nodes)]
+        placed[pool] = [dataclasses.replace(one, process=f"{number}/{one.process}") for one in place(pool, nodes)]
     return pools, placed
 
 
@@ -132,8 +132,8 @@ def test_a_merged_pool_has_every_process_once_and_machines_in_one_piece(drawn):
     pools, placed = drawn
     merged = merge(*pools)
     ranks = merged.ranks(placed)
-    assert sorted(ranks) == sorted(one.host for processes in placed.values() for one in processes)
-    node_of = {one.host: one.node_id for processes in placed.values() for one in processes}
+    assert sorted(ranks) == sorted(one.process for processes in placed.values() for one in processes)
+    node_of = {one.process: one.node_id for processes in placed.values() for one in processes}
     machines = [machine for machine, _ in itertools.groupby(ranks, key=node_of.__getitem__)]
     assert len(machines) == len(set(machines)), "the ranks of a machine are consecutive"
     assert machines[0] == placed[pools[0]][0].node_id, "the machine that is named first comes first"
@@ -148,7 +148,7 @@ def test_the_parts_of_a_split_have_their_sizes_and_together_every_process_once(d
     parts = whole.split(sizes)
     assert [part.num_processes for part in parts] == sizes
     assert [len(part.ranks(placed)) for part in parts] == sizes
-    together = [host for part in parts for host in part.ranks(placed)]
+    together = [process for part in parts for process in part.ranks(placed)]
     assert sorted(together) == sorted(whole.ranks(placed))
     assert sorted(merge(*parts).ranks(placed)) == sorted(together), "split and merged again, nothing is lost"
     if isinstance(whole, ResourcePool):
@@ -160,7 +160,7 @@ def test_a_split_of_a_split_is_a_split(drawn, data):
     pools, placed = drawn
     first = merge(*pools).split(sizes_of(data.draw, sum(pool.num_processes for pool in pools)))
     again = [piece for part in first for piece in part.split(sizes_of(data.draw, part.num_processes))]
-    assert sorted(host for piece in again for host in piece.ranks(placed)) == sorted(merge(*pools).ranks(placed))
+    assert sorted(process for piece in again for process in piece.ranks(placed)) == sorted(merge(*pools).ranks(placed))
 
 
 def test_a_split_of_a_merged_pool_may_cross_the_border_of_two_pools():

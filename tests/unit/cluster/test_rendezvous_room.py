@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rallypoint.cluster.rendezvous import Member, Room
-from rallypoint.cluster.rendezvous.keeper import Keeper
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
+from rallypoint.cluster.rendezvous.memory import Keeper
 from rallypoint.errors import (
     MembershipLostError,
     RankTakenError,

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from rallypoint.cluster.host import HostInfo
+from rallypoint.cluster.process import ProcessInfo
 from rallypoint.cluster.stacks import find_py_spy, stacks_of
 
 CHILD = """
 import ctypes, sys, time
-from rallypoint.cluster.host import open_stacks
+from rallypoint.cluster.stacks import open_stacks
 
 def sleeps():
     print(descriptor, flush=True)
@@ -40,7 +40,7 @@ def children():
             child = running.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             running.callback(child.kill)
             assert child.stdout is not None
-            found[name] = HostInfo("here", "A", child.pid, stacks_fd=int(child.stdout.readline()))
+            found[name] = ProcessInfo("here", "A", child.pid, stacks_fd=int(child.stdout.readline()))
         yield found
 
 
@@ -72,7 +72,7 @@ def test_a_tool_that_fails_and_a_process_that_is_gone_are_said(children):
     text = stacks_of([children["sleeps"]], find=lambda: "false")
     assert "py-spy failed" in text
     assert "in sleeps" in text, "then the process is asked itself"
-    gone = HostInfo("here", "A", 2**22 + 1, stacks_fd=3)
+    gone = ProcessInfo("here", "A", 2**22 + 1, stacks_fd=3)
     assert "cannot be asked for its stacks" in stacks_of([gone], find=lambda: None)
-    assert "cannot write its own stacks" in stacks_of([HostInfo("here", "A", 1)], find=lambda: None)
+    assert "cannot write its own stacks" in stacks_of([ProcessInfo("here", "A", 1)], find=lambda: None)
     assert stacks_of([]) == ""

@@ -76,8 +76,8 @@ def test_numbers_come_back_in_the_order_of_the_batch_whatever_ranks_there_are(tm
         runtime = open_runtime("inline", log_folder=tmp_path)
         try:
             mesh = Mesh(axes)
-            hosts = await runtime.hosts(ResourcePool([mesh.size], name="main"))
-            group = await WorkerGroup.create(Layout("echo", hosts, mesh), Echo)
+            processes = await runtime.processes(ResourcePool([mesh.size], name="main"))
+            group = await WorkerGroup.create(Layout("echo", processes, mesh), Echo)
             return await per_token(group, Echo.tokens, make_batch(LENGTHS), attention_cost=0.01)
         finally:
             await runtime.shutdown()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rallypoint.cluster import Mesh, WorkerContext, merge
-from rallypoint.cluster.host import HostInfo
+from rallypoint.cluster.process import ProcessInfo
 from rallypoint.config import load_config
 from rallypoint.config.plan import weights_way
 from rallypoint.errors import PlacementError
@@ -21,12 +21,12 @@ from rallypoint.roles.publishing import way_between
 class Somewhere:
     """A process of which nothing is asked but where it is."""
 
-    info: HostInfo
+    info: ProcessInfo
 
 
 @pytest.fixture
 def host_on():
-    return lambda node: Somewhere(HostInfo(node, f"id of {node}", 1))
+    return lambda node: Somewhere(ProcessInfo(node, f"id of {node}", 1))
 
 
 def test_a_node_that_sees_the_run_folder_is_content(tmp_path):

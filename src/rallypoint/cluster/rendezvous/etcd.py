@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.parse
 
-from rallypoint.cluster.rendezvous.gateway import Gateway
+from rallypoint.cluster.rendezvous.etcd_client import EtcdClient
 from rallypoint.cluster.rendezvous.protocol import Change
 from rallypoint.cluster.rendezvous.room import Room
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
@@ -51,11 +51,11 @@ class _Found:
 class EtcdRooms:
     """See `Rooms`: a client of the server. Copies in other processes connect when they first use it."""
 
-    def __init__(self, gateway: Gateway, scope: str, lease_s: float, scope_lease: str) -> None:
+    def __init__(self, client: EtcdClient, scope: str, lease_s: float, scope_lease: str) -> None:
         """See `open`, which makes them; `scope_lease` is the id of the driver's lease."""
-        self._gateway, self._scope, self._scope_lease = gateway, scope, scope_lease
+        self._client, self._scope, self._scope_lease = client, scope, scope_lease
         self.lease_s = float(max(_SHORTEST_LEASE_S, math.ceil(lease_s)))  # etcd counts in whole seconds
-        self.towards = gateway.host
+        self.towards = client.host
         self._leases: dict[str, str] = {}
         self._closing: threading.Event | None = None
 
@@ -66,16 +66,16 @@ class EtcdRooms:
         Raises:
             RendezvousUnreachableError: there is no etcd at that address, or it refuses the user.
         """
-        gateway = Gateway(url, user)
-        granted = gateway.call("lease/grant", {"TTL": _SCOPE_LEASE_S})
-        rooms = cls(gateway, scope, lease_s, granted["ID"])
-        gateway.call("kv/put", {"key": rooms._is_open["key"], "lease": granted["ID"]})
+        client = EtcdClient(url, user)
+        granted = client.call("lease/grant", {"TTL": _SCOPE_LEASE_S})
+        rooms = cls(client, scope, lease_s, granted["ID"])
+        client.call("kv/put", {"key": rooms._is_open["key"], "lease": granted["ID"]})
         rooms._closing = threading.Event()
         threading.Thread(target=rooms._keep, args=(rooms._closing,), name="leases", daemon=True).start()
         return rooms
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self._gateway, self._scope, self.lease_s, self._scope_lease))
+        return (type(self), (self._client, self._scope, self.lease_s, self._scope_lease))
 
     def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
         """See `Rooms.transact`; never waits."""
@@ -91,7 +91,7 @@ class EtcdRooms:
                 puts.append({"key": _encode(self._key(name, "news")), "lease": self._scope_lease})
             unchanged = {"key": room_key, "target": "MOD", "mod_revision": found.room_revision}
             request = {"compare": [unchanged], "success": [{"request_put": put} for put in puts]}
-            if self._gateway.call("kv/txn", request).get("succeeded"):
+            if self._client.call("kv/txn", request).get("succeeded"):
                 return after
 
     def wait(self, name: str, news: int, timeout_s: float) -> Room:
@@ -100,7 +100,7 @@ class EtcdRooms:
         lapsed = {**_within(self._key(name, "lease/")), "filters": ["NOPUT"]}
         # Watched from now on and read after that: nothing falls in between. (A watch that starts at an earlier revision
         # would do too, but etcd looks after such ones only ten times a second.)
-        with self._gateway.watching([changed, lapsed]) as await_event:
+        with self._client.watching([changed, lapsed]) as await_event:
             if self._find(name).room.news == news:
                 await_event(timeout_s)
         room = self.transact(name, lambda room: room)
@@ -110,16 +110,16 @@ class EtcdRooms:
     def renew(self, name: str, incarnation: str) -> None:
         """See `Rooms.renew`."""
         if lease := self._leases.get(incarnation):
-            self._gateway.call("lease/keepalive", {"ID": lease})
+            self._client.call("lease/keepalive", {"ID": lease})
             return
-        lease = self._leases[incarnation] = self._gateway.call("lease/grant", {"TTL": int(self.lease_s)})["ID"]
+        lease = self._leases[incarnation] = self._client.call("lease/grant", {"TTL": int(self.lease_s)})["ID"]
         key = _encode(self._key(name, f"lease/{incarnation}"))
-        self._gateway.call("kv/put", {"key": key, "lease": lease})
+        self._client.call("kv/put", {"key": key, "lease": lease})
 
     def release(self, incarnation: str) -> None:
         """See `Rooms.release`."""
         if lease := self._leases.pop(incarnation, None):
-            self._gateway.call("lease/revoke", {"ID": lease})
+            self._client.call("lease/revoke", {"ID": lease})
 
     def close(self) -> None:
         """See `Rooms.close`; it takes the keys of this scope away, and leaves the server to its owner."""
@@ -127,15 +127,15 @@ class EtcdRooms:
             return
         self._closing.set()
         with contextlib.suppress(RendezvousUnreachableError):  # then the leases do the same, a minute later
-            self._gateway.call("kv/deleterange", _within(f"/rallypoint/{self._scope}/"))
-            self._gateway.call("lease/revoke", {"ID": self._scope_lease})
+            self._client.call("kv/deleterange", _within(f"/rallypoint/{self._scope}/"))
+            self._client.call("lease/revoke", {"ID": self._scope_lease})
 
     def _find(self, name: str) -> _Found:
         prefix = self._key(name, "")
         request = {"compare": [self._is_open], "success": [{"request_range": _within(prefix)}]}
-        answer = self._gateway.call("kv/txn", request)
+        answer = self._client.call("kv/txn", request)
         if not answer.get("succeeded"):
-            text = f"etcd at {self._gateway.url} has no scope {self._scope!r} any more: who opened it closed it or died"
+            text = f"etcd at {self._client.url} has no scope {self._scope!r} any more: who opened it closed it or died"
             raise RendezvousUnreachableError(text)
         found = answer["responses"][0]["response_range"].get("kvs", [])
         entries = {base64.b64decode(entry["key"]).decode(): entry for entry in found}
@@ -158,7 +158,7 @@ class EtcdRooms:
         """Renew the driver's lease until closed."""
         while not closing.wait(_SCOPE_LEASE_S / 4):
             try:
-                self._gateway.call("lease/keepalive", {"ID": self._scope_lease})
+                self._client.call("lease/keepalive", {"ID": self._scope_lease})
             except RendezvousUnreachableError as error:
                 _LOG.warning("the lease of scope %r cannot be renewed: %s", self._scope, error)
 

@@ -20,9 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, Self, TypeAlias
 
-from rallypoint.cluster.rendezvous import background
 from rallypoint.cluster.rendezvous.address import own_address
-from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
+from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE, start_thread
 from rallypoint.cluster.rendezvous.room import Member, Room
 from rallypoint.errors import (
     MembershipLostError,
@@ -261,9 +260,7 @@ class _Renewal:
         self._closing = threading.Event()
         weakref.finalize(self, self._closing.set)
         rooms.renew(name, incarnation)
-        background.start(
-            partial(_renew_until, self._closing, rooms, name, incarnation), self._closing, f"lease of {name}"
-        )
+        start_thread(partial(_renew_until, self._closing, rooms, name, incarnation), self._closing, f"lease of {name}")
 
     def close(self) -> bool:
         """Stop renewing; return whether it was this call that did it."""

@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rallypoint.cluster.lane import is_held_by_ray
-from rallypoint.cluster.rendezvous.keeper import Keeper
+from rallypoint.cluster.ray_thread import is_held_by_ray
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
+from rallypoint.cluster.rendezvous.memory import Keeper
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from rallypoint.cluster.rendezvous import background
 from rallypoint.cluster.rendezvous.address import listening_socket
-from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE, Leases
+from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE, Leases, start_thread
 from rallypoint.cluster.rendezvous.protocol import Change
 from rallypoint.cluster.rendezvous.room import Room
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
@@ -56,7 +55,7 @@ class TcpRooms:
         rooms = cls(host.strip("[]"), listening.getsockname()[1], lease_s)
         fd = listening.detach()
         rooms._server = TCPStore(rooms.towards, rooms._port, None, True, _CONNECT_S, False, master_listen_fd=fd)
-        background.start(rooms._keep, rooms._closing, "leases")
+        start_thread(rooms._keep, rooms._closing, "leases")
         return rooms
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -28,11 +28,12 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rallypoint.cluster.call import Watch
-from rallypoint.cluster.host import HostInfo, Invocation, Pulse, WorkerHost, open_stacks
-from rallypoint.cluster.lane import Lane
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import ResourcePool
+from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse, WorkerProcess
+from rallypoint.cluster.ray_thread import RayThread
 from rallypoint.cluster.reference import Fetch, detach
+from rallypoint.cluster.stacks import open_stacks
 from rallypoint.errors import RallyError, RayLostError, WorkerDiedError, WorkerError, WorkerHungError
 
 _LARGE_BYTES = 100_000
@@ -41,8 +42,8 @@ _HEALTH = "health"
 """The concurrency group, a thread of its own in the worker process, that answers while a call is under way."""
 
 
-class RayWorkerHost(WorkerHost):
-    """A `WorkerHost` as a Ray actor."""
+class RayWorkerProcess(WorkerProcess):
+    """A `WorkerProcess` as a Ray actor."""
 
     def __init__(
         self, num_cpus: int, device: str, preload: Sequence[str], environment: Mapping[str, str] | None = None
@@ -54,17 +55,17 @@ class RayWorkerHost(WorkerHost):
         super().__init__(num_cpus, device, preload)
 
     def call_packed(self, invocation: bytes, arguments: tuple[Any, Any] = ((), {}), *values: Any) -> Any:
-        """See `WorkerHost.call`. What is not sent costs nothing: an argument takes Ray over a tenth of a call."""
+        """See `WorkerProcess.call`. What is not sent costs nothing: an argument takes Ray over a tenth of a call."""
         return self.call(Invocation.unpacked(invocation), *arguments, *values)
 
-    def describe(self) -> HostInfo:
+    def describe(self) -> ProcessInfo:
         """Return where this process is, once it is ready for calls."""
         context = ray.get_runtime_context()
         devices = tuple(number for numbers in context.get_accelerator_ids().values() for number in numbers)
-        return HostInfo(platform.node(), context.get_node_id(), os.getpid(), devices, open_stacks())
+        return ProcessInfo(platform.node(), context.get_node_id(), os.getpid(), devices, open_stacks())
 
 
-RayActor: Any = ray.remote(concurrency_groups={_HEALTH: 1}, max_restarts=0)(RayWorkerHost)  # pyright: ignore[reportCallIssue]
+RayActor: Any = ray.remote(concurrency_groups={_HEALTH: 1}, max_restarts=0)(RayWorkerProcess)  # pyright: ignore[reportCallIssue]
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +73,7 @@ class RayPending:
     """See `Pending`."""
 
     invocation: Invocation
-    host: RayHost
+    process: RayProcess
     handle: ray.ObjectRef
     _future: Future[Any] | None = None
 
@@ -84,7 +85,7 @@ class RayPending:
 
     def error(self, raised: BaseException) -> BaseException:
         """See `Pending.error`."""
-        it, where = self.invocation, self.host.info
+        it, where = self.invocation, self.process.info
         cause = raised.cause if isinstance(raised, RayTaskError) else raised
         if isinstance(cause, RallyError):
             return cause
@@ -100,8 +101,8 @@ class RayPending:
     def _death(self, cause: RayError) -> WorkerDiedError | RayLostError:
         """Say who died: the process of this call, one whose result was an argument of it, or what they stand on."""
         it = self.invocation
-        dead = self.host.runtime.host_of(cause.actor_id) if isinstance(cause, RayActorError) else None
-        dead = dead or self.host
+        dead = self.process.runtime.process_of(cause.actor_id) if isinstance(cause, RayActorError) else None
+        dead = dead or self.process
         if dead.hung is not None:
             return copy.copy(dead.hung)
         if not dead.ended and (gone := dead.runtime.node_lost(dead.info, str(cause))) is not None:
@@ -112,51 +113,51 @@ class RayPending:
         else:  # what follows in Ray's text are guesses and advice about Ray's own settings
             detail = " ".join(str(cause).split()).split(" Some common causes include")[0]
         role, rank, during = it.role, it.rank, it.method
-        if dead is not self.host:
+        if dead is not self.process:
             role, rank = next(iter(dead.roles.items()), ("a process without a role,", 0))
             during = f"work that {it} waits for"
         return WorkerDiedError(role, rank, during, detail, step=it.step, node=dead.info.node, pid=dead.info.pid)
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
-        if self.host.runtime.lane.lost is not None:
+        if self.process.runtime.ray_thread.lost is not None:
             return  # it may not come back from there, and nobody is there to be cancelled
-        self.host.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
+        self.process.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
 
 
 class Home(Protocol):
-    """The runtime, as far as its hosts know it."""
+    """The runtime, as far as its processes know it."""
 
     @property
     def watch(self) -> Watch:
-        """Looks after the calls of all hosts."""
+        """Looks after the calls of all processes."""
         ...
 
-    def host_of(self, actor_id: str | None) -> RayHost | None:
-        """Return the host of a Ray actor, if it is one of this runtime."""
+    def process_of(self, actor_id: str | None) -> RayProcess | None:
+        """Return the process of a Ray actor, if it is one of this runtime."""
         ...
 
     @property
-    def lane(self) -> Lane:
+    def ray_thread(self) -> RayThread:
         """Where Ray is asked what may take it long."""
         ...
 
-    def node_lost(self, where: HostInfo, told: str) -> str | None:
+    def node_lost(self, where: ProcessInfo, told: str) -> str | None:
         """Return what a process was lost with, if that is its whole node; `told` is what Ray says about its end."""
         ...
 
-    def released(self, host: RayHost) -> None:
+    def released(self, process: RayProcess) -> None:
         """End a process that has no role any more, and give the place of its pool back if it was the last."""
         ...
 
 
-class RayHost:
+class RayProcess:
     """The driver's end of one Ray actor."""
 
     def __init__(self, runtime: Home, pool: ResourcePool, handle: Any) -> None:
         """Take a Ray actor over; it is ready for calls once `info` is known."""
         self.runtime, self.pool, self.watch, self.handle = runtime, pool, runtime.watch, handle
-        self.info = HostInfo("", "", 0)
+        self.info = ProcessInfo("", "", 0)
         self.roles: dict[str, int] = {}
         self.ended = False
         """By us; whether it lives is another question."""
@@ -164,14 +165,14 @@ class RayHost:
         """Why it was killed."""
 
     def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> RayPending:
-        """See `Host.create`."""
+        """See `Process.create`."""
         self.roles[invocation.role] = invocation.rank
         with _clear_errors(invocation):
             handle = self._send(invocation, lambda: self.handle.create.remote(invocation, kind, mesh, args, kwargs))
         return RayPending(invocation, self, handle)
 
     def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RayPending:
-        """See `Host.call`. References are arguments of their own: Ray waits for those and brings them here."""
+        """See `Process.call`. References are arguments of their own: Ray waits for those and brings them here."""
         args, kwargs, handles = detach(args, kwargs)
         arguments = [(args, kwargs)] if args or kwargs else []
         with _clear_errors(invocation):
@@ -184,26 +185,26 @@ class RayHost:
         return RayPending(invocation, self, handle)
 
     def _send(self, invocation: Invocation, send: Callable[[], ray.ObjectRef]) -> ray.ObjectRef:
-        return self.runtime.lane.ask(f"Ray to take the arguments of {invocation}", send)
+        return self.runtime.ray_thread.ask(f"Ray to take the arguments of {invocation}", send)
 
     def share(self, value: Any) -> Any:
-        """See `Host.share`; what is small travels with the call, which takes Ray less time."""
+        """See `Process.share`; what is small travels with the call, which takes Ray less time."""
         if not _is_large(value):
             return value
         return Fetch(
-            (self.runtime.lane.ask("Ray to take an argument of several ranks", lambda: ray.put(value)),), _only
+            (self.runtime.ray_thread.ask("Ray to take an argument of several ranks", lambda: ray.put(value)),), _only
         )
 
     def pulse(self) -> Future[Pulse]:
-        """See `Host.pulse`."""
+        """See `Process.pulse`."""
         return self.handle.pulse.options(concurrency_group=_HEALTH).remote().future()
 
     def retire(self, invocation: Invocation) -> RayPending:
-        """See `Host.retire`."""
+        """See `Process.retire`."""
         return RayPending(invocation, self, self.handle.retire.remote(invocation))
 
     def release(self, role: str) -> None:
-        """See `Host.release`."""
+        """See `Process.release`."""
         if self.roles.pop(role, None) is not None:
             self.runtime.released(self)
 
@@ -212,18 +213,18 @@ class RayHost:
         if not self.ended:
             self.ended = True
             with contextlib.suppress(RayLostError):  # then it has ended, or ends with this program
-                self.runtime.lane.ask(f"Ray to end process {self.info.pid}", lambda: ray.kill(self.handle))
+                self.runtime.ray_thread.ask(f"Ray to end process {self.info.pid}", lambda: ray.kill(self.handle))
 
     def kill(self, why: WorkerHungError) -> None:
-        """See `Host.kill`."""
+        """See `Process.kill`."""
         self.hung = why
         # A process that is stopped, or whose interpreter is held, does not hear Ray.
         if self.info.node_id == ray.get_runtime_context().get_node_id():
             _kill_process(self.info.pid)
         else:
-            self.runtime.lane.put(lambda: on_node(self.info.node_id, _kill_process).remote(self.info.pid))
+            self.runtime.ray_thread.put(lambda: on_node(self.info.node_id, _kill_process).remote(self.info.pid))
         self.ended = True
-        self.runtime.lane.put(lambda: ray.kill(self.handle))  # whoever finds what hangs must not wait itself
+        self.runtime.ray_thread.put(lambda: ray.kill(self.handle))  # whoever finds what hangs must not wait itself
 
 
 def on_node(node_id: str, work: Callable[..., Any]) -> Any:
@@ -260,3 +261,34 @@ def _is_large(value: Any) -> bool:
 
 def _only(parts: Sequence[Any]) -> Any:
     return parts[0]
+
+
+PREFIXES = (
+    "NCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "HSA_", "RCCL_",
+    "TRITON_", "VLLM_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "KMP_", "RALLYPOINT_",
+)  # fmt: skip
+"""Of the names that go along."""
+
+OF_THE_NODE = frozenset(
+    {
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_HOSTID",
+        "OMP_NUM_THREADS",
+        "RALLYPOINT_CLUSTER",
+        "TORCH_EXTENSIONS_DIR",
+        "VLLM_API_KEY",
+        "VLLM_HOST_IP",
+    }
+)
+"""Names with such a prefix that stay: they say where something is on one machine, or what a process was given there."""
+
+
+def luggage(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go along.
+
+    >>> luggage({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "AWS_SECRET_ACCESS_KEY": "..."})
+    {'NCCL_DEBUG': 'INFO'}
+    """
+    return {name: value for name, value in environment.items() if name.startswith(PREFIXES) and name not in OF_THE_NODE}

@@ -4,12 +4,13 @@ import threading
 
 import pytest
 
-from rallypoint.cluster.lane import Ailment, Lane
+from rallypoint.cluster.ray_daemons import Fault
+from rallypoint.cluster.ray_thread import RayThread
 from rallypoint.errors import RayLostError
 
-STOPPED = Ailment("Ray's raylet (pid 7) is stopped", is_fatal=False, ends_calls=True)
-KILLED = Ailment("Ray's raylet (pid 7) was killed by signal 9", is_fatal=True, ends_calls=True)
-WITHOUT_GCS = Ailment("Ray's GCS (pid 8) was killed by signal 9", is_fatal=False, ends_calls=False)
+STOPPED = Fault("Ray's raylet (pid 7) is stopped", is_fatal=False, ends_calls=True)
+KILLED = Fault("Ray's raylet (pid 7) was killed by signal 9", is_fatal=True, ends_calls=True)
+WITHOUT_GCS = Fault("Ray's GCS (pid 8) was killed by signal 9", is_fatal=False, ends_calls=False)
 
 
 class Clock:
@@ -27,11 +28,11 @@ class Scene:
     """A lane of which a test plays Ray's processes and the clock."""
 
     def __init__(self):
-        self.ailment, self.clock, self.said, self.noted = None, Clock(), [], []
+        self.fault, self.clock, self.said, self.noted = None, Clock(), [], []
         self.answers, self.goes_on = threading.Event(), threading.Event()
-        self.lane = Lane(
+        self.ray_thread = RayThread(
             limit_s=30,
-            ailment=lambda: self.ailment,
+            fault=lambda: self.fault,
             note_busy=self.noted.append,
             say=self.said.append,
             clock=self.clock,
@@ -53,82 +54,82 @@ def scene():
 
 
 def test_an_answer_or_an_error_of_ray_comes_to_who_asked(scene):
-    assert scene.lane.ask("nothing", lambda: 3) == 3
+    assert scene.ray_thread.ask("nothing", lambda: 3) == 3
     with pytest.raises(TypeError, match="no such thing"):
-        scene.lane.ask("an error", lambda: (_ for _ in ()).throw(TypeError("no such thing")))
+        scene.ray_thread.ask("an error", lambda: (_ for _ in ()).throw(TypeError("no such thing")))
     with pytest.raises(TimeoutError, match="of Ray's own"):
-        scene.lane.ask("an error", lambda: (_ for _ in ()).throw(TimeoutError("of Ray's own")))
+        scene.ray_thread.ask("an error", lambda: (_ for _ in ()).throw(TimeoutError("of Ray's own")))
     assert scene.noted == [1, 0, 2, 0, 3, 0], "the reaper sees when something is asked"
 
 
 def test_who_waits_for_a_stopped_process_is_told_of_it_and_let_go_at_the_limit(scene):
-    scene.ailment = STOPPED
+    scene.fault = STOPPED
     with pytest.raises(RayLostError, match=r"raylet \(pid 7\) is stopped; this program has waited 30 s for the store"):
-        scene.lane.ask("the store", scene.wait)
+        scene.ray_thread.ask("the store", scene.wait)
     assert scene.said == [
         f"waiting for the store for {waited} s of 30: Ray's raylet (pid 7) is stopped" for waited in (10, 20)
     ]
     asked_again = []
     with pytest.raises(RayLostError, match="has waited 30 s for the store"):
-        scene.lane.ask("more", lambda: asked_again.append(1))
+        scene.ray_thread.ask("more", lambda: asked_again.append(1))
     assert asked_again == [], "what is lost is asked nothing more"
 
 
 def test_who_waits_for_a_process_that_is_gone_is_let_go_at_once(scene):
-    scene.ailment = KILLED
+    scene.fault = KILLED
     with pytest.raises(RayLostError, match="was killed by signal 9; this program has waited 1 s for the store"):
-        scene.lane.ask("the store", scene.wait)
+        scene.ray_thread.ask("the store", scene.wait)
 
 
 def test_who_waits_is_let_go_when_somebody_else_finds_that_ray_is_lost(scene):
-    lose = threading.Thread(target=lambda: (scene.goes_on.wait(60), scene.lane.lose("Ray was lost elsewhere")))
+    lose = threading.Thread(target=lambda: (scene.goes_on.wait(60), scene.ray_thread.lose("Ray was lost elsewhere")))
     lose.start()
     scene.clock.pace_s = 0.0
     with pytest.raises(RayLostError, match="Ray was lost elsewhere"):
-        scene.lane.ask("the store", scene.wait)
+        scene.ray_thread.ask("the store", scene.wait)
     lose.join()
 
 
 def test_where_nothing_is_wrong_that_can_be_seen_the_wait_is_ten_times_as_long(scene):
     with pytest.raises(RayLostError, match="Ray gives no sign of life; this program has waited 300 s for the store"):
-        scene.lane.ask("the store", scene.wait)
+        scene.ray_thread.ask("the store", scene.wait)
 
 
 def test_time_in_which_this_process_stood_still_does_not_count(scene):
-    scene.ailment, scene.clock.pace_s = STOPPED, 1000.0
+    scene.fault, scene.clock.pace_s = STOPPED, 1000.0
     with pytest.raises(RayLostError, match="waited 30 s"):
-        scene.lane.ask("the store", scene.wait)
+        scene.ray_thread.ask("the store", scene.wait)
     assert scene.clock.now >= 10 * 1000, "an hour between two looks is three seconds of patience"
 
 
 def test_an_error_that_came_of_a_lost_process_names_the_process(scene):
     def fails():
-        scene.ailment = KILLED
+        scene.fault = KILLED
         raise OSError("broken pipe")
 
     with pytest.raises(RayLostError, match="was killed by signal 9; this program waited for the store") as caught:
-        scene.lane.ask("the store", fails)
+        scene.ray_thread.ask("the store", fails)
     assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_without_a_gcs_workers_work_on_and_that_is_said_once(scene):
-    scene.ailment = WITHOUT_GCS
-    assert [scene.lane.look() for _ in range(200)] == [None] * 200
+    scene.fault = WITHOUT_GCS
+    assert [scene.ray_thread.look() for _ in range(200)] == [None] * 200
     assert len(scene.said) == 1
     assert "GCS (pid 8) was killed by signal 9; steps go on, but nothing new can be placed" in scene.said[0]
 
 
 def test_calls_under_way_end_with_a_raylet_that_is_gone_or_stays_stopped(scene):
-    scene.ailment = STOPPED
-    assert [scene.lane.look() for _ in range(29)] == [None] * 29
-    scene.ailment = None
-    assert scene.lane.look() is None, "it was continued"
-    scene.ailment = STOPPED
-    outcomes = [scene.lane.look() for _ in range(31)]
+    scene.fault = STOPPED
+    assert [scene.ray_thread.look() for _ in range(29)] == [None] * 29
+    scene.fault = None
+    assert scene.ray_thread.look() is None, "it was continued"
+    scene.fault = STOPPED
+    outcomes = [scene.ray_thread.look() for _ in range(31)]
     assert outcomes[:29] == [None] * 29
     assert "is stopped, for 30 s" in str(outcomes[-1])
 
 
 def test_a_raylet_that_is_gone_ends_calls_at_once(scene):
-    scene.ailment = KILLED
-    assert "killed by signal 9" in str(scene.lane.look())
+    scene.fault = KILLED
+    assert "killed by signal 9" in str(scene.ray_thread.look())

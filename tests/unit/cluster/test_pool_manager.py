@@ -13,16 +13,16 @@ def test_one_entry_of_the_mapping_moves_a_role(tmp_path):
     colocated = ResourcePoolManager(pools, {"actor": "main", "actor_rollout": "main"})
     split = ResourcePoolManager(pools, {"actor": "main", "actor_rollout": "side"})
 
-    async def hosts(manager):
+    async def processes(manager):
         runtime = InlineRuntime(log_folder=tmp_path)
         await manager.open(runtime)
-        found = [await manager.hosts(runtime, role) for role in ("actor", "actor_rollout")]
+        found = [await manager.processes(runtime, role) for role in ("actor", "actor_rollout")]
         await runtime.shutdown()
         return found
 
-    actor, rollout = asyncio.run(hosts(colocated))
+    actor, rollout = asyncio.run(processes(colocated))
     assert actor == rollout, "the same processes"
-    actor, rollout = asyncio.run(hosts(split))
+    actor, rollout = asyncio.run(processes(split))
     assert (len(actor), len(rollout), set(actor) & set(rollout)) == (2, 2, set())
 
 
@@ -56,7 +56,7 @@ class Full:
         self.asked += [pool.name for pool in pools]
         raise PlacementError("full")
 
-    async def hosts(self, pool):
+    async def processes(self, pool):
         raise AssertionError("nothing is started")
 
     async def shutdown(self):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from rallypoint.cluster import ResourcePool
-from rallypoint.cluster.fit import Node, misfit, table
+from rallypoint.cluster.capacity import Node, misfit, table
 
 GIB = 2**30
 

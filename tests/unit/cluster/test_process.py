@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rallypoint.cluster import Mesh
-from rallypoint.cluster.host import Invocation, Pulse, WorkerHost
+from rallypoint.cluster.process import Invocation, Pulse, WorkerProcess
 from rallypoint.errors import CallCancelledError, PeerFailedError, RewardError, WorkerError
 
 MESH = Mesh({"dp": 2})
@@ -57,23 +57,23 @@ class Worker:
 
 
 @pytest.fixture
-def host():
-    return WorkerHost(num_cpus=1, device="cpu")
+def process():
+    return WorkerProcess(num_cpus=1, device="cpu")
 
 
 class Driver:
     """Calls with rising numbers, as a group does."""
 
-    def __init__(self, host, role="actor"):
-        self.host, self.role, self.number = host, role, 0
-        host.create(self.invocation("__init__"), Worker, MESH, (), {})
+    def __init__(self, process, role="actor"):
+        self.process, self.role, self.number = process, role, 0
+        process.create(self.invocation("__init__"), Worker, MESH, (), {})
 
     def invocation(self, method, answers=True):
         self.number += 1
         return Invocation(self.number, self.role, 1, method, answers, step=7)
 
     def do(self, work, *args):
-        return self.host.call(self.invocation("do"), (work, *args), {})
+        return self.process.call(self.invocation("do"), (work, *args), {})
 
 
 def failure(driver, work, *args):
@@ -82,10 +82,10 @@ def failure(driver, work, *args):
     return pickle.loads(pickle.dumps(caught.value))
 
 
-def test_a_result_that_nobody_wants_stays_where_it_is(host):
-    driver = Driver(host)
-    assert host.call(driver.invocation("do"), (lambda: 3,), {}) == 3
-    assert host.call(driver.invocation("do", answers=False), (lambda: 3,), {}) is None
+def test_a_result_that_nobody_wants_stays_where_it_is(process):
+    driver = Driver(process)
+    assert process.call(driver.invocation("do"), (lambda: 3,), {}) == 3
+    assert process.call(driver.invocation("do", answers=False), (lambda: 3,), {}) is None
 
 
 def test_an_invocation_travels_as_bytes():
@@ -93,11 +93,11 @@ def test_an_invocation_travels_as_bytes():
     assert Invocation.unpacked(it.packed()) == it
 
 
-def test_an_error_names_everything_and_shows_the_frames_of_the_worker_only(host):
+def test_an_error_names_everything_and_shows_the_frames_of_the_worker_only(process):
     def raises():
         raise KeyError("missing")
 
-    error = failure(Driver(host), raises)
+    error = failure(Driver(process), raises)
     assert (error.role, error.rank, error.call, error.step, error.pid) == ("actor", 1, "do", 7, os.getpid())
     assert error.cause == "KeyError: 'missing'"
     assert re.match(
@@ -105,11 +105,11 @@ def test_an_error_names_everything_and_shows_the_frames_of_the_worker_only(host)
         str(error),
     )
     assert "in raises" in error.remote_traceback
-    assert "cluster/host.py" not in error.remote_traceback
+    assert "cluster/process.py" not in error.remote_traceback
 
 
-def test_errors_of_ours_speak_for_themselves_and_a_consequence_is_marked(host):
-    driver = Driver(host)
+def test_errors_of_ours_speak_for_themselves_and_a_consequence_is_marked(process):
+    driver = Driver(process)
 
     def raises(error):
         raise error
@@ -119,16 +119,16 @@ def test_errors_of_ours_speak_for_themselves_and_a_consequence_is_marked(host):
     assert failure(driver, raises, PeerFailedError("rank 0")).is_consequence
 
 
-def test_an_exception_that_cannot_be_pickled_built_or_printed_still_arrives(host):
+def test_an_exception_that_cannot_be_pickled_built_or_printed_still_arrives(process):
     def raises():
         raise OddError(reason="odd")
 
-    error = failure(Driver(host), raises)
+    error = failure(Driver(process), raises)
     assert "OddError" in error.cause
     assert "in raises" in error.remote_traceback
 
 
-def test_notes_and_causes_arrive_too(host):
+def test_notes_and_causes_arrive_too(process):
     def raises():
         try:
             int("first")
@@ -137,28 +137,28 @@ def test_notes_and_causes_arrive_too(host):
             second.add_note("row 3")
             raise second from first
 
-    error = failure(Driver(host), raises)
+    error = failure(Driver(process), raises)
     assert error.cause == "TypeError: second\nrow 3"
     assert "ValueError: invalid literal" in error.remote_traceback
 
 
-def test_a_recursion_without_end_is_an_error_of_readable_size(host):
+def test_a_recursion_without_end_is_an_error_of_readable_size(process):
     def one(depth):
         return other(depth + 1)
 
     def other(depth):
         return one(depth + 1)
 
-    error = failure(Driver(host), one, 0)
+    error = failure(Driver(process), one, 0)
     assert error.cause.startswith("RecursionError: maximum recursion depth exceeded")
     assert len(error.remote_traceback) < 25_000
 
 
-def test_of_an_endless_message_the_middle_is_left_out(host):
+def test_of_an_endless_message_the_middle_is_left_out(process):
     def raises():
         raise ValueError("begin " + "x" * 10_000_000 + " end")
 
-    error = failure(Driver(host), raises)
+    error = failure(Driver(process), raises)
     assert error.cause.startswith("ValueError: begin xxx")
     assert error.cause.endswith("xxx end")
     assert re.search(r"\n\.\.\. \d+ characters left out \.\.\.\n", error.cause)
@@ -166,117 +166,117 @@ def test_of_an_endless_message_the_middle_is_left_out(host):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, BaseException])
-def test_other_things_that_are_raised_are_errors_as_well(host, kind):
+def test_other_things_that_are_raised_are_errors_as_well(process, kind):
     def raises():
         raise kind("now")
 
-    assert failure(Driver(host), raises).cause == f"{kind.__name__}: now"
+    assert failure(Driver(process), raises).cause == f"{kind.__name__}: now"
 
 
-def test_asking_for_the_end_of_the_process_is_left_to_who_runs_it(host):
-    driver = Driver(host)
+def test_asking_for_the_end_of_the_process_is_left_to_who_runs_it(process):
+    driver = Driver(process)
     with pytest.raises(SystemExit):
         driver.do(sys.exit, 3)
-    assert host.pulse().call is None
+    assert process.pulse().call is None
 
 
-def test_a_constructor_that_fails_leaves_no_worker(host):
-    driver = Driver(host)
+def test_a_constructor_that_fails_leaves_no_worker(process):
+    driver = Driver(process)
     with pytest.raises(WorkerError, match=r"critic rank 0 .* failed in __init__: ValueError: not made"):
-        host.create(Invocation(100, "critic", 0, "__init__", False), Worker, MESH, (), {"fail": True})
+        process.create(Invocation(100, "critic", 0, "__init__", False), Worker, MESH, (), {"fail": True})
     with pytest.raises(WorkerError, match="there is no critic here any more"):
-        host.call(Invocation(101, "critic", 0, "do", True), (print,), {})
+        process.call(Invocation(101, "critic", 0, "do", True), (print,), {})
     assert driver.do(lambda: 1) == 1
 
 
-def test_roles_named_alike_in_part_keep_apart(host):
-    actor, rollout = Driver(host, "actor"), Driver(host, "actor_rollout")
+def test_roles_named_alike_in_part_keep_apart(process):
+    actor, rollout = Driver(process, "actor"), Driver(process, "actor_rollout")
     workers = {}
     for driver in (actor, rollout):
         driver.number += 1000 * (driver is rollout)
-        workers[driver.role] = host._workers[driver.role]
+        workers[driver.role] = process._workers[driver.role]
     shared = workers["actor"].context.shared
     assert shared == {"actor/name": "actor", "actor_rollout/name": "actor_rollout"}
-    host.retire(actor.invocation("__exit__"))
+    process.retire(actor.invocation("__exit__"))
     assert shared == {"actor_rollout/name": "actor_rollout"}
     assert (workers["actor"].closed, workers["actor_rollout"].closed) == (1, 0)
     assert rollout.do(lambda: "there") == "there"
     assert "no actor here any more: its group was shut down" in failure(actor, print).cause
-    host.retire(actor.invocation("__exit__"))
+    process.retire(actor.invocation("__exit__"))
     assert workers["actor"].closed == 1, "once"
 
 
-def test_pulse_tells_what_is_executed_and_whether_it_gets_on(host):
-    driver = Driver(host)
+def test_pulse_tells_what_is_executed_and_whether_it_gets_on(process):
+    driver = Driver(process)
     seen = []
-    before = host.pulse().progress
-    driver.do(lambda: seen.append(host.pulse()))
-    driver.host.call(driver.invocation("ticks"), (5,), {})
+    before = process.pulse().progress
+    driver.do(lambda: seen.append(process.pulse()))
+    driver.process.call(driver.invocation("ticks"), (5,), {})
     assert seen == [Pulse(before + 1, Invocation(2, "actor", 1, "do", True, 7))]
-    assert host.pulse() == Pulse(before + 2 + 7, None)
+    assert process.pulse() == Pulse(before + 2 + 7, None)
 
 
-def test_what_a_worker_says_is_told_once_with_its_name_and_of_too_much_the_newest(host):
-    driver = Driver(host)
-    worker = host._workers[driver.role]
+def test_what_a_worker_says_is_told_once_with_its_name_and_of_too_much_the_newest(process):
+    driver = Driver(process)
+    worker = process._workers[driver.role]
     worker.context.say("waiting for a server")
-    assert host.pulse().notes == ("actor rank 1: waiting for a server",)
-    assert host.pulse().notes == ()
+    assert process.pulse().notes == ("actor rank 1: waiting for a server",)
+    assert process.pulse().notes == ()
     for number in range(1000):
         worker.context.say(str(number))
-    notes = host.pulse().notes
+    notes = process.pulse().notes
     assert len(notes) < 1000
     assert notes[-1] == "actor rank 1: 999"
 
 
-def interrupted(host, driver):
+def interrupted(process, driver):
     """Interrupt a call that spins; return what it raised."""
-    worker, raised = host._workers[driver.role], []
+    worker, raised = process._workers[driver.role], []
     it = driver.invocation("spin")
 
     def run():
         try:
-            host.call(it, (), {})
+            process.call(it, (), {})
         except CallCancelledError as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     worker.started.wait(10)
-    host.interrupt(it.number)
+    process.interrupt(it.number)
     thread.join(10)
     return raised
 
 
-def test_a_loop_in_python_stops_soon_after_it_was_interrupted(host):
-    driver = Driver(host)
-    (error,) = interrupted(host, driver)
+def test_a_loop_in_python_stops_soon_after_it_was_interrupted(process):
+    driver = Driver(process)
+    (error,) = interrupted(process, driver)
     assert str(error) == "actor.spin"
-    assert host.pulse().call is None
+    assert process.pulse().call is None
     assert driver.do(lambda: "next") == "next"
 
 
-def test_a_call_that_was_cancelled_before_it_began_never_does(host):
-    driver = Driver(host)
+def test_a_call_that_was_cancelled_before_it_began_never_does(process):
+    driver = Driver(process)
     done = []
     it = driver.invocation("do")
-    host.interrupt(it.number)
+    process.interrupt(it.number)
     with pytest.raises(CallCancelledError):
-        host.call(it, (done.append, 1), {})
+        process.call(it, (done.append, 1), {})
     assert done == []
     driver.do(done.append, 2)
     assert done == [2]
 
 
-def test_an_interruption_never_hits_the_next_call(host):
+def test_an_interruption_never_hits_the_next_call(process):
     """Interrupt many calls just when they end: each is either whole or cancelled, and what follows is untouched."""
-    driver = Driver(host)
+    driver = Driver(process)
     numbers, stop = [], threading.Event()
 
     def interrupt():
         while not stop.is_set():
             if numbers:
-                host.interrupt(numbers[-1])
+                process.interrupt(numbers[-1])
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -285,7 +285,7 @@ def test_an_interruption_never_hits_the_next_call(host):
             it = driver.invocation("do")
             numbers.append(it.number)
             with contextlib.suppress(CallCancelledError):
-                assert host.call(it, (lambda: 1,), {}) == 1
+                assert process.call(it, (lambda: 1,), {}) == 1
             numbers.append(0)
             assert driver.do(lambda: sum(range(100))) == 4950
     finally:

@@ -32,13 +32,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rallypoint.cluster.call import Host
-from rallypoint.cluster.fit import Node, advice, amounts_text, misfit, table
-from rallypoint.cluster.host import HostInfo
+from rallypoint.cluster.call import Process
+from rallypoint.cluster.capacity import Node, advice, amounts_text, misfit, table
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
-from rallypoint.cluster.ray_host import RayActor, RayHost, on_node
+from rallypoint.cluster.process import ProcessInfo
+from rallypoint.cluster.ray_process import RayActor, RayProcess, luggage, on_node
 from rallypoint.cluster.stacks import stacks_of
-from rallypoint.cluster.visit import luggage
 from rallypoint.cluster.watch import Vigil, Watchdog
 from rallypoint.errors import PlacementError, RayLostError
 
@@ -79,19 +78,19 @@ class RayRuntime:
         self._luggage = {} if cluster.is_local else luggage(os.environ)
         self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
-        self._pools: dict[ResourcePool, asyncio.Task[list[RayHost]]] = {}
-        self.lane = cluster.lane
-        """See `Home.lane`."""
+        self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
+        self.ray_thread = cluster.ray_thread
+        """See `Home.ray_thread`."""
         vigil = Vigil(
-            hosts=self._all,
+            processes=self._all,
             silence_s=silence_s,
             save_stacks=self._save_stacks,
             folder=log_folder,
-            ground=self.lane.look,
+            ground=self.ray_thread.look,
             say=say,
         )
         self.watch = Watchdog(vigil)
-        """Looks after the calls of all hosts."""
+        """Looks after the calls of all processes."""
 
     @property
     def head(self) -> str | None:
@@ -105,21 +104,21 @@ class RayRuntime:
         if problem:
             raise PlacementError(f"{problem}\n{advice(pools, nodes, is_local=self._cluster.is_local)}")
 
-    async def hosts(self, pool: Pool) -> Sequence[Host]:
-        """See `Runtime.hosts`."""
+    async def processes(self, pool: Pool) -> Sequence[Process]:
+        """See `Runtime.processes`."""
         for source in pool.sources:
             starting = self._pools.get(source)
             running = _started(starting) or []
-            if starting is None or (starting.done() and (not running or any(host.ended for host in running))):
+            if starting is None or (starting.done() and (not running or any(process.ended for process in running))):
                 self._pools[source] = asyncio.create_task(self._start(source, running))
         started = {source: await asyncio.shield(self._pools[source]) for source in pool.sources}
         placed = {
-            source: [Placed(host, host.info.node_id, host.info.devices) for host in hosts]
-            for source, hosts in started.items()
+            source: [Placed(process, process.info.node_id, process.info.devices) for process in processes]
+            for source, processes in started.items()
         }
         return pool.ranks(placed)
 
-    async def _start(self, pool: ResourcePool, running: Sequence[RayHost]) -> list[RayHost]:
+    async def _start(self, pool: ResourcePool, running: Sequence[RayProcess]) -> list[RayProcess]:
         """Reserve the nodes of a pool, and start the processes that are not running; all or none."""
         with contextlib.ExitStack() as unless_all_goes_well:
             if pool not in self._groups:
@@ -132,23 +131,23 @@ class RayRuntime:
                 )
                 unless_all_goes_well.callback(self._give_back, pool)
             nodes = [node for node, count in enumerate(pool.processes_per_node) for _ in range(count)]
-            hosts = await self._asked(
+            processes = await self._asked(
                 f"Ray to take note of the processes of pool {pool.name!r}",
                 lambda: [
-                    self._host(pool, node) if before is None or before.ended else before
+                    self._process(pool, node) if before is None or before.ended else before
                     for node, before in itertools.zip_longest(nodes, running)
                 ],
             )
-            new = [host for host in hosts if host not in running]
-            for host in new:
-                unless_all_goes_well.callback(host.end)
+            new = [process for process in processes if process not in running]
+            for process in new:
+                unless_all_goes_well.callback(process.end)
             await self._describe(pool, new)
             unless_all_goes_well.pop_all()
-        return hosts
+        return processes
 
-    async def _describe(self, pool: ResourcePool, hosts: Sequence[RayHost]) -> None:
+    async def _describe(self, pool: ResourcePool, processes: Sequence[RayProcess]) -> None:
         """Wait, with a voice, until processes have a place and have said where they are."""
-        asked = {asyncio.wrap_future(host.handle.describe.remote().future()): host for host in hosts}
+        asked = {asyncio.wrap_future(process.handle.describe.remote().future()): process for process in processes}
         for answer in asked:
             answer.add_done_callback(_take_note)
         since = spoken = time.monotonic()
@@ -163,15 +162,15 @@ class RayRuntime:
             spoken = time.monotonic()
             group = self._groups[pool]
             missing = await self._asked("Ray to say what is free", lambda group=group: _missing(pool, group))
-            missing = missing or f"{len(pending)} of {len(hosts)} processes to start"
+            missing = missing or f"{len(pending)} of {len(processes)} processes to start"
             state = f"pool {pool.name!r} has waited {spoken - since:.0f} s for {missing}"
             if spoken - since >= self._timeout_s:
                 raise PlacementError(f"{state}\ngave up after cluster.placement_timeout_s={self._timeout_s:g}")
             self._say(state)
-        for answer, host in asked.items():
-            host.info = answer.result()
+        for answer, process in asked.items():
+            process.info = answer.result()
 
-    def _host(self, pool: ResourcePool, node: int) -> RayHost:
+    def _process(self, pool: ResourcePool, node: int) -> RayProcess:
         """Start a process in a pool's place on one of its nodes."""
         takes = pool.bundle
         actor = RayActor.options(
@@ -182,75 +181,77 @@ class RayRuntime:
             resources=takes,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=node),
         ).remote(pool.num_threads, pool.device, self._preload, self._luggage)
-        return RayHost(self, pool, actor)
+        return RayProcess(self, pool, actor)
 
-    def host_of(self, actor_id: str | None) -> RayHost | None:
-        """Return the host of a Ray actor, if it is one of this runtime."""
+    def process_of(self, actor_id: str | None) -> RayProcess | None:
+        """Return the process of a Ray actor, if it is one of this runtime."""
         for starting in list(self._pools.values()):
-            for host in _started(starting) or ():
-                if host.handle._actor_id.hex() == actor_id:
-                    return host
+            for process in _started(starting) or ():
+                if process.handle._actor_id.hex() == actor_id:
+                    return process
         return None
 
-    def released(self, host: RayHost) -> None:
+    def released(self, process: RayProcess) -> None:
         """End a process that has no role any more, and give the place of its pool back if it was the last."""
-        if not host.roles:
-            host.end()
-        hosts = _started(self._pools.get(host.pool))
-        if hosts is not None and not any(one.roles for one in hosts):
-            for one in hosts:
+        if not process.roles:
+            process.end()
+        processes = _started(self._pools.get(process.pool))
+        if processes is not None and not any(one.roles for one in processes):
+            for one in processes:
                 one.end()
-            del self._pools[host.pool]
-            self._give_back(host.pool)
+            del self._pools[process.pool]
+            self._give_back(process.pool)
 
     def _give_back(self, pool: ResourcePool) -> None:
         if pool in self._groups:
             group = self._groups.pop(pool)
             with contextlib.suppress(RayLostError):  # the place went with Ray
-                self.lane.ask(f"Ray to take pool {pool.name!r} back", lambda: remove_placement_group(group))
+                self.ray_thread.ask(f"Ray to take pool {pool.name!r} back", lambda: remove_placement_group(group))
 
-    def _all(self) -> list[RayHost]:
+    def _all(self) -> list[RayProcess]:
         """Return the processes that we have not ended."""
-        return [host for pool in list(self._pools.values()) for host in _started(pool) or () if not host.ended]
+        return [process for pool in list(self._pools.values()) for process in _started(pool) or () if not process.ended]
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
         await asyncio.to_thread(self.watch.stop)
-        if (found := self._cluster.processes.ailment()) is not None:
-            self.lane.lose(found.what)
+        if (found := self._cluster.daemons.fault()) is not None:
+            self.ray_thread.lose(found.what)
         starting = [pool for pool in self._pools.values() if not pool.done()]
         for pool in starting:
             pool.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
-        for host in self._all():
-            host.ended = True
-            self.lane.put(partial(ray.kill, host.handle))  # whether it is done is seen by the time that leaving takes
+        for process in self._all():
+            process.ended = True
+            self.ray_thread.put(
+                partial(ray.kill, process.handle)
+            )  # whether it is done is seen by the time that leaving takes
         for group in self._groups.values():
-            self.lane.put(partial(remove_placement_group, group))
+            self.ray_thread.put(partial(remove_placement_group, group))
         self._pools.clear()
         self._groups.clear()
         await asyncio.to_thread(self._cluster.shutdown)
 
     async def _asked(self, what: str, question: Callable[[], AnswerT]) -> AnswerT:
-        return await asyncio.to_thread(self.lane.ask, what, question)
+        return await asyncio.to_thread(self.ray_thread.ask, what, question)
 
-    def node_lost(self, where: HostInfo, told: str) -> str | None:
+    def node_lost(self, where: ProcessInfo, told: str) -> str | None:
         """See `Home.node_lost`."""
-        found = self._cluster.processes.ailment()
+        found = self._cluster.daemons.fault()
         if not (found is not None and found.ends_calls) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
             return None
         if self._cluster.is_local or (found is not None and where.node_id == self._here):
-            return self._cluster.processes.why_workers_ended()
+            return self._cluster.daemons.why_workers_ended()
         reason = " ".join(told.split()).rpartition("is dead because ")[2]
         return f"Ray has lost node {where.node} of the cluster: {reason}"
 
-    def _save_stacks(self, hosts: Sequence[Host], file: Path) -> str:
+    def _save_stacks(self, processes: Sequence[Process], file: Path) -> str:
         """Ask every node for the stacks of its processes."""
-        by_node: defaultdict[str, list[HostInfo]] = defaultdict(list)
-        for host in hosts:
-            by_node[host.info.node_id].append(host.info)
+        by_node: defaultdict[str, list[ProcessInfo]] = defaultdict(list)
+        for process in processes:
+            by_node[process.info.node_id].append(process.info)
         there = [node for node in by_node if node != self._here]
-        asked = self.lane.put(lambda: [on_node(node, stacks_of).remote(by_node[node]).future() for node in there])
+        asked = self.ray_thread.put(lambda: [on_node(node, stacks_of).remote(by_node[node]).future() for node in there])
         texts = [stacks_of(by_node[self._here])] if self._here in by_node else []
         until = time.monotonic() + _STACKS_TIMEOUT_S
         for place, node in enumerate(there):
@@ -260,17 +261,17 @@ class RayRuntime:
             except (RayError, TimeoutError) as error:
                 texts.append(f"=== node {node}: no stacks: {error or f'no answer in {_STACKS_TIMEOUT_S:g} s'}")
         file.write_text("\n".join(texts))
-        return f"the stacks of all {len(hosts)} processes are in {file}"
+        return f"the stacks of all {len(processes)} processes are in {file}"
 
 
-def _started(pool: asyncio.Task[list[RayHost]] | None) -> list[RayHost] | None:
+def _started(pool: asyncio.Task[list[RayProcess]] | None) -> list[RayProcess] | None:
     """Return the processes of a pool; None when it is not there, or not yet."""
     if pool is None or not pool.done() or pool.cancelled() or pool.exception() is not None:
         return None
     return pool.result()
 
 
-def _take_note(answer: asyncio.Future[HostInfo]) -> None:
+def _take_note(answer: asyncio.Future[ProcessInfo]) -> None:
     """Look at an error, so that asyncio does not complain about one that came after the first."""
     if not answer.cancelled():
         answer.exception()

@@ -1,6 +1,6 @@
 """One process of a pool, and the workers that live in it.
 
-Colocated roles are workers of one host: they take turns on its cores, and may share objects by name
+Colocated roles are workers of one process: they take turns on its cores, and may share objects by name
 (`WorkerContext.shared`), which is how a rollout worker samples from the very weights that the actor
 trains.
 
@@ -13,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import faulthandler
 import importlib
 import os
 import platform
-import signal
 import threading
 import traceback
 from collections import deque
@@ -74,7 +72,7 @@ class WorkerContext:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HostInfo:
+class ProcessInfo:
     """Where a process is."""
 
     node: str
@@ -129,7 +127,7 @@ class Pulse:
     """What its workers have said since it was last asked."""
 
 
-class WorkerHost:
+class WorkerProcess:
     """Holds the workers of one process by role and calls their methods."""
 
     def __init__(self, num_cpus: int, device: str, preload: Sequence[str] = ()) -> None:
@@ -242,18 +240,6 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Have a thread raise at its next line of Python; None takes that back."""
     what = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
-
-
-def open_stacks() -> int:
-    """Make SIGUSR1 write the stacks of all threads of this process, and return the descriptor they go to.
-
-    It works while the interpreter is held by a call that never returns. The memory file leaves nothing behind.
-    """
-    if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
-        return -1
-    descriptor = os.memfd_create("stacks")
-    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
-    return descriptor
 
 
 def _report(invocation: Invocation, error: BaseException) -> WorkerError:

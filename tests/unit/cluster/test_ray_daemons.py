@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.cluster.ray_processes import RayProcesses
+from rallypoint.cluster.ray_daemons import RayDaemons
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
@@ -35,24 +35,24 @@ def settled(process, how):
 
 
 def test_what_was_killed_or_stopped_is_named_and_what_runs_is_not(ray):
-    processes = RayProcesses(ray.node, ray.logs)
-    assert processes.ailment() is None
+    processes = RayDaemons(ray.node, ray.logs)
+    assert processes.fault() is None
     settled(ray.gcs, signal.SIGSTOP)
-    found = processes.ailment()
+    found = processes.fault()
     assert (str(found), found.is_fatal, found.ends_calls) == (
         f"Ray's GCS (pid {ray.gcs.pid}) is stopped",
         False,
         False,
     )
     settled(ray.raylet, signal.SIGSTOP)
-    found = processes.ailment()
+    found = processes.fault()
     assert (str(found), found.is_fatal, found.ends_calls) == (
         f"Ray's raylet (pid {ray.raylet.pid}) is stopped",
         False,
         True,
     )
     settled(ray.raylet, signal.SIGKILL)
-    found = processes.ailment()
+    found = processes.fault()
     assert (str(found), found.is_fatal) == (f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 9", True)
     assert processes.why_workers_ended() == str(found)
 
@@ -60,10 +60,10 @@ def test_what_was_killed_or_stopped_is_named_and_what_runs_is_not(ray):
 def test_a_raylet_that_ends_because_of_an_agent_names_it_even_before_it_has_ended(ray):
     reason = "dashboard_agent failed and raylet fate-shares with it."
     (ray.logs / "raylet.out").write_text(f'[info] node death\nreason_message: "{reason}"\n[info] bye\n')
-    processes = RayProcesses(ray.node, ray.logs)
+    processes = RayDaemons(ray.node, ray.logs)
     assert processes.why_workers_ended() == f"Ray's raylet is ending: {reason}"
     settled(ray.raylet, signal.SIGTERM)
-    assert str(processes.ailment()) == f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 15: {reason}"
+    assert str(processes.fault()) == f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 15: {reason}"
 
 
 def test_of_a_cluster_that_was_joined_the_raylet_of_this_machine_is_found_by_its_socket(ray):
@@ -71,7 +71,7 @@ def test_of_a_cluster_that_was_joined_the_raylet_of_this_machine_is_found_by_its
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(ray.node.raylet_socket_name)
         server.listen()
-        processes = RayProcesses(ray.node, None)
+        processes = RayDaemons(ray.node, None)
     assert [(one.name, one.pid) for one in processes._processes] == [("raylet", os.getpid())]
-    assert processes.ailment() is None
-    assert RayProcesses(SimpleNamespace(all_processes={}, raylet_socket_name="/nowhere"), None).ailment() is None
+    assert processes.fault() is None
+    assert RayDaemons(SimpleNamespace(all_processes={}, raylet_socket_name="/nowhere"), None).fault() is None

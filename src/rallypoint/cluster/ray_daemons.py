@@ -20,10 +20,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rallypoint.cluster.lane import Ailment
-
 _REASON = re.compile(r'reason_message: "([^"]+)"')
 _LOG_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one of Ray's own processes."""
+
+    what: str
+    """As in "Ray's raylet (pid 12) was killed by signal 9"."""
+    is_fatal: bool
+    """Whether nothing can go on. A process that is stopped may still be continued."""
+    ends_calls: bool
+    """Whether workers need it for their calls; without a GCS those who are there work on."""
+
+    def __str__(self) -> str:
+        return self.what
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class _Process:
     started: subprocess.Popen[Any] | None
     """If it is a child of this process."""
 
-    def ailment(self) -> str | None:
+    def fault(self) -> str | None:
         """Return what is wrong with it; one that a debugger looks at is not stopped."""
         code = None if self.started is None else self.started.poll()
         state = _state(self.pid)
@@ -45,21 +58,21 @@ class _Process:
         return "is stopped" if state == "T" else None
 
 
-class RayProcesses:
+class RayDaemons:
     """Those of the cluster that this process has just started, or joined."""
 
     def __init__(self, node: Any, logs: Path | None) -> None:
         """Take note of them; `node` is Ray's own account, and `logs` has the logs of a cluster of our own."""
         self._logs, self._processes = logs, tuple(_find(node))
 
-    def ailment(self) -> Ailment | None:
+    def fault(self) -> Fault | None:
         """Return what is wrong with one of them; that of the raylet first, because workers end with it."""
         for one in self._processes:
-            if (how := one.ailment()) is not None:
+            if (how := one.fault()) is not None:
                 is_gone = how != "is stopped"
                 reason = self._reason() if one.is_raylet and is_gone else ""
                 what = f"Ray's {one.name} (pid {one.pid}) {how}{reason}"
-                return Ailment(what, is_fatal=one.is_raylet and is_gone, ends_calls=one.is_raylet)
+                return Fault(what, is_fatal=one.is_raylet and is_gone, ends_calls=one.is_raylet)
         return None
 
     def wait_for_raylet(self) -> None:
@@ -77,7 +90,7 @@ class RayProcesses:
 
     def why_workers_ended(self) -> str:
         """Return why all workers of this machine ended at once, as far as is known."""
-        found = self.ailment()
+        found = self.fault()
         return found.what if found is not None and found.ends_calls else f"Ray's raylet is ending{self._reason()}"
 
     def _reason(self) -> str:

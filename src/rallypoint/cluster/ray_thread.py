@@ -12,7 +12,6 @@ the limit, and then nothing is asked any more.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from rallypoint.cluster.ray_daemons import Fault
 from rallypoint.errors import RayLostError
 
 AnswerT = TypeVar("AnswerT")
@@ -38,21 +38,6 @@ def is_held_by_ray() -> bool:
     return _ABANDONED.is_set()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ailment:
-    """What is wrong with one of Ray's own processes."""
-
-    what: str
-    """As in "Ray's raylet (pid 12) was killed by signal 9"."""
-    is_fatal: bool
-    """Whether nothing can go on. A process that is stopped may still be continued."""
-    ends_calls: bool
-    """Whether workers need it for their calls; without a GCS those who are there work on."""
-
-    def __str__(self) -> str:
-        return self.what
-
-
 class Patience:
     """How long something has been waited for; time in which this process itself stood still does not count."""
 
@@ -69,14 +54,14 @@ class Patience:
         return self.waited_s
 
 
-class Lane:
+class RayThread:
     """The thread, and the ways to ask."""
 
     def __init__(
         self,
         *,
         limit_s: float,
-        ailment: Callable[[], Ailment | None] = lambda: None,
+        fault: Callable[[], Fault | None] = lambda: None,
         note_busy: Callable[[int], None] | None = None,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
@@ -86,13 +71,13 @@ class Lane:
 
         Args:
             limit_s: how long an answer may take where something is wrong; ten times as long where nothing is seen.
-            ailment: looks at Ray's processes; None when nothing is wrong, as far as can be seen.
+            fault: looks at Ray's processes; None when nothing is wrong, as far as can be seen.
             note_busy: called with a number when a question begins, and with 0 when it is over.
             say: called, from any thread, with one line about what is waited for.
             clock: seconds that never go back.
             look_s: how often those who wait look at the clock and at Ray's processes.
         """
-        self._limit_s, self._ailment, self._say = limit_s, ailment, say
+        self._limit_s, self._ailment, self._say = limit_s, fault, say
         self._note_busy, self._clock, self._look_s = note_busy or _note_nothing, clock, look_s
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ _UNAUTHENTICATED = 16
 """gRPC's code for a token that is missing or has lapsed."""
 
 
-class Gateway:
+class EtcdClient:
     """A client of one server; a copy in another process connects by itself. Safe for threads."""
 
     def __init__(self, url: str, user: str | None = None) -> None:

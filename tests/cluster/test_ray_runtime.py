@@ -59,19 +59,19 @@ async def life_of_a_runtime(logs, folder):
         with pytest.raises(
             PlacementError, match=r"pool 'huge' cannot fit on this cluster:\n(.*\n)* .*999 CPU .*too little"
         ):
-            await runtime.hosts(ResourcePool([999], name="huge"))
+            await runtime.processes(ResourcePool([999], name="huge"))
         with pytest.raises(PlacementError, match=r"not all of them at the same time:\npool 'one':\n"):
             await runtime.reserve([ResourcePool([CORES], name="one"), ResourcePool([1], name="other")])
 
         full = await WorkerGroup.create(
-            Layout("full", await runtime.hosts(ResourcePool([CORES], name="full"))), Worker, folder
+            Layout("full", await runtime.processes(ResourcePool([CORES], name="full"))), Worker, folder
         )
         pids = await full.call(Worker.pid)
         await full.shutdown()
         assert sorted(path.name for path in folder.iterdir()) == [f"closed-{rank}" for rank in range(CORES)]
         assert alive(pids) == [], "a group leaves no process, whatever else goes on"
 
-        second = await WorkerGroup.create(Layout("second", await runtime.hosts(ResourcePool([CORES]))), Worker)
+        second = await WorkerGroup.create(Layout("second", await runtime.processes(ResourcePool([CORES]))), Worker)
         pids += await second.call(Worker.pid)
         assert named_actors() == []
         busy = asyncio.ensure_future(second.call(Worker.sleep, 60))
@@ -99,7 +99,7 @@ def test_pools_come_and_go_and_nothing_is_left(tmp_path):
 def test_inline_runtimes_leave_no_thread(tmp_path):
     async def scenario():
         runtime = open_runtime("inline", log_folder=tmp_path)
-        group = await WorkerGroup.create(Layout("group", await runtime.hosts(ResourcePool([3]))), Worker)
+        group = await WorkerGroup.create(Layout("group", await runtime.processes(ResourcePool([3]))), Worker)
         busy = asyncio.ensure_future(group.call(Worker.sleep, 0.3))
         await asyncio.sleep(0.05)
         await runtime.shutdown()
