@@ -30,7 +30,7 @@ BROAD: dict[str, str] = {
     "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
     "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
-    "generation/doors.py:_error_of": "whatever a step raises, requests wait for what is done about it",
+    "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",

@@ -1,8 +1,9 @@
-"""One rank of sampling: a protocol for engines, two of them, and the doors through which they are used."""
+"""One rank of sampling: a protocol for engines, the engines, and what runs them. Must not know what samples are for."""
 
-from rallypoint.generation.doors import EngineThread, generate, stream
+from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
+from rallypoint.generation.offline import generate, stream
 from rallypoint.generation.protocol import FinishReason, GenerationEngine, Output, Request, SamplingParams
 from rallypoint.generation.randomness import rollout_keys, uniform
 from rallypoint.generation.sampler import Draws, Rules, penalise, sample

@@ -1,4 +1,4 @@
-"""The ways to ask an engine, whichever it is: a batch, a stream, and a thread that many ask at once."""
+"""An engine in a thread of its own, asked by many threads at once, whichever engine it is."""
 
 import copy
 import dataclasses
@@ -9,30 +9,10 @@ import weakref
 import pytest
 import torch
 
-from rallypoint.errors import GenerationError, RequestError, WeightsMismatchError
-from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, generate, stream
+from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, stream
 
 LENGTHS = [3, 9, 1, 17]
-
-
-def test_no_door_waits_for_an_engine_that_sleeps(engine, make_prompts, params):
-    engine.sleep()
-    with pytest.raises(GenerationError, match="asleep"):
-        generate(engine, make_prompts(LENGTHS), params, version=4)
-    with pytest.raises(GenerationError, match="asleep"):
-        list(stream(engine, Request(tokens=(3, 4), params=params)))
-    engine.wake()
-    assert not engine.has_work
-    assert len(generate(engine, make_prompts([3]), params, version=4)) == params.group_size
-
-
-def test_a_bad_prompt_of_a_batch_leaves_nothing_behind(engine, make_prompts, params):
-    with pytest.raises(RequestError, match="prompt 9 has no tokens"):
-        generate(engine, make_prompts([3, 4, 0]), params, version=4)
-    for _ in range(20):
-        engine.step()
-    assert not engine.has_work
-    assert len(generate(engine, make_prompts([3]), params, version=4)) == params.group_size
 
 
 def test_requests_of_many_threads_get_their_own_outputs(engine, params):
