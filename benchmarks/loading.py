@@ -37,9 +37,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from update import memory_mib
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
-from rallypoint.models import ModelShard, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.model_files.writer import save_model
+from rallypoint.models import ModelShard
 from rallypoint.models.shard import allocate, build
-from rallypoint.models.writer import save_model
 from rallypoint.parallel import DeviceMesh, held
 
 WAYS = {

@@ -85,7 +85,7 @@ def native(shape: Shape, dtype: torch.dtype, lengths: list[int], mode: str) -> C
     """Our engine, through its requests, because each has a length of its own."""
     from rallypoint.generation import NativeEngine, Request, SamplingParams
     from rallypoint.models import ATTENTION
-    from rallypoint.models.joined import allocate_joined
+    from rallypoint.models.layers import allocate_joined
     from rallypoint.models.norm import replace_norms
 
     model = make_model(shape, dtype, ATTENTION).eval()

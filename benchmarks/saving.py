@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
-from rallypoint.models import Part, Writing, save_tensors
+from rallypoint.model_files import Writing, save_tensors
+from rallypoint.models import Part
 from rallypoint.parallel import DeviceMesh
 
 CUTS = {"rows": 0, "columns": 1}

@@ -12,7 +12,7 @@ from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import WorkerDiedError, WorkerError
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, Sequences
 

@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from rallypoint.models import load_policy, outline_policy
+from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.parallel import DeviceMesh, held, shard_rows
 
 NUM_RANKS = 2

@@ -17,7 +17,8 @@ from torch import Tensor
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss, value_loss
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.models import ModelShard, gather, load_critic, load_policy
+from rallypoint.model_files import load_critic, load_policy
+from rallypoint.models import ModelShard, gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import deal
 from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences

@@ -11,7 +11,8 @@ import torch
 from ranks import open_meeting
 
 from rallypoint.errors import RallyError
-from rallypoint.models import Part, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import Part
 from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join, share
 
 WAYS = ("memory", "broadcast")

@@ -22,7 +22,8 @@ from rallypoint.cluster import Mesh
 from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs, restore_optimizer
 from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.families import FAMILIES
-from rallypoint.models import ATTENTION, ModelShard, load_policy, save_model, save_tensors, shard_model, shard_parts
+from rallypoint.model_files import load_policy, save_model, save_tensors
+from rallypoint.models import ATTENTION, ModelShard, shard_model, shard_parts
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.tensor_parallel import cut_model
 from rallypoint.parallel import DeviceMesh

@@ -11,7 +11,7 @@ from loading_rank import NUM_RANKS, OURS, TORCHS
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from rallypoint.models import save_model
+from rallypoint.model_files import save_model
 from rallypoint.models.shard import allocate, build
 from rallypoint.parallel import DeviceMesh
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.cluster import Mesh
 from rallypoint.config import LoRAConfig
-from rallypoint.models import load_policy, merge_adapters, open_adapter
+from rallypoint.model_files import load_policy, merge_adapters, open_adapter
 
 CUT = [name for name in MESHES if name != "1 process"]
 

@@ -22,7 +22,8 @@ from rallypoint.errors import NotFiniteError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.generation.vllm.leftovers import shared_files
-from rallypoint.models import load_policy, named_weights, outline_policy, trained_weights
+from rallypoint.model_files import load_policy, outline_policy
+from rallypoint.models import named_weights, trained_weights
 from rallypoint.run import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
 from rallypoint.weights.folder import write

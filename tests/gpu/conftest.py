@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 
 if os.environ.get("RALLYPOINT_PRETEND"):
     from pretend_device import install

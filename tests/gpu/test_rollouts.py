@@ -16,7 +16,8 @@ from rallypoint.generation.native.accelerator.kernel import PageKernel
 from rallypoint.generation.native.block_manager import BlockPool
 from rallypoint.generation.native.block_tables import Queries
 from rallypoint.generation.native.model_runner import Passes
-from rallypoint.models import ModelShard, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import ModelShard
 from rallypoint.models.attention import Limits
 from rallypoint.types import Prompts, offsets_from_lengths
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.models import PackedRows
 from rallypoint.models.attention import Limits
 from rallypoint.models.fused import attend_fused
-from rallypoint.parallel.forms import accelerator_forms
 from rallypoint.types import offsets_from_lengths
 
 DEVICE = torch.device("pretend:0")

@@ -9,7 +9,8 @@ from fake_ipc import Driver
 from tiny_models import make_tiny_model
 
 from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.models import Part, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import Part
 from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, fingerprint, folder, ipc
 from rallypoint.weights.digests import sums
 

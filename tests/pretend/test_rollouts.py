@@ -12,9 +12,10 @@ from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rallypoint.config import LoRAConfig
+from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.generation import NativeEngine, Request, SamplingParams
-from rallypoint.models import load_policy, trained_weights
-from rallypoint.parallel.forms import accelerator_forms
+from rallypoint.model_files import load_policy
+from rallypoint.models import trained_weights
 
 CPU, DEVICE = torch.device("cpu"), torch.device("pretend:0")
 PARAMS = SamplingParams(group_size=1, max_new_tokens=9, seed=3, stop_tokens=(0,))

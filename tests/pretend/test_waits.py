@@ -6,7 +6,7 @@ from tiny_models import make_tiny_model
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.models import load_critic, load_policy
+from rallypoint.model_files import load_critic, load_policy
 from rallypoint.types import Metrics, Sequences, offsets_from_lengths
 
 DEVICE = torch.device("pretend:0")

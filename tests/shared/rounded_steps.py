@@ -16,7 +16,7 @@ from tiny_models import make_tiny_model
 from torch import Tensor
 
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.models import load_critic, load_policy, save_model
+from rallypoint.model_files import load_critic, load_policy, save_model
 from rallypoint.types import ActorBatch, CriticBatch
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from rallypoint.data import make_digits_tokenizer, save_tokenizer
-from rallypoint.models import create_model
+from rallypoint.model_files import create_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 24,

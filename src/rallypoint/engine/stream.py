@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rallypoint.cpu.sizes import filled_up
 from rallypoint.models import ModelShard, PackedRows, SharedPrefixes
 from rallypoint.models.prefix import pick
-from rallypoint.models.sizes import filled_up
 from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
 from rallypoint.parallel.transfer import sent
 from rallypoint.types import Sequences

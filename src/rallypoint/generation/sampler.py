@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
+from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.generation.protocol import SamplingParams
 from rallypoint.generation.script import without_python
-from rallypoint.parallel.forms import computes_in_pieces
 
 _CHUNK_BYTES = 2**20
 """Of the float64 numbers that exist at once; more would leave the cache."""

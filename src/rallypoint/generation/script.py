@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.cpu.forms import computes_in_pieces
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.models.fused import attend_fused, attend_in_window
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks, tokens_per_block
 from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
-from rallypoint.parallel.forms import computes_in_pieces
 from rallypoint.parallel.transfer import sent
 
 ATTENTION = "rallypoint_rows"

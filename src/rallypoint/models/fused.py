@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.cpu.forms import computes_in_pieces
 
 _MAX_FLASH_HEAD = 256
 _HEAD_MULTIPLE = 8

@@ -22,11 +22,12 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
+from transformers import PreTrainedModel
 
-from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.cpu.forms import computes_in_pieces
 
 CHUNK_BYTES, CHUNK_BYTES_ON_ACCELERATORS = 64 * 2**20, 256 * 2**20
 """Of the logits of one product: on a CPU, and where a product must be larger to keep a device busy. With 152,000 tokens
@@ -42,6 +43,18 @@ _LOWEST_LOGIT = -1e30
 """Logits below are taken for this: a model can exclude a token (-inf), whose share of the entropy is 0 and not NaN."""
 
 _Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
+
+
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that turns hidden states into logits; `load_policy` made sure that there is one."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module), "load_policy refuses a model without one"
+    return head
+
+
+def value_head(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that turns hidden states into values, or scores; loading refuses a model without one."""
+    return model.get_submodule("score")
 
 
 class _Context(FunctionCtx):

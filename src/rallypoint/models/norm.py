@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from rallypoint.cpu.forms import computes_in_pieces
+from rallypoint.cpu.strips import in_strips
 from rallypoint.families import FAMILIES
-from rallypoint.models.strips import in_strips
-from rallypoint.parallel.forms import computes_in_pieces
 
 _KINDS = {name: kind for family in FAMILIES.values() for name, kind in family.norms.items()}
 """Classes of transformers that compute exactly this."""

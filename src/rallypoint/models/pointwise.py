@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from rallypoint.models.strips import in_strips
+from rallypoint.cpu.strips import in_strips
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

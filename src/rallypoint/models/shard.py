@@ -7,8 +7,9 @@ parameter and every saved buffer, by its first name, which rectangle of it the m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,14 @@ from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.families import family_of
-from rallypoint.models.joined import allocate_joined
-from rallypoint.models.layers import replace_layers
+from rallypoint.models.layers import allocate_joined, replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
-from rallypoint.models.part import Part
-from rallypoint.models.sharding import shard_model, shard_parts
-from rallypoint.models.sources import Sources, sources_of
+from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.tensor_parallel import TensorParts, cut_model
-from rallypoint.parallel import DeviceMesh, Sharding, held
+from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
+
+_ROUND_BYTES = 4 * 2**20
+"""That travel at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +45,6 @@ class ModelShard:
     def whole(cls, model: PreTrainedModel, mesh: DeviceMesh | None = None) -> ModelShard:
         """Return a model of which every rank has all, sharded now if the mesh has `dp_shard`; one rank by default."""
         return _sharded(model, mesh or DeviceMesh.solo(), None)
-
-    @property
-    def sources(self) -> Sources:
-        """How its weights are named in files; those of adapters stand in a folder of their own."""
-        own = sources_of(self.model.config.model_type)
-        return lambda name, shape: () if is_adapter_weight(name) else own(name, shape)
 
     @property
     def is_whole(self) -> bool:
@@ -193,3 +188,96 @@ def _compute_buffers(model: PreTrainedModel) -> None:
                 f"{type(model).__name__}: transformers does not compute {', '.join(left)} of {type(module).__name__} "
                 "anew; the family is not supported"
             )
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return every weight by name, each once: what is tied appears under its first name."""
+    return dict(model.named_parameters(remove_duplicate=True))
+
+
+def shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, tensor: TensorParts | None = None, *, frozen: bool = False
+) -> Sharding:
+    """Shard a model over the mesh's `dp_shard`, in place; it may be on the meta device.
+
+    Args:
+        model: whole, or as tensor parallelism has left it; what is trained is known (`requires_grad`).
+        mesh: the ranks.
+        tensor: what tensor parallelism has left of it.
+        frozen: whether it will never be trained, whatever requires a gradient now.
+    """
+    # A family that is not sharded may name its layers otherwise.
+    layers = list(cast("nn.ModuleList", model.base_model.layers)) if mesh.shard.size > 1 else []
+    cuts = TensorCuts()
+    if tensor is not None:
+        cuts = TensorCuts({name for name, part in tensor.parts.items() if not part.is_whole}, tensor.summed)
+    return Sharding(model, layers, mesh, cuts, frozen=frozen)
+
+
+def shard_parts(parts: Mapping[str, Part], shard: Collective) -> dict[str, Part]:
+    """Return what a rank of `dp_shard` holds of each weight, of which its group holds the given parts."""
+    return {name: part.rows(*shard_rows(part.sizes[0], shard.rank, shard.size)) for name, part in parts.items()}
+
+
+def gather(
+    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+    mesh: DeviceMesh,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor whole, on rank 0; the other ranks yield nothing, but have to be asked until the end.
+
+    Args:
+        tensors: what this rank holds.
+        parts: which rectangle of the whole each of them is; the names are those of all ranks, in the same order.
+        mesh: the ranks.
+        dtypes: to which they are converted, one by one; None for their own.
+    """
+    table = given_by_ranks(parts, mesh)
+    for name, tensor in tensors.items():
+        own = tensor if dtypes is None else tensor.to(dtypes[name])
+        if not (name in table[0] and table[0][name].is_whole):
+            own = _gathered(own, parts[name].shape, [given.get(name) for given in table], mesh)
+        if mesh.rank == 0:
+            yield name, own
+        del own  # before there is another one
+
+
+def _gathered(tensor: Tensor, shape: Sequence[int], parts: Sequence[Part | None], mesh: DeviceMesh) -> Tensor:
+    """Return a tensor of that shape whole on rank 0, and as it is on the others."""
+    # In rounds, because gloo keeps what its threads have sent and received last.
+    most = max(1, _ROUND_BYTES // len(parts) // tensor.itemsize)
+    cuts = [[] if part is None else list(rectangles_of(part, most)) for part in parts]
+    whole = tensor.new_empty(shape) if mesh.rank == 0 else tensor
+    mine = parts[mesh.rank]
+    for turn in itertools.zip_longest(*cuts):
+        sent = [tensor.new_empty(0, dtype=torch.uint8)] * len(parts)
+        if mine is not None and (own := turn[mesh.rank]) is not None:
+            sent[0] = tensor[own.within(mine)].reshape(-1).view(torch.uint8)
+        arriving = turn if mesh.rank == 0 else [None] * len(parts)
+        sizes = [0 if part is None else part.num_elements * tensor.itemsize for part in arriving]
+        for part, piece in zip(arriving, mesh.everyone.exchange(sent, sizes), strict=True):
+            if part is not None:
+                whole[part.within(Part.whole(whole.shape))] = piece.view(tensor.dtype).view(part.sizes)
+    return whole
+
+
+def given_by_ranks(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str, Part]]:
+    """Return what every rank gives to the whole tensors: all that it has but what a lower rank has, too.
+
+    Args:
+        parts: which rectangle of each whole tensor this rank has; the names are those of all ranks, in the same order.
+        mesh: the ranks.
+    """
+    mine = torch.tensor([number for part in parts.values() for number in (*part.starts, *part.sizes)])
+    table: list[dict[str, Part]] = []
+    taken: set[tuple[str, Part]] = set()
+    for row in mesh.everyone.all_gather(mine.unsqueeze(0), [1] * mesh.everyone.size):
+        left, given = iter(row.flatten().tolist()), dict[str, Part]()
+        for name, part in parts.items():
+            theirs = Part(part.shape, tuple(next(left) for _ in part.shape), tuple(next(left) for _ in part.shape))
+            if theirs.num_elements and (name, theirs) not in taken:
+                given[name] = theirs
+                taken.add((name, theirs))
+        table.append(given)
+    return table

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.cpu.forms import computes_in_pieces
 
 ResultT = TypeVar("ResultT")
 

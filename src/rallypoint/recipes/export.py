@@ -11,7 +11,7 @@ from rallypoint.checkpoint import MANIFEST
 from rallypoint.data import load_tokenizer, save_tokenizer
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError, ExportError
-from rallypoint.models import merge_adapters, save_model
+from rallypoint.model_files import merge_adapters, save_model
 from rallypoint.recipes.use import Trained
 
 _OWN = {MANIFEST, "training", "critic"}

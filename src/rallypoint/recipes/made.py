@@ -20,7 +20,7 @@ from rallypoint.config import RunConfig
 from rallypoint.data import make_digits, make_digits_tokenizer
 from rallypoint.disk import naming
 from rallypoint.errors import CheckpointError, DataError
-from rallypoint.models import create_model
+from rallypoint.model_files import create_model
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.inputs import MADE_LIST, listed_in
 

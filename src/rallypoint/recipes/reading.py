@@ -23,8 +23,8 @@ from rallypoint.data import (
 )
 from rallypoint.environments.pool import probe_reward
 from rallypoint.errors import ModelError, RewardError
-from rallypoint.models import load_critic, load_policy, load_reward_model
-from rallypoint.models.load import quiet_transformers, read_config
+from rallypoint.model_files import load_critic, load_policy, load_reward_model
+from rallypoint.model_files.load import quiet_transformers, read_config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

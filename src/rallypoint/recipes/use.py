@@ -19,7 +19,8 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
-from rallypoint.models import ModelShard, is_adapter, load_policy, open_adapter
+from rallypoint.model_files import is_adapter, load_policy, open_adapter
+from rallypoint.models import ModelShard
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.recipes.reading import Limits, check_vocabulary, encode_all, stop_tokens
 from rallypoint.roles.source import sampling_params

@@ -12,7 +12,7 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.config.plan import attention_cost
 from rallypoint.engine import critic_values
-from rallypoint.models import fresh, load_critic
+from rallypoint.model_files import fresh, load_critic
 from rallypoint.parallel.transfer import sent
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches

@@ -20,7 +20,7 @@ from rallypoint.generation.native.sequence import BLOCK_TOKENS
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
-from rallypoint.models import adapters_of, outline_policy
+from rallypoint.model_files import adapters_of, outline_policy
 from rallypoint.roles.placement import WorkerSpec
 
 _LEAST_SHARE = 0.001

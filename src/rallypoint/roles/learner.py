@@ -19,20 +19,17 @@ from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
 from rallypoint.engine.determinism import operators_without
 from rallypoint.errors import CheckpointError
-from rallypoint.models import (
+from rallypoint.model_files import (
     DTYPES,
-    ModelShard,
-    Part,
     Read,
-    SharedPrefixes,
     TensorFiles,
-    adapt_alike,
     read_adapter,
     reload,
     save_adapter,
     save_model,
     save_tensors,
 )
+from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec

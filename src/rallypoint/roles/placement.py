@@ -23,7 +23,8 @@ from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
 from rallypoint.engine.determinism import make_deterministic
 from rallypoint.errors import PlacementError
-from rallypoint.models import ModelShard, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.turns import TurnTaker
 from rallypoint.types import Metrics, merge

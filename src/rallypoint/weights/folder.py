@@ -29,9 +29,10 @@ import xxhash
 
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError, ModelError, WeightsMismatchError
-from rallypoint.models import ModelShard, TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
-from rallypoint.models.folder import find_weights
-from rallypoint.models.reader import TYPES
+from rallypoint.model_files import TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
+from rallypoint.model_files.folder import find_weights
+from rallypoint.model_files.reader import TYPES
+from rallypoint.models import ModelShard
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

@@ -13,7 +13,7 @@ from rallypoint import checkpoint
 from rallypoint.config import LoRAConfig
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import ExportError, ModelError
-from rallypoint.models import load_policy, save_adapter
+from rallypoint.model_files import load_policy, save_adapter
 
 
 @pytest.fixture

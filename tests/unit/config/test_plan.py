@@ -17,7 +17,8 @@ from rallypoint.config import memory as memory_module
 from rallypoint.config.plan import attention_cost
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.models import PackedRows, create_model, load_critic, load_policy, trained_weights
+from rallypoint.model_files import create_model, load_critic, load_policy
+from rallypoint.models import PackedRows, trained_weights
 from rallypoint.observability.flops import flops_of
 from rallypoint.types import offsets_from_lengths
 

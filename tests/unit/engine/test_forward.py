@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.engine.stream import Stream, trained_positions
 from rallypoint.errors import RowTooLongError
-from rallypoint.models import ModelShard, load_critic, load_policy
+from rallypoint.model_files import load_critic, load_policy
+from rallypoint.models import ModelShard
 
 LENGTHS = [6, 1, 13, 0, 30, 2, 7]
 

@@ -13,7 +13,8 @@ from rallypoint.engine import Engine, critic_values, policy_outputs
 from rallypoint.engine.stream import trained_positions
 from rallypoint.engine.sums import GradientSums
 from rallypoint.errors import NotFiniteError
-from rallypoint.models import ModelShard, load_critic, load_policy, named_weights
+from rallypoint.model_files import load_critic, load_policy
+from rallypoint.models import ModelShard, named_weights
 from rallypoint.types import Mean, Metrics
 
 LENGTHS = [9, 12, 17, 40, 11, 16, 33, 8, 20, 20, 30, 15]

@@ -11,7 +11,7 @@ from tiny_models import make_tiny_model
 from transformers import PreTrainedModel
 
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine, SamplingParams
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 from rallypoint.types import Prompts, offsets_from_lengths
 
 ENGINES = {

@@ -12,7 +12,8 @@ from rallypoint.engine import policy_outputs
 from rallypoint.engine.stream import trained_positions
 from rallypoint.errors import RequestError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
-from rallypoint.models import ModelShard, load_policy, named_weights
+from rallypoint.model_files import load_policy
+from rallypoint.models import ModelShard, named_weights
 
 LENGTHS = [3, 9, 1, 17]
 

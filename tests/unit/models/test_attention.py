@@ -10,10 +10,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from rallypoint.models import PackedRows, lm_head, load_policy
+from rallypoint.cpu.forms import accelerator_forms
+from rallypoint.model_files import load_policy
+from rallypoint.models import PackedRows, lm_head
 from rallypoint.models.attention import Limits, attend_rows
 from rallypoint.models.norm import replace_norms
-from rallypoint.parallel.forms import accelerator_forms
 from rallypoint.types import offsets_from_lengths
 
 CPU = torch.device("cpu")

@@ -21,7 +21,8 @@ from transformers import (
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.stream import trained_positions
 from rallypoint.families import FAMILIES
-from rallypoint.models import ModelShard, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import ModelShard
 from rallypoint.models.experts import replace_routers
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Sequences

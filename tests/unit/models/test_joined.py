@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from rallypoint.config import LoRAConfig
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.engine.sleep import Sleeper
-from rallypoint.models import Part, create_model, load_policy, named_weights, reload
-from rallypoint.models.joined import joined
+from rallypoint.model_files import create_model, load_policy, reload
+from rallypoint.models import Part, named_weights
+from rallypoint.models.layers import joined
 
 
 def load(folder) -> Any:

@@ -12,19 +12,21 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
+from rallypoint.model_files import (
+    fresh,
+    load_critic,
+    load_policy,
+    merge_adapters,
+    open_adapter,
+    read_adapter,
+    save_adapter,
+)
 from rallypoint.models import (
     LoRALinear,
     PackedRows,
     adapted_layers,
-    fresh,
     lm_head,
-    load_critic,
-    load_policy,
-    merge_adapters,
     named_weights,
-    open_adapter,
-    read_adapter,
-    save_adapter,
     trained_weights,
     twin,
     value_head,

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.models import PackedRows, SharedPrefixes, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import PackedRows, SharedPrefixes
 from rallypoint.models.prefix import pick
 from rallypoint.types import offsets_from_lengths
 

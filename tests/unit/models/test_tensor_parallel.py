@@ -17,13 +17,14 @@ from rallypoint.engine import critic_values, policy_outputs
 from rallypoint.engine.stream import trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
-from rallypoint.models import ModelShard, load_policy, save_model
-from rallypoint.models.agreement import check_agreement
+from rallypoint.model_files import load_policy, save_model
+from rallypoint.model_files.agreement import check_agreement
+from rallypoint.model_files.classifier import TokenClassifiers
+from rallypoint.models import ModelShard
 from rallypoint.models.attention import ATTENTION
-from rallypoint.models.classifier import TokenClassifiers
 from rallypoint.models.experts import EXPERTS, replace_routers
 from rallypoint.models.families import family_of
-from rallypoint.models.load import lm_head
+from rallypoint.models.head import lm_head
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.part import Part
 from rallypoint.models.tensor_parallel import cut_model

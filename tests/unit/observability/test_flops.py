@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from rallypoint.config import LoRAConfig
-from rallypoint.models import adapt_alike, load_policy
+from rallypoint.model_files import load_policy
+from rallypoint.models import adapt_alike
 from rallypoint.observability.flops import ModelFlops, PassFlops, device_peak, flops_of, known_peak
 from rallypoint.parallel import DeviceMesh
 

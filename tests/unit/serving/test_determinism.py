@@ -8,7 +8,7 @@ from tiny_models import make_tiny_model
 
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.generation import HFEngine, NativeEngine
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 
 ENGINES = {"hf": HFEngine, "native": functools.partial(NativeEngine, mode="exact", max_rows=6, cache_tokens=1024)}
 

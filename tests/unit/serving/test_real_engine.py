@@ -5,7 +5,7 @@ from tiny_models import make_tiny_model
 
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.generation import NativeEngine
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from tiny_models import make_tiny_model
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import load_config
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.models import load_policy, trained_weights
+from rallypoint.model_files import load_policy
+from rallypoint.models import trained_weights
 from rallypoint.roles.publishing import make_plan
 from rallypoint.weights import Held, Sink, Source, memory
 from rallypoint.weights.buffers import HostMemory

@@ -9,7 +9,7 @@ import xxhash
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import CheckpointError, WeightsMismatchError
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 from rallypoint.weights import folder as published
 
 

@@ -11,8 +11,9 @@ from tiny_models import make_tiny_model
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.models import Part, load_policy, trained_weights
-from rallypoint.models.joined import joined
+from rallypoint.model_files import load_policy
+from rallypoint.models import Part, trained_weights
+from rallypoint.models.layers import joined
 from rallypoint.observability.memory import resident_bytes
 from rallypoint.weights import HEADER_BYTES, Exposed, Held, Manifest, Sink, share, share_trained
 from rallypoint.weights.stream import seal

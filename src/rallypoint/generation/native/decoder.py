@@ -29,7 +29,7 @@ from rallypoint.generation.native.plain import (
 from rallypoint.generation.script import without_python
 from rallypoint.models import Rows
 from rallypoint.models.attention import NO_LIMITS, Limits
-from rallypoint.models.joined import joined
+from rallypoint.models.layers import joined
 from rallypoint.models.norm import RMSNorm
 
 _MOVING_ROTATIONS = ("dynamic", "longrope")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rallypoint.cpu.forms import computes_in_pieces
+from rallypoint.cpu.sizes import filled_up
 from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
 from rallypoint.generation.native.accelerator.graphs import Capture, Steps, captures_on, num_filled_up
 from rallypoint.generation.native.accelerator.kernel import PageKernel, find_kernel
@@ -40,8 +42,6 @@ from rallypoint.generation.script import without_python
 from rallypoint.models import lm_head
 from rallypoint.models.families import logit_softcap
 from rallypoint.models.head import soft_capped
-from rallypoint.models.sizes import filled_up
-from rallypoint.parallel.forms import computes_in_pieces
 
 _TILE = 32
 """Tokens that go through the model together in the mode `exact`."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
+from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.generation.native.cpu.bags import Bags, attend
-from rallypoint.parallel.forms import computes_in_pieces
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
 """Of states, at least, for products on a CPU in bfloat16 to be computed as weights times states. What stands on the

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation.requests import check_weights, vocabulary_of
+from rallypoint.model_files.reader import TYPES
+from rallypoint.model_files.sources import Sources, sources_of
 from rallypoint.models import ModelShard, Part, named_weights
-from rallypoint.models.reader import TYPES
-from rallypoint.models.sources import Sources
 
 _FILE = "model.safetensors"
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -53,7 +53,7 @@ class Outline:
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         per_head = 2 * config.num_hidden_layers * head_dim * next(model.parameters()).dtype.itemsize
-        return cls(named_weights(model), shard.sources, vocabulary_of(model), num_heads * per_head)
+        return cls(named_weights(model), sources_of(model), vocabulary_of(model), num_heads * per_head)
 
     def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
         """Write weights into a folder of their own below one, and return it.

@@ -7,7 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rallypoint.errors import ModelError
 from rallypoint.generation.native.decoder import PlainDecoder, check_decoder
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -12,7 +12,8 @@ from rallypoint.engine import Engine, policy_outputs
 from rallypoint.errors import CacheError, RequestError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
 from rallypoint.generation import generate as through
-from rallypoint.models import ModelShard, PackedRows, load_policy, named_weights
+from rallypoint.model_files import load_policy
+from rallypoint.models import ModelShard, PackedRows, named_weights
 
 LENGTHS = [3, 9, 1, 17, 5, 4]
 

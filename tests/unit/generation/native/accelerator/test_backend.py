@@ -17,7 +17,7 @@ from rallypoint.generation import NativeEngine, Request, Rules, SamplingParams, 
 from rallypoint.generation.native.block_tables import Queries
 from rallypoint.generation.native.kv_cache import CacheRoom
 from rallypoint.generation.native.model_runner import Passes
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 
 LENGTHS = [3, 9, 1, 40, 5, 33]
 WAYS = {

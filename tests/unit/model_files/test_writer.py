@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rallypoint.errors import CheckpointError
-from rallypoint.models import Part, Writing, load_policy, save_model, save_tensors
+from rallypoint.model_files import Writing, load_policy, save_model, save_tensors
+from rallypoint.models import Part
 from rallypoint.parallel import DeviceMesh
 
 SOLO = DeviceMesh.solo()
@@ -239,7 +240,8 @@ FULL = """
 import resource, sys, torch
 from pathlib import Path
 from rallypoint.errors import CheckpointError
-from rallypoint.models import Part, save_tensors
+from rallypoint.model_files import save_tensors
+from rallypoint.models import Part
 from rallypoint.parallel import DeviceMesh
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 tensors = {name: torch.zeros(10_000) for name in "abc"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.cpu.forms import computes_in_pieces
 
 _STRIP_ELEMENTS = 2**18
 """Of one tensor; in float32 a chain of four has 4 MiB. Smaller strips lose more to the calls than caches give."""

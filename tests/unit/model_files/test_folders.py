@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from rallypoint.errors import ModelError
-from rallypoint.models import lm_head, load_critic, load_policy, save_model
+from rallypoint.model_files import load_critic, load_policy, save_model
+from rallypoint.models import lm_head
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_defaults_for_sampling_travel_with_the_model(folder, tmp_path):
 FROM_CACHE = """
 import sys
 from rallypoint.errors import ModelError
-from rallypoint.models import load_policy
+from rallypoint.model_files import load_policy
 for name in ("someone/single", "someone/files"):
     print(sum(weight.numel() for weight in load_policy(name, dtype="float32").model.parameters()))
 try:

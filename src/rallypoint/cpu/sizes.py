@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.parallel.forms import computes_in_pieces
+from rallypoint.cpu.forms import computes_in_pieces
 
 _SIZES_PER_OCTAVE = 32
 """From a power of two to the next, of many tokens: filler is at most a thirty-third, and half of that on average."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,14 +28,15 @@ from transformers.utils import logging as transformers_logging
 from rallypoint.config import LoRAConfig
 from rallypoint.data.hub import check_hub
 from rallypoint.errors import ModelError
-from rallypoint.models.adapter import adapters_of, fill_adapters
-from rallypoint.models.agreement import check_agreement, check_finite
-from rallypoint.models.classifier import TokenClassifiers
-from rallypoint.models.fit import fit
-from rallypoint.models.folder import explained, find_weights
-from rallypoint.models.reader import TensorFiles
+from rallypoint.model_files.adapters import adapters_of, fill_adapters
+from rallypoint.model_files.agreement import check_agreement, check_finite
+from rallypoint.model_files.classifier import TokenClassifiers
+from rallypoint.model_files.fit import fit
+from rallypoint.model_files.folder import explained, find_weights
+from rallypoint.model_files.reader import TensorFiles
+from rallypoint.model_files.sketch import make_sketch
+from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.shard import ModelShard, allocate, build
-from rallypoint.models.sketch import make_sketch
 from rallypoint.parallel import DeviceMesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -269,27 +270,10 @@ def reload(path: str, shard: ModelShard) -> None:
         _read(path, shard, files)
 
 
-def value_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into values, or scores; loading refuses a model without one."""
-    return model.get_submodule("score")
-
-
-def lm_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into logits; `load_policy` made sure that there is one."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module), "load_policy refuses a model without one"
-    return head
-
-
 def quiet_transformers() -> None:
     """Keep its progress bars and advice off the screen, which shows the run."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return every weight by name, each once: what is tied appears under its first name."""
-    return dict(model.named_parameters(remove_duplicate=True))
 
 
 def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:

@@ -18,8 +18,9 @@ from transformers import (
 
 from rallypoint.engine import Engine, reward_scores, scored_tokens
 from rallypoint.errors import ModelError, RowTooLongError
-from rallypoint.models import ModelShard, load_reward_model
-from rallypoint.models.agreement import check_agreement
+from rallypoint.model_files import load_reward_model
+from rallypoint.model_files.agreement import check_agreement
+from rallypoint.models import ModelShard
 from rallypoint.models.families import FAMILIES
 from rallypoint.types import Sequences
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from transformers.utils.hub import cached_file
 
 from rallypoint.errors import ModelError
+from rallypoint.model_files.reader import TensorFiles
 from rallypoint.models.families import FAMILIES
-from rallypoint.models.reader import TensorFiles
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -24,11 +24,11 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError
-from rallypoint.models.folder import INDEX, SINGLE
-from rallypoint.models.gather import gather, given_by_ranks
+from rallypoint.model_files.folder import INDEX, SINGLE
+from rallypoint.model_files.reader import CHUNK_BYTES, TYPES
+from rallypoint.model_files.sources import Sources, sources_of
 from rallypoint.models.part import Part, rectangles_of
-from rallypoint.models.reader import CHUNK_BYTES, TYPES
-from rallypoint.models.shard import ModelShard
+from rallypoint.models.shard import ModelShard, gather, given_by_ranks
 from rallypoint.parallel import DeviceMesh
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -90,11 +90,11 @@ def save_model(
         CheckpointError: the disk is full or not writable, for any rank; no partial file stays behind.
     """
     how = how or Writing()
-    dtypes = shard.written_dtypes()
+    dtypes, sources = shard.written_dtypes(), sources_of(shard.model)
     specs = {
         piece.tensor: Spec(dtypes[name], piece.stored_shape)
         for name, part in shard.parts.items()
-        for piece in shard.sources(name, part.shape)
+        for piece in sources(name, part.shape)
     }
     files = _files(folder, specs, max_file_bytes)
 
@@ -102,7 +102,7 @@ def save_model(
         if len(files) > 1:
             _write_index(folder, files)
 
-    puts = _stored(shard, _puts(shard.tensors(), shard.parts, shard.mesh, how, dtypes))
+    puts = _stored(sources, _puts(shard.tensors(), shard.parts, shard.mesh, how, dtypes))
     with _explained(folder, specs, shard.mesh):
         _write(files, puts, shard.mesh, how, before=lambda: _save_config(shard, folder), after=index)
 
@@ -152,10 +152,10 @@ def _puts(
         yield _Put(name, part, tensors[name])
 
 
-def _stored(shard: ModelShard, puts: Iterable[_Put]) -> Iterator[_Put]:
+def _stored(sources: Sources, puts: Iterable[_Put]) -> Iterator[_Put]:
     """Yield parts of weights as parts of the tensors that stand in files."""
     for put in puts:
-        for piece in shard.sources(put.name, put.part.shape):
+        for piece in sources(put.name, put.part.shape):
             if (common := put.part.overlap(piece.part)) is not None:
                 yield _Put(piece.tensor, common.seen_from(piece.part), put.values[common.within(put.part)])
         del put  # before the next one is gathered

@@ -7,11 +7,13 @@ the experts of a layer are one tensor there, and one or two for each expert here
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from transformers import PreTrainedModel
+
 from rallypoint.families import FAMILIES
+from rallypoint.models.lora import is_adapter_weight
 from rallypoint.models.part import Part
 
 
@@ -68,9 +70,8 @@ def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Seque
     ]
 
 
-def sources_of(model_type: str) -> Sources:
-    """Return how a family, by the `model_type` of its config, stores its weights."""
-    family = FAMILIES.get(model_type)
-    if family is None or not family.stored_experts:
-        return same_names
-    return functools.partial(experts_apart, family.stored_experts)
+def sources_of(model: PreTrainedModel) -> Sources:
+    """Return how the weights of a model are named in files; those of adapters stand in a folder of their own."""
+    family = FAMILIES.get(str(model.config.model_type))
+    matrices = {} if family is None else family.stored_experts
+    return lambda name, shape: () if is_adapter_weight(name) else experts_apart(matrices, name, shape)

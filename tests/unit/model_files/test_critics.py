@@ -5,7 +5,8 @@ import torch
 from tiny_families import FAMILY_CONFIGS, SIZES, make_family_model
 from transformers import AutoModel, AutoModelForTokenClassification, CohereConfig, CohereForCausalLM
 
-from rallypoint.models import PackedRows, load_critic, named_weights, save_model, value_head
+from rallypoint.model_files import load_critic, save_model
+from rallypoint.models import PackedRows, named_weights, value_head
 from rallypoint.models.families import is_known
 
 TOKENS = torch.tensor([5, 9, 4, 11, 2, 7, 1])

@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from rallypoint.errors import ModelError
-from rallypoint.models.agreement import check_agreement
-from rallypoint.models.load import lm_head
-from rallypoint.models.sketch import make_sketch, sketch_of
+from rallypoint.model_files.agreement import check_agreement
+from rallypoint.model_files.sketch import make_sketch, sketch_of
+from rallypoint.models.head import lm_head
 
 LARGE = TINY | {"vocab_size": 100_000, "intermediate_size": 50_000, "num_hidden_layers": 12}
 MIXTURE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 50_000}

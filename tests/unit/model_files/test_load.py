@@ -8,7 +8,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from rallypoint.models import PackedRows, lm_head, load_critic, load_policy, named_weights, save_model, value_head
+from rallypoint.model_files import load_critic, load_policy, save_model
+from rallypoint.models import PackedRows, lm_head, named_weights, value_head
 
 TOKENS = torch.tensor([3, 9, 4, 11, 0])
 

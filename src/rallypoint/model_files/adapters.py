@@ -15,6 +15,8 @@ import torch
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
+from rallypoint.model_files.reader import Read, TensorFiles
+from rallypoint.model_files.writer import Writing, save_tensors
 from rallypoint.models.lora import (
     A,
     Adapters,
@@ -26,9 +28,7 @@ from rallypoint.models.lora import (
     short_names,
 )
 from rallypoint.models.part import Part
-from rallypoint.models.reader import Read, TensorFiles
 from rallypoint.models.shard import ModelShard
-from rallypoint.models.writer import Writing, save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

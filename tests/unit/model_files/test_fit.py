@@ -5,7 +5,7 @@ import torch
 from tiny_models import edit_config, edit_weights
 
 from rallypoint.errors import ModelError
-from rallypoint.models import load_critic, load_policy
+from rallypoint.model_files import load_critic, load_policy
 
 
 def test_a_missing_tensor_is_named(folder):

@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rallypoint.errors import ModelError
-from rallypoint.models.reader import Read, TensorFiles
+from rallypoint.model_files.reader import Read, TensorFiles
+from rallypoint.model_files.sources import sources_of
 from rallypoint.models.shard import ModelShard
 
 _MAX_COMPARED = 10_000
@@ -69,6 +70,7 @@ class _Wanted:
 
     def __init__(self, shard: ModelShard, files: TensorFiles) -> None:
         self._shard, self._files, self._tensors = shard, files, shard.tensors()
+        self._sources = sources_of(shard.model)
         self._names = _all_names(shard)
         self.used: set[str] = set()
         self.known: list[str] = []
@@ -80,7 +82,7 @@ class _Wanted:
     def look(self, name: str, may_lack: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Take the pieces of a weight, under whichever of its names, and yield those that are wrong, and why."""
         part = self._shard.parts[name]
-        options = [self._shard.sources(alias, part.shape) for alias in self._names[name]]
+        options = [self._sources(alias, part.shape) for alias in self._names[name]]
         there = [pieces for pieces in options if all(piece.tensor in self._files.entries for piece in pieces)]
         self.used.update(piece.tensor for pieces in there for piece in pieces)
         self.known += [piece.tensor for pieces in options for piece in pieces]

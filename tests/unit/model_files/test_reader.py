@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.errors import ModelError
+from rallypoint.model_files.reader import CHUNK_BYTES, LONG_ROW_BYTES, TYPES, Read, TensorFiles
 from rallypoint.models.part import Part
-from rallypoint.models.reader import CHUNK_BYTES, LONG_ROW_BYTES, TYPES, Read, TensorFiles
 
 
 def in_file(path, **tensors):

@@ -1,0 +1,44 @@
+"""Model folders of Hugging Face and PEFT: read, checked and written, by every rank for its own part."""
+
+from rallypoint.model_files.adapters import (
+    adapters_of,
+    fresh,
+    is_adapter,
+    merge_adapters,
+    open_adapter,
+    read_adapter,
+    save_adapter,
+)
+from rallypoint.model_files.create import create_model
+from rallypoint.model_files.load import (
+    DTYPES,
+    load_critic,
+    load_policy,
+    load_reward_model,
+    outline_policy,
+    reload,
+)
+from rallypoint.model_files.reader import Read, TensorFiles
+from rallypoint.model_files.writer import Writing, save_model, save_tensors
+
+__all__ = [
+    "DTYPES",
+    "Read",
+    "TensorFiles",
+    "Writing",
+    "adapters_of",
+    "create_model",
+    "fresh",
+    "is_adapter",
+    "load_critic",
+    "load_policy",
+    "load_reward_model",
+    "merge_adapters",
+    "open_adapter",
+    "outline_policy",
+    "read_adapter",
+    "reload",
+    "save_adapter",
+    "save_model",
+    "save_tensors",
+]

@@ -1,0 +1,3 @@
+from model_folders import folder, make_folder
+
+__all__ = ["folder", "make_folder"]
