@@ -24,12 +24,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rallypoint.algorithms import policy_loss
 from rallypoint.config import load_config
-from rallypoint.config.plan import make_plan
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.engine.determinism import make_deterministic
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.layers import replace_layers
 from rallypoint.observability.flops import device_peak, flops_of
+from rallypoint.plan.plan import make_plan
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
 GROUP_SIZE = 8

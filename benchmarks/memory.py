@@ -35,10 +35,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from update import GROUP_SIZE, SHAPES, Shape, make_model, make_rows
 from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 
-from rallypoint.config import OptimizerConfig, Plan, RoleName, load_config, make_plan
+from rallypoint.config import OptimizerConfig, RoleName, load_config
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
+from rallypoint.plan import Plan, make_plan
 from rallypoint.run import read_metrics
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 

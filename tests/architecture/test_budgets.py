@@ -26,7 +26,7 @@ BROAD: dict[str, str] = {
     "cluster/inline.py:_run": "raised again where the result is awaited",
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
-    "engine/engine.py:train": "raised again as soon as the other ranks know",
+    "engine/training_engine.py:train": "raised again as soon as the other ranks know",
     "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
     "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",

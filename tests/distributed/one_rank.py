@@ -12,7 +12,7 @@ from ranks import CONFIG, DTYPES, EPS, TOLERANCES, loss_and_norm, loss_from, mak
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.engine import Engine, policy_outputs
-from rallypoint.engine.stream import Stream
+from rallypoint.engine.token_stream import Stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, lm_head, named_weights
 from rallypoint.parallel import DeviceMesh

@@ -8,9 +8,9 @@ from tiny_models import make_tiny_reward_model
 from tiny_runs import weights_of
 
 from rallypoint.config import load_config
-from rallypoint.config.memory import reserved_tokens
 from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.errors import WorkerError
+from rallypoint.plan.role_memory import reserved_tokens
 from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import (
     LoadedConfig,
-    Plan,
     RunConfig,
     describe,
     expected,
@@ -24,9 +23,10 @@ from rallypoint.config import (
 )
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.lanes import idle_cores
-from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
+from rallypoint.plan import Plan
+from rallypoint.plan.plan import describe_way, weights_way
 from rallypoint.recipes.machine import check_machine, look_around, plan_on
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import load_named

@@ -2,7 +2,6 @@
 
 from rallypoint.config.fields import Section, leaves, section_of, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
-from rallypoint.config.plan import Plan, RoleMemory, make_plan
 from rallypoint.config.problem import Problem
 from rallypoint.config.sections import (
     Activations,
@@ -45,10 +44,8 @@ __all__ = [
     "OptimizerConfig",
     "PPOConfig",
     "PlacementConfig",
-    "Plan",
     "Problem",
     "RewardConfig",
-    "RoleMemory",
     "RoleName",
     "RolloutConfig",
     "RunConfig",
@@ -58,7 +55,6 @@ __all__ = [
     "expected",
     "leaves",
     "load_config",
-    "make_plan",
     "read",
     "section_of",
     "shipped_recipes",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rallypoint.config.limits import MIN_TEMPERATURE
-from rallypoint.config.memory import BLOCK_TOKENS
+from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE
 from rallypoint.config.problem import Problem
 from rallypoint.config.tree import RunConfig
 

@@ -6,5 +6,8 @@ MIN_TEMPERATURE = 1e-3
 MAX_TOP_K = 2**31 - 1
 """More than any vocabulary has; far larger numbers would not fit into a tensor."""
 
+BLOCK_TOKENS = 32
+"""Tokens in a block of keys and values."""
+
 NUM_KERNELS = 128
 """That a process on a CPU keeps of those that oneDNN compiles: more than a layer needs, forward and backward."""

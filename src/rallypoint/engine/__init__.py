@@ -1,9 +1,9 @@
 """One rank of training."""
 
-from rallypoint.engine.engine import Engine
 from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs, reward_scores, scored_tokens
 from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
-from rallypoint.engine.stream import choosing_tokens, trained_positions
+from rallypoint.engine.token_stream import choosing_tokens, trained_positions
+from rallypoint.engine.training_engine import Engine
 
 __all__ = [
     "Engine",

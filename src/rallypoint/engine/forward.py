@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rallypoint.engine.stream import Stream, whole_rows
+from rallypoint.engine.token_stream import Stream, whole_rows
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, lm_head, value_head
 from rallypoint.models.families import logit_softcap

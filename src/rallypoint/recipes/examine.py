@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from rallypoint.config import RunConfig, make_plan
+from rallypoint.config import RunConfig
 from rallypoint.data import EncodedPrompts
+from rallypoint.plan import make_plan
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.reading import Found, check_weights, read_material
 

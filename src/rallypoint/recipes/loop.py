@@ -20,12 +20,12 @@ from rallypoint.cluster import at_step, open_runtime
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.config.lanes import idle_cores
-from rallypoint.config.plan import describe_way, weights_way
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments.pool import Grader, open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
+from rallypoint.plan.plan import describe_way, weights_way
 from rallypoint.recipes import state
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.interruption import interruptible

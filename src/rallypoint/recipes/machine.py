@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint.cluster.capacity import Node, advice, misfit, num_cores
-from rallypoint.config import Plan, Problem, RunConfig, make_plan
+from rallypoint.config import Problem, RunConfig
 from rallypoint.errors import ConfigError
+from rallypoint.plan import Plan, make_plan
 from rallypoint.roles.pools import resource_pools
 
 _ASK_TORCH = """

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
-from rallypoint.config.memory import cache_bytes_per_token
 from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
 from rallypoint.errors import EngineError, how_to_install
 from rallypoint.install import BUILDS, find_engine
+from rallypoint.plan.role_memory import cache_bytes_per_token
 
 
 def load_checked(name: str, overrides: Sequence[str] = (), *, draft: bool = False) -> LoadedConfig:

@@ -13,10 +13,10 @@ from torch import Tensor
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import Way, attention_cost
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.parallel.transfer import sent
+from rallypoint.plan.plan import Way, attention_cost
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import LearnerWorker, MiniBatches

@@ -10,10 +10,10 @@ from torch import Tensor
 from rallypoint.algorithms import explained_variance, value_loss
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import attention_cost
 from rallypoint.engine import critic_values
 from rallypoint.model_files import fresh, load_critic
 from rallypoint.parallel.transfer import sent
+from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec

@@ -10,8 +10,6 @@ from transformers import PreTrainedModel
 from rallypoint.cluster import WorkerContext
 from rallypoint.config import LoRAConfig, RunConfig
 from rallypoint.config.check_vllm import MOST_VLLM_RANK
-from rallypoint.config.memory import least_tokens, reserved_tokens, sampling_bytes
-from rallypoint.config.plan import make_plan
 from rallypoint.config.shape import parse_shape
 from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
@@ -21,6 +19,8 @@ from rallypoint.generation.requests import Decode
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
 from rallypoint.model_files import adapters_of, outline_policy
+from rallypoint.plan.plan import make_plan
+from rallypoint.plan.role_memory import least_tokens, reserved_tokens, sampling_bytes
 from rallypoint.roles.placement import WorkerSpec
 
 _LEAST_SHARE = 0.001

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
-from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
 from rallypoint.engine.determinism import operators_without
 from rallypoint.errors import CheckpointError
@@ -31,6 +30,7 @@ from rallypoint.model_files import (
 )
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
+from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.turns import TurnTaker, in_turn

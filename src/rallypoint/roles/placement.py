@@ -18,7 +18,6 @@ from rallypoint.cluster import Layout, Mesh, ResourcePoolManager, Runtime, Worke
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.limits import NUM_KERNELS
-from rallypoint.config.plan import weights_way
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
 from rallypoint.engine.determinism import make_deterministic
@@ -26,6 +25,7 @@ from rallypoint.errors import PlacementError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
+from rallypoint.plan.plan import weights_way
 from rallypoint.roles.turns import TurnTaker
 from rallypoint.types import Metrics, merge
 

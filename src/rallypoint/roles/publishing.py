@@ -20,9 +20,9 @@ from typing import TypeAlias
 from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import Way, weights_way
 from rallypoint.errors import PlacementError, WorkerError
 from rallypoint.models import ModelShard
+from rallypoint.plan.plan import Way, weights_way
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.weights import (
     HEADER_BYTES,

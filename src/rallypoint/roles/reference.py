@@ -6,9 +6,9 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ModelShard, twin
+from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.rollout import ACTOR_ENGINE

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import attention_cost
 from rallypoint.engine import Engine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
+from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.turns import Turns, TurnTaker, in_turn

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
-from rallypoint.config.plan import Way
 from rallypoint.engine import Engine
 from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, SamplingParams, generate
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
+from rallypoint.plan.plan import Way
 from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSource, way_between

@@ -7,8 +7,9 @@ import pytest
 from tiny_models import make_tiny_reward_model
 from transformers import AutoModelForSequenceClassification
 
-from rallypoint.config import load_config, make_plan
+from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
+from rallypoint.plan import make_plan
 from rallypoint.recipes.preflight import load_checked
 
 ALONE = ("reward.function=null", "reward.path=scorer")

@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_tiny_model
 from transformers import PreTrainedModel
 
-from rallypoint.engine.stream import Stream
+from rallypoint.engine.token_stream import Stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, lm_head
 from rallypoint.types import ActorBatch, Mean, Metrics, offsets_from_lengths

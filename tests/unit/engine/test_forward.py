@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.engine.stream import Stream, trained_positions
+from rallypoint.engine.token_stream import Stream, trained_positions
 from rallypoint.errors import RowTooLongError
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import Engine, critic_values, policy_outputs
-from rallypoint.engine.stream import trained_positions
 from rallypoint.engine.sums import GradientSums
+from rallypoint.engine.token_stream import trained_positions
 from rallypoint.errors import NotFiniteError
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard, named_weights

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import Engine
-from rallypoint.engine.stream import Stream
+from rallypoint.engine.token_stream import Stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import adapted_layers, lm_head
 from rallypoint.models.norm import replace_norms

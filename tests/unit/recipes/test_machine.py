@@ -2,9 +2,10 @@
 
 import pytest
 
-from rallypoint.config import load_config, make_plan
-from rallypoint.config.memory import reserved_tokens
+from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
+from rallypoint.plan import make_plan
+from rallypoint.plan.role_memory import reserved_tokens
 from rallypoint.recipes.machine import Accelerator, Machine, check_machine, look_around, plan_on
 
 GIB = 2**30

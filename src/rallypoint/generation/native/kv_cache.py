@@ -9,8 +9,8 @@ import dataclasses
 
 import torch
 
-from rallypoint.config.memory import CACHE_MARGIN
 from rallypoint.errors import CacheError
+from rallypoint.plan.role_memory import CACHE_MARGIN
 
 _MIB = 2**20
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from rallypoint.config.lanes import max_lanes
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.config.shape import ModelShape
 from rallypoint.config.tree import RoleName, RunConfig
 
@@ -43,8 +44,6 @@ _SERVER_BYTES = 930 * 2**20
 _LONGEST_WITH_SCORES = 512
 _QUERIES_PER_BLOCK, _QUERIES_PER_BLOCK_IN_HALF = 64, 192
 _ALIGNMENT = 32
-BLOCK_TOKENS = 32
-"""Of a block of keys and values."""
 _PREFILL_TOKENS = 8192
 """Of prompts that go through the model at once."""
 _CHUNK_BYTES, _KEPT_LOGITS_BYTES = 64 * 2**20, 256 * 2**20

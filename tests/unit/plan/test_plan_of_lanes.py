@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.config import RunConfig, load_config, make_plan
-from rallypoint.config import memory as memory_module
+from rallypoint.config import RunConfig, load_config
 from rallypoint.models.head import CHUNK_BYTES
+from rallypoint.plan import make_plan
+from rallypoint.plan import role_memory as memory_module
 
 
 def load(*overrides: str) -> RunConfig:

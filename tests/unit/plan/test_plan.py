@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig
 
 from rallypoint import generation, models
-from rallypoint.config import CreateModelConfig, RunConfig, load_config, make_plan
-from rallypoint.config import memory as memory_module
-from rallypoint.config.plan import attention_cost
+from rallypoint.config import CreateModelConfig, RunConfig, load_config
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.model_files import create_model, load_critic, load_policy
 from rallypoint.models import PackedRows, trained_weights
 from rallypoint.observability.flops import flops_of
+from rallypoint.plan import make_plan
+from rallypoint.plan import role_memory as memory_module
+from rallypoint.plan.plan import attention_cost
 from rallypoint.types import offsets_from_lengths
 
 

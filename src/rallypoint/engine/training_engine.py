@@ -26,9 +26,9 @@ from rallypoint.data.packing import pad_rows
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.engine.passes import Lane, check_tokens, plan_lanes
-from rallypoint.engine.sleep import Sleeper
-from rallypoint.engine.stream import Stream, trained_positions
+from rallypoint.engine.sleeper import Sleeper
 from rallypoint.engine.sums import GradientSums
+from rallypoint.engine.token_stream import Stream, trained_positions
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard
 from rallypoint.models.families import is_known

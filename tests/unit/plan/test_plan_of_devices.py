@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from rallypoint.config import RunConfig, load_config
-from rallypoint.config.memory import role_memory
 from rallypoint.config.shape import shape_of
+from rallypoint.plan.role_memory import role_memory
 
 
 def load(device: str) -> RunConfig:
