@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +71,6 @@ def are_rows(tensors: dict[str, Tensor], folder: str, rank: int) -> bool:
 
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)  # torch's way wants one
     rendezvous, found = open_meeting(folder), {}
@@ -93,7 +91,3 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,7 +94,6 @@ def run(role: str, dtype: str, mesh: DeviceMesh, model_folder: str, folder: Path
 
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
     rendezvous = open_meeting(folder)
     for name, sizes in sorted(MESHES.items(), key=lambda item: -math.prod(item[1].values())):
         grid = Mesh({"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | sizes)
@@ -107,7 +105,3 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
                 case = f"{name}, {role}, {dtype}"
                 got = run(role, dtype, mesh, model_folder, folder / case, grid.part(rank))
                 safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

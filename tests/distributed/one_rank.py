@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import safetensors.torch
@@ -51,7 +50,6 @@ def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -
 
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
     batch = make_actor_batch()
     rendezvous = open_meeting(folder)
     cases = {(name, dtype): shards for name, shards in SHARDS.items() for dtype in TOLERANCES}
@@ -84,7 +82,3 @@ def lose_a_rank(model_folder: str, folder: Path, rank: int, batch: ActorBatch, m
         noticed = str(error)
     same = all(torch.equal(weight, before[name]) for name, weight in named_weights(engine.model).items())
     (folder / f"death seen by {rank}.json").write_text(json.dumps({"noticed": noticed, "weights are untouched": same}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

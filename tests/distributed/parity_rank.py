@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def cases() -> Iterator[Case]:
 
 
 def make_batch(role: str) -> ActorBatch | CriticBatch:
-    """What the role learns from."""
+    """Return what the role learns from."""
     return make_actor_batch(LENGTHS) if role == "actor" else make_critic_batch(LENGTHS)
 
 
@@ -108,12 +107,30 @@ def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Met
     return total, Metrics({"loss": Mean(float(total.detach()), len(at))})
 
 
-def run(
-    case: Case, mesh: DeviceMesh, models: str, part: ActorBatch | CriticBatch, denominator: int
-) -> dict[str, Tensor]:
+class Models:
+    """The models of one mesh. Each is loaded once, and every case begins with the weights that were loaded."""
+
+    def __init__(self, folder: str, mesh: DeviceMesh) -> None:
+        self.folder, self.mesh = folder, mesh
+        self._loaded: dict[tuple[str, ...], tuple[ModelShard, dict[str, Tensor]]] = {}
+
+    @torch.no_grad()
+    def of(self, case: Case) -> ModelShard:
+        """Return a case's model as it is in its folder."""
+        key = (case.family, case.role, case.dtype)
+        if key not in self._loaded:
+            load = load_policy if case.role == "actor" else load_critic
+            shard = load(f"{self.folder}/{case.family}", dtype=case.dtype, mesh=self.mesh)
+            self._loaded[key] = shard, {name: tensor.clone() for name, tensor in shard.tensors().items()}
+        shard, loaded = self._loaded[key]
+        for name, tensor in shard.tensors().items():
+            tensor.copy_(loaded[name])
+        return shard
+
+
+def run(case: Case, models: Models, part: ActorBatch | CriticBatch, denominator: int) -> dict[str, Tensor]:
     """Take the steps of a case and return this rank's numbers: `loss`, `grad_norm`, and its part of every weight."""
-    load = load_policy if case.role == "actor" else load_critic
-    shard = load(f"{models}/{case.family}", dtype=case.dtype, mesh=mesh)
+    shard = models.of(case)
     engine = Engine(
         shard,
         optimizer=CONFIG,
@@ -132,12 +149,11 @@ def run(
     numbers = dict(zip(("loss", "grad_norm"), loss_and_norm(metrics), strict=True))
     tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
     held = {f"held/{name}": tensor for name, tensor in shard.tensors().items()}
-    whole = {name: tensor.detach() for name, tensor in gather(shard.tensors(), shard.parts, mesh)}
+    whole = {name: tensor.detach() for name, tensor in gather(shard.tensors(), shard.parts, models.mesh)}
     return {name: tensor.clone() for name, tensor in (tensors | held | whole).items()}
 
 
-def main(models: str, folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
+def main(model_folder: str, folder: Path, rank: int) -> None:
     rendezvous = open_meeting(folder)
     # The largest meshes first: nobody waits for ranks that are busy with smaller ones.
     ordered = sorted(cases(), key=lambda case: (-math.prod(MESHES[case.mesh].values()), case.mesh))
@@ -145,13 +161,9 @@ def main(models: str, folder: Path, rank: int) -> None:
         grid = Mesh(MESHES[name] or {"dp": 1})
         if rank >= grid.size:
             continue
-        mesh = DeviceMesh.connect(rendezvous, name, rank, MESHES[name], timeout_s=120)
+        models = Models(model_folder, DeviceMesh.connect(rendezvous, name, rank, MESHES[name], timeout_s=120))
         for case in of_mesh:
             batch = make_batch(case.role)
             part = deal(batch, grid.num_parts, 0.01)[0][grid.part(rank)]
-            got = run(case, mesh, models, part, batch.num_loss_tokens)
+            got = run(case, models, part, batch.num_loss_tokens)
             safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -8,7 +8,6 @@ and what stayed of its own (`kept`).
 import ctypes
 import itertools
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +126,6 @@ class Process:
 
 
 def main(small: str, into: Path, place: int) -> None:
-    torch.set_num_threads(1)
     rendezvous = open_meeting(into)
     load(small, rendezvous, "small", place)  # with all the code that this takes
     give_back(CPU)
@@ -144,7 +142,3 @@ def main(small: str, into: Path, place: int) -> None:
         told[f"{way}, {turn}"] = measured(lambda way=way, version=version: me.publish(way, version))
         assert all(bool((tensor == version).all()) for tensor in me.tensors.values())
     (into / f"told by {place}.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

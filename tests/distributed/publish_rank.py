@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -78,7 +77,3 @@ def main(model_folder: str, folder: Path, place: int) -> None:
         except RallyError as error:
             said[f"{way} {version}"] = type(error).__name__
     (folder / f"said by {place}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,15 +1,17 @@
 """What the tests of this folder share: rows to learn from, and ranks that are processes of their own.
 
-Processes are started once for many cases, because importing torch takes most of their time. A program of a rank is
-called with the model's folder, the folder to write to, which also holds the rendezvous, and its rank.
+Processes are started once for many cases, and forked from one that has imported torch and transformers, because these
+imports take longer than most cases. A rank's program is a module whose `main` takes the model's folder, the folder to
+write to, which also holds the rendezvous, and its rank.
 """
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -92,32 +94,43 @@ def open_meeting(folder: Path) -> Rendezvous:
     return pickle.loads((folder / "rendezvous").read_bytes())
 
 
-def run_ranks(program: str, model: str, folder: Path, *, statuses: Sequence[int], limit_s: float) -> None:
+def run_ranks(
+    program: str, model: str, folder: Path, *, statuses: Sequence[int], limit_s: float, fresh: bool = False
+) -> None:
     """Run a program of this folder on every rank, to the end.
 
     Args:
-        program: file name.
-        model: folder that they load.
-        folder: where they write to.
-        statuses: what each rank has to end with.
-        limit_s: how long they may take.
+        program: module of this folder.
+        model: folder that the ranks load.
+        folder: where they write to; what rank R prints goes to `R.log`.
+        statuses: exit status that each rank must end with.
+        limit_s: seconds that they may take together.
+        fresh: whether each rank is a new interpreter, so that its memory can be measured.
     """
-    command = [sys.executable, str(Path(__file__).with_name(program)), model, str(folder)]
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    context.set_forkserver_preload(["rallypoint.engine", "rallypoint.weights"])
     with open_rendezvous("tcp", folder.name, lease_s=3) as rendezvous:
         (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(len(statuses))
-        ]
+        ranks = [context.Process(target=_run, args=(program, model, folder, rank)) for rank in range(len(statuses))]
+        until = time.monotonic() + limit_s
         try:
-            said = [process.communicate(timeout=limit_s)[0] for process in processes]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(max(until - time.monotonic(), 0.0))
+            ended = [rank.exitcode for rank in ranks]
         finally:
-            for process in processes:
-                process.kill()
-    assert [process.returncode for process in processes] == list(statuses), "\n".join(said)
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    said = [(folder / f"{rank}.log").read_text() for rank in range(len(ranks))]
+    assert ended == list(statuses), f"exit statuses {ended}, None for a rank that did not end\n" + "\n".join(said)
+
+
+def _run(program: str, model: str, folder: Path, rank: int) -> None:
+    """Be a rank: compute in one thread, with all that is printed in a file."""
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    torch.set_num_threads(1)
+    importlib.import_module(program).main(model, folder, rank)

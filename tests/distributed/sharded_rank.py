@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import safetensors.torch
@@ -200,7 +199,6 @@ def die():
 
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
     batch = make_actor_batch()
     rendezvous = open_meeting(folder)
     for (kind, dtype), names in TRIED.items():
@@ -234,7 +232,3 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
 
 FAILURES = {"error in an update": raise_midway, "error in an evaluation": raise_in_an_evaluation, "death": die}
 """The last one leaves nobody to go on with."""
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

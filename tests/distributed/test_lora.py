@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory):
     """The folder into which four ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
     model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
-    run_ranks("lora_rank.py", model, folder, statuses=[0] * 4, limit_s=280)
+    run_ranks("lora_rank", model, folder, statuses=[0] * 4, limit_s=280)
     return folder
 
 

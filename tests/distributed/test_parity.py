@@ -31,7 +31,7 @@ def run_all(folder: Path) -> None:
     make_tiny_model(folder / "models" / "qwen3", architecture="qwen3")
     for family in FAMILIES:
         make_family_model(folder / "models" / family, family)
-    run_ranks("parity_rank.py", str(folder / "models"), folder, statuses=[0] * 4, limit_s=500)
+    run_ranks("parity_rank", str(folder / "models"), folder, statuses=[0] * 4, limit_s=500)
 
 
 def error_of(folder: Path, case: Case) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_rank import Case, make_batch, run
+from parity_rank import Case, Models, make_batch, run
 from tiny_families import make_family_model
 
 from rallypoint.cluster.mesh import Mesh
@@ -22,7 +22,7 @@ def test_eight_ranks_that_share_rows_tokens_and_matrices_take_the_steps_of_one(o
     parts = deal(batch, grid.num_parts, 0.01)[0]
 
     def steps(mesh, part):
-        return run(case, mesh, str(tmp_path), part, batch.num_loss_tokens)
+        return run(case, Models(str(tmp_path), mesh), part, batch.num_loss_tokens)
 
     found = on_mesh(lambda mesh: steps(mesh, parts[grid.part(mesh.rank)]), **SIZES)
     expected = steps(DeviceMesh.solo(), batch)
