@@ -7,8 +7,8 @@ from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
 from rallypoint.errors import CacheError
 from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.roles.colocated import Turns, make_room_for_neighbour
 from rallypoint.roles.engines import _has_a_device_alone, _memory_share, planned_cache
-from rallypoint.roles.turns import Turns, make_room_for_neighbour
 
 DEVICE, TOKEN_BYTES, LIMIT = torch.device("pretend:1"), 1000, 1_000_000
 LEFT = 900_000

@@ -17,13 +17,13 @@ from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.parallel.transfer import sent
 from rallypoint.plan.plan import Way, attention_cost
+from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
-from rallypoint.roles.turns import Turns, in_turn
 from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Exposed, Held, Plan, Source, fingerprint, folder
 

@@ -14,10 +14,10 @@ from rallypoint.engine import critic_values
 from rallypoint.model_files import fresh, load_critic
 from rallypoint.parallel.transfer import sent
 from rallypoint.plan.plan import attention_cost
+from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.turns import Turns, in_turn
 from rallypoint.types import CriticBatch, Last, Metrics, PerToken, Sequences
 
 

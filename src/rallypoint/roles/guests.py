@@ -25,10 +25,10 @@ from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import BusyError, GenerationError, RallyError, RequestError, first_line
 from rallypoint.generation import GenerationEngine, Output, Request
 from rallypoint.roles.actor import Actor
+from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
 from rallypoint.roles.engines import make_guest_engine
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.rollout import ACTOR_ENGINE, ROLLOUT_CHECK, ROLLOUT_ENGINE, ROLLOUT_MODEL, Rollouts
-from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 
 _SLICE_S = 0.25
 """How long outsiders may keep a process before it looks whether training wants it."""

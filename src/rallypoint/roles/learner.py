@@ -31,9 +31,9 @@ from rallypoint.model_files import (
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.plan.plan import attention_cost
+from rallypoint.roles.colocated import TurnTaker, in_turn
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.roles.turns import TurnTaker, in_turn
 from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)

@@ -26,7 +26,7 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
 from rallypoint.plan.plan import weights_way
-from rallypoint.roles.turns import TurnTaker
+from rallypoint.roles.colocated import TurnTaker
 from rallypoint.types import Metrics, merge
 
 WorkerT = TypeVar("WorkerT")

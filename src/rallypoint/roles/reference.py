@@ -9,10 +9,10 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import Engine, policy_outputs
 from rallypoint.models import ModelShard, twin
 from rallypoint.plan.plan import attention_cost
+from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.rollout import ACTOR_ENGINE
-from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import PerToken, Sequences
 
 

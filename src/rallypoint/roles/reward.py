@@ -10,9 +10,9 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import Engine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
 from rallypoint.plan.plan import attention_cost
+from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.turns import Turns, TurnTaker, in_turn
 from rallypoint.types import PerToken, Sequences
 
 

@@ -17,10 +17,10 @@ from rallypoint.generation import GenerationEngine, SamplingParams, generate
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
 from rallypoint.plan.plan import Way
+from rallypoint.roles.colocated import Turns, TurnTaker, in_turn, make_room_for_neighbour
 from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSource, way_between
-from rallypoint.roles.turns import Turns, TurnTaker, in_turn, make_room_for_neighbour
 from rallypoint.types import ActorBatch, Metrics, Prompts, RolloutBatch, Sum, merge
 from rallypoint.weights import Plan, Sink, folder
 
