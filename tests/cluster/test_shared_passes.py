@@ -59,14 +59,30 @@ def folder(tmp_path_factory) -> str:
     )
 
 
+class Idle:
+    """Keeps its process when no trainer is in it: a new one imports torch first, which takes longer than a pass."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+
+@pytest.fixture(scope="module")
+def idle(runtime) -> dict[int, WorkerGroup[Idle]]:
+    """By the rank whose process they keep."""
+    return {}
+
+
 @pytest.fixture
-def train(runtime, run, folder):
-    """Makes two ranks train once, and shuts them down without patience for those that are still busy."""
+def train(runtime, run, folder, idle):
+    """Return a function that makes two ranks train once, and ends a rank that died without waiting for its peer."""
 
     def call(axes: dict[str, int], how: str) -> None:
         async def whole() -> None:
             mesh = Mesh({"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | axes)
             layout = Layout("trainer", await runtime.processes(POOL), mesh)
+            for rank, process in enumerate(layout.processes):
+                if rank not in idle:
+                    idle[rank] = await WorkerGroup.create(Layout("idle", [process]), Idle)
             with open_rendezvous("tcp", "these tests") as rendezvous:
                 group = await WorkerGroup.create(layout, Trainer, folder, rendezvous, axes)
                 try:
@@ -74,6 +90,8 @@ def train(runtime, run, folder):
                         await group.call(Trainer.train, how)
                 finally:
                     await group.shutdown(patience_s=3600)
+                    if how == "die":
+                        await idle.pop(1).shutdown(patience_s=0)
 
         run(whole())
 
