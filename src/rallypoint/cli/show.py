@@ -102,7 +102,7 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
 def _read(config: RunConfig) -> Sequence[str]:
     """Read what is the user's own, if anything is."""
     generate, function = config.data.generate, config.reward.function
-    is_own = bool(config.model.path or config.critic.path or config.reward.path or config.data.train)
+    is_own = bool(config.model.path or config.own_models or config.data.train)
     if generate is not None and not is_own and function in SHIPPED:
         return [
             f"prompts        {generate.num_train_prompts:,}, made when the run starts",
@@ -121,7 +121,7 @@ def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:
         f"{config.rollout.max_response_tokens}) = {plan.max_tokens:,}",
     ]
     for role, (num_updates, num_rows, num_micro_batches) in plan.updates.items():
-        ranks = config.num_parts("actor" if role == "actor" else "critic")
+        ranks = config.num_parts(role)
         lines += [
             f"{f'{role} update':13}  {_count(num_updates, 'optimizer step')} of at most {_count(num_rows, 'row')}; "
             f"on each of {_count(ranks, 'rank')}",
@@ -155,7 +155,7 @@ def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
     lines += [idle] if (idle := idle_cores(config.cluster, num_cores())) is not None else []
-    lines += [f"published weights: {describe_way(weights_way(config))}", ""]
+    lines += [f"published weights: {describe_way(weights_way(config))}", ""] if "rollout" in config.roles else []
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 
 

@@ -3,6 +3,7 @@
 from rallypoint.config.fields import Section, leaves, section_of, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.problem import Problem
+from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName, declare
 from rallypoint.config.sections import (
     Activations,
     ActorConfig,
@@ -24,10 +25,11 @@ from rallypoint.config.sections import (
     TrainerConfig,
 )
 from rallypoint.config.source import COMMAND_LINE, describe, read, shipped_recipes, to_yaml
-from rallypoint.config.tree import RoleName, RunConfig, unread_sections, why_unread
+from rallypoint.config.tree import RunConfig, unread_sections, why_unread
 
 __all__ = [
     "COMMAND_LINE",
+    "RECIPES",
     "Activations",
     "ActorConfig",
     "CheckConfig",
@@ -45,12 +47,14 @@ __all__ = [
     "PPOConfig",
     "PlacementConfig",
     "Problem",
+    "RecipeSpec",
     "RewardConfig",
     "RoleName",
     "RolloutConfig",
     "RunConfig",
     "Section",
     "TrainerConfig",
+    "declare",
     "describe",
     "expected",
     "leaves",

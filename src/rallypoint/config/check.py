@@ -13,6 +13,7 @@ from rallypoint.config.check_vllm import vllm_contradictions
 from rallypoint.config.fields import shown, values_of
 from rallypoint.config.mesh_fit import misfit_of
 from rallypoint.config.problem import Problem
+from rallypoint.config.recipes import RECIPES
 from rallypoint.config.sections import LoRAConfig
 from rallypoint.config.shape import read_shape, shape_of
 from rallypoint.config.source import COMMAND_LINE
@@ -26,10 +27,13 @@ _MOST_INLINE = 256
 def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
     """Yield everything in which single right keys do not fit together."""
     yield from _either_or(config)
-    yield from _algorithm(config)
+    yield from _reward(config)
+    for check in RECIPES[config.recipe].checks:
+        yield from check(config)
     yield from _batch(config)
-    yield from sampling_contradictions(config)
-    yield from vllm_contradictions(config)
+    if "rollout" in config.roles:
+        yield from sampling_contradictions(config)
+        yield from vllm_contradictions(config)
     yield from _created_model(config)
     yield from _lora(config)
     yield from _placement(config)
@@ -79,13 +83,6 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: "
             "add data.generate=null",
         )
-    if config.reward.function is None and config.reward.path is None:
-        yield Problem(
-            ("reward.function", "reward.path"),
-            "reward.function: required, but not set; expected `file.py:compute_score`, or reward.path=FOLDER for a "
-            "reward model",
-            is_missing=True,
-        )
     if data.validation and data.generate is not None and not data.train:
         yield Problem(
             ("data.validation", "data.generate"),
@@ -94,32 +91,15 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _algorithm(config: RunConfig) -> Iterator[Problem]:
-    size = config.rollout.group_size
-    if config.recipe == "grpo" and size == 1:
+def _reward(config: RunConfig) -> Iterator[Problem]:
+    if "rollout" not in config.roles:
+        return
+    if config.reward.function is None and config.reward.path is None:
         yield Problem(
-            ("rollout.group_size", "recipe"),
-            "rollout.group_size=1: recipe=grpo compares the rollouts of a group, and a group of one has nothing to "
-            "compare; expected at least 2, usually 8",
-        )
-    if config.kl is not None and config.kl.placement == "loss" and config.kl.estimator_used == "k1":
-        yield Problem(
-            ("kl.estimator", "kl.placement"),
-            "kl.estimator='k1' does not pull towards the reference when kl.placement=loss (the mean of its gradient is "
-            "zero); expected k2 or k3, or kl.placement=reward",
-        )
-    if config.kl is not None and config.kl.placement == "reward" and config.kl.estimator_used != "k1":
-        yield Problem(
-            ("kl.estimator", "kl.placement"),
-            f"kl.estimator={config.kl.estimator!r} does not pull towards the reference when kl.placement=reward (only "
-            "k1 has the gradient of the KL there); expected k1, or kl.placement=loss",
-        )
-    highest_ratio = 1 + config.actor.clip_high
-    if config.actor.dual_clip is not None and config.actor.dual_clip <= highest_ratio:
-        yield Problem(
-            ("actor.dual_clip", "actor.clip_high"),
-            f"actor.dual_clip={config.actor.dual_clip} is not above the highest ratio that the clipping leaves, "
-            f"1 + actor.clip_high = {highest_ratio:g}; expected more than that, usually 3, or null",
+            ("reward.function", "reward.path"),
+            "reward.function: required, but not set; expected `file.py:compute_score`, or reward.path=FOLDER for a "
+            "reward model",
+            is_missing=True,
         )
     if config.reward.function == "digits" and config.data.generate is None:
         yield Problem(
@@ -130,11 +110,8 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
     rows = config.num_rows
-    learners = [("actor", config.actor.num_mini_batches)]
-    if config.recipe == "ppo":
-        learners.append(("critic", config.critic.num_mini_batches))
-    for role, num_mini_batches in learners:
-        if num_mini_batches > rows:
+    for role, learner in config.learners.items():
+        if (num_mini_batches := learner.num_mini_batches) > rows:
             yield Problem(
                 (f"{role}.num_mini_batches", "rollout.num_prompts", "rollout.group_size"),
                 f"{role}.num_mini_batches={num_mini_batches} is more than the {rows} rows of a step "
@@ -300,7 +277,7 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         ("reference", config.reference.mesh),
         ("reward", config.reward.mesh),
     ):
-        tp, own_path = mesh.tp, {"critic": config.critic.path, "reward": config.reward.path}.get(role)
+        tp, own_path = mesh.tp, config.own_models.get(role)
         shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
         if shape is None or role not in config.roles:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
@@ -32,6 +32,7 @@ def key(
     above: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
+    words: Collection[str] = (),
 ) -> Any:
     """Declare one leaf.
 
@@ -42,6 +43,7 @@ def key(
         above: exclusive lower bound.
         at_least: inclusive lower bound.
         at_most: inclusive upper bound.
+        words: the texts that it takes, where its type does not say it.
     """
     return Field(
         default,
@@ -49,7 +51,7 @@ def key(
         gt=above,
         ge=at_least,
         le=at_most,
-        json_schema_extra={"unit": unit},
+        json_schema_extra={"unit": unit, "words": words},
     )
 
 
@@ -119,6 +121,12 @@ def shown(value: object) -> str:
         case _:
             text = str(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ..."
+
+
+def declared_words(info: FieldInfo) -> list[str]:
+    """Return the texts that a leaf takes by its declaration; none where its type says it."""
+    extra = cast("dict[str, Collection[str]] | None", info.json_schema_extra)
+    return list(extra["words"]) if extra else []
 
 
 def unit_of(info: FieldInfo) -> str:

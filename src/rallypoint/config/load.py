@@ -19,6 +19,7 @@ from rallypoint.config.check import contradictions
 from rallypoint.config.device_defaults import with_device_defaults
 from rallypoint.config.fields import leaves, shown, unit_of, values_of
 from rallypoint.config.problem import Problem
+from rallypoint.config.recipes import RECIPES
 from rallypoint.config.source import Source, origin_of, read
 from rallypoint.config.suggest import foreign_keys, options_of, section_at, suggest_key, suggest_value, words_of
 from rallypoint.config.tree import RunConfig
@@ -90,7 +91,7 @@ def load_config(
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:
     """Validate what is left without the wrong keys, standing in for required ones, to look for more problems."""
     try:
-        return RunConfig.model_validate({"recipe": "ppo", **values})
+        return RunConfig.model_validate({"recipe": next(iter(RECIPES)), **values})
     except ValidationError:
         assert problems, "what was left out must have been reported"
         return None

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from rallypoint.config.aliases import ALIASES, VALUE, VALUES, Alias
-from rallypoint.config.fields import Section, leaves, section_of, shown
+from rallypoint.config.fields import Section, declared_words, leaves, section_of, shown
+from rallypoint.config.recipes import RECIPES
 from rallypoint.config.tree import RunConfig
 
 _MAX_SUGGESTIONS = 4
@@ -77,7 +78,8 @@ def options_of(info: FieldInfo) -> list[Any]:
 
 def words_of(info: FieldInfo) -> list[str]:
     """Return the words that a key may be; empty where it is no choice of words."""
-    return [str(word) for choice in _alternatives(info) if get_origin(choice) is Literal for word in get_args(choice)]
+    words = (word for choice in _alternatives(info) if get_origin(choice) is Literal for word in get_args(choice))
+    return [str(word) for word in words] or declared_words(info)
 
 
 def _alternatives(info: FieldInfo) -> tuple[Any, ...]:
@@ -134,7 +136,7 @@ def _fits(assignment: str, value: object) -> bool:
     for part in reversed(key.split(".")):
         tree = {part: tree}
     try:
-        RunConfig.model_validate({"recipe": "ppo", **cast("dict[str, object]", tree)})
+        RunConfig.model_validate({"recipe": next(iter(RECIPES)), **cast("dict[str, object]", tree)})
     except ValidationError:
         return False
     return True

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from rallypoint.config.fields import Section, key, section
+from rallypoint.config.recipes import RECIPES, RoleName, unread_by
 from rallypoint.config.sections import (
     ActorConfig,
     CheckConfig,
@@ -32,13 +35,19 @@ from rallypoint.config.sections import (
     ValidationConfig,
 )
 
-RoleName = Literal["actor", "rollout", "reward", "reference", "critic"]
+
+def _declared(name: str) -> str:
+    if name not in RECIPES:
+        raise ValueError(f"no recipe {name!r}")
+    return name
 
 
 class RunConfig(Section):
     """Everything a run depends on."""
 
-    recipe: Literal["ppo", "grpo"] = key(help="The algorithm: recipes/ppo.py or recipes/grpo.py.")
+    recipe: Annotated[str, AfterValidator(_declared)] = key(
+        words=RECIPES, help="The algorithm: recipes/ppo.py or recipes/grpo.py."
+    )
     seed: int = key(0, at_least=0, at_most=2**31 - 1, help="Of weights, order of prompts and sampling.")
     model: ModelConfig = section(ModelConfig, help="The model to train.")
     data: DataConfig = section(DataConfig, help="The prompts.")
@@ -60,14 +69,32 @@ class RunConfig(Section):
     @property
     def roles(self) -> dict[RoleName, PlacementConfig]:
         """The roles that this run has, in the order in which they are created, and where each runs."""
-        roles: dict[RoleName, PlacementConfig] = {"actor": self.actor.placement, "rollout": self.rollout.placement}
-        if self.reward.path is not None:
-            roles["reward"] = self.reward.placement
-        if self.kl is not None:
-            roles["reference"] = self.reference.placement
-        if self.recipe == "ppo":
-            roles["critic"] = self.critic.placement
-        return roles
+        spec = RECIPES[self.recipe]
+        is_on = {"reward": self.reward.path is not None, "reference": self.kl is not None}
+        placements: dict[RoleName, PlacementConfig] = {
+            "actor": self.actor.placement,
+            "rollout": self.rollout.placement,
+            "reward": self.reward.placement,
+            "reference": self.reference.placement,
+            "critic": self.critic.placement,
+        }
+        return {
+            role: placement
+            for role, placement in placements.items()
+            if role in spec.roles or (role in spec.optional_roles and is_on.get(role))
+        }
+
+    @property
+    def learners(self) -> dict[RoleName, ActorConfig | CriticConfig]:
+        """The roles that this run trains, and how."""
+        learners: dict[RoleName, ActorConfig | CriticConfig] = {"actor": self.actor, "critic": self.critic}
+        return {role: learner for role, learner in learners.items() if role in self.roles}
+
+    @property
+    def own_models(self) -> dict[RoleName, str]:
+        """Paths of the models, other than the policy's, that roles of this run start from."""
+        paths: dict[RoleName, str | None] = {"critic": self.critic.path, "reward": self.reward.path}
+        return {role: path for role, path in paths.items() if path is not None and role in self.roles}
 
     @property
     def num_rows(self) -> int:
@@ -106,7 +133,7 @@ class RunConfig(Section):
     @property
     def rollout_shares_actor(self) -> bool:
         """Whether every rollout rank lives in a process that has an actor rank, and samples from its weights."""
-        return self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
+        return "rollout" in self.roles and self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
 
     @property
     def updates_once(self) -> bool:
@@ -154,8 +181,7 @@ class RunConfig(Section):
 
 def unread_sections(config: RunConfig) -> dict[str, str]:
     """Return the sections and keys that nothing reads in this run, each with the setting that makes it so."""
-    recipe = f"recipe={config.recipe}"
-    unread = {"grpo": recipe} if config.recipe == "ppo" else {"ppo": recipe, "critic": recipe}
+    unread = dict.fromkeys(unread_by(config.recipe), f"recipe={config.recipe}")
     if config.kl is None:
         unread["reference"] = "kl=null"
     if config.reward.path is None:

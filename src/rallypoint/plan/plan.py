@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from rallypoint.config.shape import ModelShape, role_shape, shape_of
 from rallypoint.config.tree import RoleName, RunConfig
@@ -23,7 +23,7 @@ class Plan:
     num_rows: int
     max_tokens: int
     """Most tokens that a step can have, prompts included."""
-    updates: Mapping[str, tuple[int, int, int]]
+    updates: Mapping[RoleName, tuple[int, int, int]]
     """Learner -> (optimizer steps a training step, rows of a mini-batch, most micro-batches of one on a rank)."""
     num_parameters: int | None
     """None when nothing is known of the model yet, as it is on the hub."""
@@ -63,13 +63,12 @@ class Plan:
 
 def make_plan(config: RunConfig) -> Plan:
     """Compute the plan of a checked config."""
-    learners = {"actor": config.actor, **({"critic": config.critic} if config.recipe == "ppo" else {})}
     cap, row = config.engine.max_tokens_per_micro_batch, config.max_row_tokens
     rows_per_micro_batch = max(1, cap // row)
-    updates: dict[str, tuple[int, int, int]] = {}
-    for role, learner in learners.items():
+    updates: dict[RoleName, tuple[int, int, int]] = {}
+    for role, learner in config.learners.items():
         rows = -(-config.num_rows // learner.num_mini_batches)
-        rows_of_rank = -(-rows // config.num_parts(cast("RoleName", role)))
+        rows_of_rank = -(-rows // config.num_parts(role))
         num_micro_batches = -(-rows_of_rank // rows_per_micro_batch)
         updates[role] = (learner.num_epochs * learner.num_mini_batches, rows, num_micro_batches)
     shape = shape_of(config)
@@ -93,7 +92,7 @@ def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
         config: of the run.
         num_nodes: on which both roles are together; None: as far as the config says.
     """
-    if config.rollout_shares_actor:
+    if config.rollout_shares_actor or "rollout" not in config.roles:  # then none are sent
         return "shared"
     if config.rollout.weights != "auto":
         return config.rollout.weights

@@ -367,7 +367,8 @@ def _on_heap(
     """Return what tensors of a pass take of a process that has the role; on CPUs more than they have."""
     if config.cluster.device != "cpu":
         return num_bytes
-    samples = config.rollout.engine == "native" and config.roles[role].pool == config.roles["rollout"].pool
+    rollout = config.roles.get("rollout")
+    samples = rollout is not None and config.rollout.engine == "native" and config.roles[role].pool == rollout.pool
     kernels = _LIBRARY_BYTES + (_DECODER_BYTES if samples else 0)
     if config.model.dtype == "bfloat16":
         kernels += _BFLOAT16_KERNEL_BYTES * max(2, num_lanes) // 2

@@ -38,8 +38,7 @@ def load_checked(name: str, overrides: Sequence[str] = (), *, draft: bool = Fals
 
 def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
-    critic = config.critic.path if config.recipe == "ppo" else None
-    models = {"model.path": config.model.path, "critic.path": critic, "reward.path": config.reward.path}
+    models = {"model.path": config.model.path} | {f"{role}.path": path for role, path in config.own_models.items()}
     for name, path in models.items():
         if path is not None:
             yield from _model(name, path)

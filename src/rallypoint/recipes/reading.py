@@ -105,12 +105,13 @@ def _read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int,
         check_vocabulary(path, tokenizer, model)
         limits = [Limits.of(model)]
         stops = stop_tokens(path, tokenizer, limits[0].num_ids)
-    if config.recipe == "ppo" and config.critic.path is not None:  # it reads the same rows
-        critic = read_config(config.critic.path, trust)
-        check_vocabulary(config.critic.path, tokenizer, critic)
+    own = config.own_models
+    if "critic" in own:  # it reads the same rows
+        critic = read_config(own["critic"], trust)
+        check_vocabulary(own["critic"], tokenizer, critic)
         limits.append(Limits.of(critic, "the critic"))
-    if config.reward.path is not None:
-        limits.append(check_reward_model(config.reward.path, path, tokenizer, trust_remote_code=trust))
+    if "reward" in own:
+        limits.append(check_reward_model(own["reward"], path, tokenizer, trust_remote_code=trust))
     return tokenizer, stops, tuple(limits)
 
 
@@ -122,8 +123,9 @@ def check_weights(config: RunConfig) -> None:
     Raises:
         ModelError: a run would refuse them too.
     """
-    critic = (config.critic.path or config.model.path) if config.recipe == "ppo" else None
-    folders = (config.model.path, load_policy), (critic, load_critic), (config.reward.path, load_reward_model)
+    own = config.own_models
+    critic = own.get("critic", config.model.path) if "critic" in config.roles else None
+    folders = (config.model.path, load_policy), (critic, load_critic), (own.get("reward"), load_reward_model)
     for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code)

@@ -65,9 +65,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
     for key, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if paths:
             yield key, {f"file {place}": _reader(Path(path)) for place, path in enumerate(paths, start=1)}
-    models = {"model.path": config.model.path, "reward.path": config.reward.path}
-    if config.recipe == "ppo":
-        models["critic.path"] = config.critic.path
+    models = {"model.path": config.model.path} | {f"{role}.path": path for role, path in config.own_models.items()}
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
     for key, path in models.items():

@@ -202,7 +202,7 @@ def _changed_files(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:
 
 def _has_schedule(config: RunConfig) -> bool:
     """Whether the learning rate of a step follows from the number of steps."""
-    optimizers = [config.actor.optimizer, *([config.critic.optimizer] if config.recipe == "ppo" else [])]
+    optimizers = [learner.optimizer for learner in config.learners.values()]
     return any(optimizer.schedule != "constant" or optimizer.warmup_ratio for optimizer in optimizers)
 
 

@@ -29,7 +29,7 @@ def code_named(config: RunConfig) -> dict[str, str]:
     if config.reward.function is not None and config.reward.function not in SHIPPED:
         found["reward.function"] = config.reward.function
     if config.model.trust_remote_code:
-        models = (config.model.path, config.critic.path, config.reward.path)
+        models = (config.model.path, *config.own_models.values())
         found["model.trust_remote_code"] = " ".join(path for path in models if path is not None)
     if config.cluster.address not in (None, "auto"):  # auto is the cluster that this user is in
         found["cluster.address"] = str(config.cluster.address)
