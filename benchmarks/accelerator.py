@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rallypoint.algorithms import policy_loss
 from rallypoint.config import load_config
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.engine.determinism import make_deterministic
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.layers import replace_layers
@@ -109,7 +109,7 @@ def measure(
         model = Qwen3ForCausalLM(config_of(name)).to(torch.bfloat16).eval()  # pyright: ignore[reportArgumentType]
     replace_layers(model)
     config = load_config("grpo", ["data.train=x.jsonl", "model.path=x", "reward.function=x.py:y"]).config
-    engine = Engine(
+    engine = TrainingEngine(
         ModelShard.whole(model),
         optimizer=config.actor.optimizer,
         max_tokens_per_micro_batch=16_384,

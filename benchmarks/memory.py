@@ -36,7 +36,7 @@ from update import GROUP_SIZE, SHAPES, Shape, make_model, make_rows
 from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 
 from rallypoint.config import OptimizerConfig, RoleName, load_config
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.plan import Plan, make_plan
@@ -164,7 +164,7 @@ def way(name: str, dtype: torch.dtype, how: Way) -> tuple[float, float]:
     model = make_model(shape, dtype, ATTENTION).eval()
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     meter = MemoryMeter(device, resident_bytes(device))
-    engine: Engine[ActorBatch] = Engine(
+    engine: TrainingEngine[ActorBatch] = TrainingEngine(
         ModelShard.whole(model.to(device)),  # pyright: ignore[reportArgumentType]
         optimizer=OptimizerConfig(),
         max_tokens_per_micro_batch=CAPS[name],

@@ -35,7 +35,7 @@ from update import SHAPES, memory_mib
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard, Part
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
@@ -208,7 +208,9 @@ def changes(name: str, rates: list[float], num_steps: int) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(shape.config(ATTENTION)).to(torch.bfloat16)
         shard = ModelShard.whole(model, DeviceMesh.solo())
-        engine: Engine[ActorBatch] = Engine(shard, optimizer=OptimizerConfig(lr=rate), max_tokens_per_micro_batch=4096)
+        engine: TrainingEngine[ActorBatch] = TrainingEngine(
+            shard, optimizer=OptimizerConfig(lr=rate), max_tokens_per_micro_batch=4096
+        )
         for step in range(1, num_steps + 1):
             before = {key: tensor.clone() for key, tensor in shard.trained().items()}
             generator = torch.Generator().manual_seed(step)

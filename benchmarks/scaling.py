@@ -24,7 +24,7 @@ from update import GROUP_SIZE, PROMPT_TOKENS, SHAPES, make_model, make_rows
 from rallypoint.algorithms import policy_loss
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.layers import replace_layers
 from rallypoint.parallel import DeviceMesh
@@ -55,7 +55,7 @@ def work(name: str, dtype: str, rendezvous_file: str, rank: int, size: int) -> N
     mesh = DeviceMesh.connect(pickle.loads(Path(rendezvous_file).read_bytes()), name, rank, {"dp_replicate": size})
     model = make_model(SHAPES[name], getattr(torch, dtype), ATTENTION).eval()
     replace_layers(model)
-    engine = Engine(ModelShard.whole(model, mesh), optimizer=OptimizerConfig(), max_tokens_per_micro_batch=4096)
+    engine = TrainingEngine(ModelShard.whole(model, mesh), optimizer=OptimizerConfig(), max_tokens_per_micro_batch=4096)
     batch = make_batch(SHAPES[name].vocabulary)
     part, denominator = deal(batch, size, 0.001)[0][rank], batch.num_loss_tokens
 

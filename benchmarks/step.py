@@ -49,7 +49,7 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, judges: 
     """Our engines, both on the very same model; `at_once` tokens in a micro-batch."""
     from rallypoint.algorithms import policy_loss
     from rallypoint.config import OptimizerConfig
-    from rallypoint.engine import Engine, policy_outputs
+    from rallypoint.engine import TrainingEngine, policy_outputs
     from rallypoint.generation import NativeEngine, Request, SamplingParams
     from rallypoint.models import ATTENTION, ModelShard
     from rallypoint.models.layers import replace_layers
@@ -58,7 +58,7 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, judges: 
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_layers(model)
-    engine: Engine[ActorBatch] = Engine(
+    engine: TrainingEngine[ActorBatch] = TrainingEngine(
         ModelShard.whole(model), optimizer=OptimizerConfig(lr=1e-6), max_tokens_per_micro_batch=at_once
     )
     sampler = NativeEngine(model, max_rows=num_rows, cache_tokens=num_rows * 2 * (PROMPT_TOKENS + MAX_RESPONSE_TOKENS))

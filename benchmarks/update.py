@@ -81,14 +81,14 @@ def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart
     """The engine's passes, `at_once` tokens at a time at most; `apart` computes a prompt for each of its rows."""
     from rallypoint.algorithms import entropy_bonus, policy_loss
     from rallypoint.config import OptimizerConfig
-    from rallypoint.engine import Engine, policy_outputs
+    from rallypoint.engine import TrainingEngine, policy_outputs
     from rallypoint.models import ATTENTION, ModelShard
     from rallypoint.models.layers import replace_layers
     from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
     model = make_model(shape, dtype, ATTENTION).eval()
     replace_layers(model)
-    engine: Engine[ActorBatch] = Engine(
+    engine: TrainingEngine[ActorBatch] = TrainingEngine(
         ModelShard.whole(model), optimizer=OptimizerConfig(), max_tokens_per_micro_batch=at_once
     )
     tokens, lengths, advantages = make_rows(shape.vocabulary, num_rows)

@@ -10,7 +10,7 @@ from tiny_models import make_tiny_model
 from rallypoint.cluster import Layout, Mesh, ResourcePool, WorkerContext, WorkerGroup, at_step, collect
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import WorkerDiedError, WorkerError
 from rallypoint.model_files import load_policy
 from rallypoint.parallel import DeviceMesh
@@ -29,7 +29,7 @@ class Trainer:
         # Nobody may wait for this deadline.
         mesh = DeviceMesh.connect(rendezvous, "trainer", context.rank, axes, timeout_s=3600)
         model = load_policy(folder, dtype="float32", mesh=mesh)
-        self.engine = Engine(model, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=64)
+        self.engine = TrainingEngine(model, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=64)
 
     @collect
     def train(self, how: str) -> None:

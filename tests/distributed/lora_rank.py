@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rallypoint.cluster import Mesh
 from rallypoint.config import LoRAConfig
-from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs
+from rallypoint.engine import TrainingEngine, critic_values, optimizer_tensors, policy_outputs
 from rallypoint.model_files import load_critic, load_policy, read_adapter, save_adapter
 from rallypoint.models import ModelShard, gather
 from rallypoint.parallel import DeviceMesh
@@ -55,7 +55,7 @@ def run(role: str, dtype: str, mesh: DeviceMesh, model_folder: str, folder: Path
     """Take some steps; write the adapter and read it again. Return numbers, masters, and outputs of either model."""
     shard = ROLES[role](model_folder, dtype=dtype, mesh=mesh, lora=LORA)
     excite(shard)
-    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=48)
+    engine = TrainingEngine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=48)
     batch = make_actor_batch()
     num_parts = mesh.sizes["dp_replicate"] * mesh.sizes["dp_shard"]
     rows = deal(batch, num_parts, 0.01)[0][part]
@@ -84,7 +84,7 @@ def run(role: str, dtype: str, mesh: DeviceMesh, model_folder: str, folder: Path
     again = ROLES[role](model_folder, dtype=dtype, mesh=mesh, lora=LoRAConfig(path=str(folder)), frozen=True)
     read_adapter(shard, folder)
     evaluated = [
-        Engine(one, optimizer=None, max_tokens_per_micro_batch=48).evaluate(rows, outputs_of(one, role)).values
+        TrainingEngine(one, optimizer=None, max_tokens_per_micro_batch=48).evaluate(rows, outputs_of(one, role)).values
         for one in (shard, again)
     ]
     held = {f"bytes/{name}": torch.tensor(tensor.nbytes) for name, tensor in again.tensors().items()}

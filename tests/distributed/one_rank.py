@@ -10,7 +10,7 @@ import torch
 from ranks import CONFIG, DTYPES, EPS, TOLERANCES, loss_and_norm, loss_from, make_actor_batch, open_meeting
 
 from rallypoint.cluster.rendezvous import Rendezvous
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.engine.token_stream import Stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, lm_head, named_weights
@@ -29,12 +29,12 @@ def connect(rendezvous: Rendezvous, name: str, rank: int, size: int) -> DeviceMe
     return DeviceMesh.connect(rendezvous, name, rank, {"dp_replicate": size}, timeout_s=60)
 
 
-def make_engine(model_folder: str, dtype: torch.dtype, cap: int, mesh: DeviceMesh) -> Engine[ActorBatch]:
+def make_engine(model_folder: str, dtype: torch.dtype, cap: int, mesh: DeviceMesh) -> TrainingEngine[ActorBatch]:
     model = load_policy(model_folder, dtype="float32").model.to(dtype)
-    return Engine(ModelShard.whole(model, mesh), optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap)
+    return TrainingEngine(ModelShard.whole(model, mesh), optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap)
 
 
-def take_steps(engine: Engine[ActorBatch], part: ActorBatch, denominator: int) -> Metrics:
+def take_steps(engine: TrainingEngine[ActorBatch], part: ActorBatch, denominator: int) -> Metrics:
     """Take two steps of a clipped policy gradient, in the model's own precision throughout."""
 
     def outputs(part: Sequences, at: torch.Tensor) -> torch.Tensor:

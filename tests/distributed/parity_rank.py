@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss, value_loss
 from rallypoint.cluster.mesh import Mesh
-from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard, gather
 from rallypoint.parallel import DeviceMesh
@@ -131,7 +131,7 @@ class Models:
 def run(case: Case, models: Models, part: ActorBatch | CriticBatch, denominator: int) -> dict[str, Tensor]:
     """Take the steps of a case and return this rank's numbers: `loss`, `grad_norm`, and its part of every weight."""
     shard = models.of(case)
-    engine = Engine(
+    engine = TrainingEngine(
         shard,
         optimizer=CONFIG,
         eps=EPS,

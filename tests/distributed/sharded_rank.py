@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rallypoint.cluster import Mesh
-from rallypoint.engine import Engine, critic_values, optimizer_tensors, policy_outputs, restore_optimizer
+from rallypoint.engine import TrainingEngine, critic_values, optimizer_tensors, policy_outputs, restore_optimizer
 from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy, save_model, save_tensors
@@ -87,7 +87,9 @@ def make_engine(kind, dtype, mesh, cap):
     tensor = cut_model(model, FAMILIES["llama"], mesh.tp)
     sharding = shard_model(model, mesh, tensor)
     parts = shard_parts(tensor.parts, mesh.shard)
-    engine = Engine(ModelShard(model, parts, mesh, sharding), optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap)
+    engine = TrainingEngine(
+        ModelShard(model, parts, mesh, sharding), optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap
+    )
     return engine, parts
 
 
@@ -112,7 +114,7 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
 def load_and_save(mesh, model_folder, batch, rows, into, dtype="float64"):
     """Two steps of a model whose parts are read from a file; the whole of it is written again, with its masters."""
     shard = load_policy(model_folder, dtype=dtype, mesh=mesh)
-    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=40)
+    engine = TrainingEngine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=40)
     part = batch.rows(rows)
     for step in (1, 2):
         loss = loss_of(engine.shard)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ModelShard
 from rallypoint.types import Metrics, Sequences, offsets_from_lengths
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 def trained(model, activations):
     """Return the gradients of a step, and the most bytes that the device held during it."""
     device = torch.accelerator.current_accelerator()
-    engine = Engine(
+    engine = TrainingEngine(
         ModelShard.whole(model.to(device)),
         optimizer=OptimizerConfig(),
         max_tokens_per_micro_batch=8192,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.generation import NativeEngine, SamplingParams, generate
 from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
 from rallypoint.generation.native.accelerator.graphs import captures_on
@@ -85,7 +85,7 @@ def test_rollouts_are_those_of_a_cpu_in_float64(folder, prompts, dtype):
 def test_logprobs_are_those_of_the_training_pass(folder, prompts, dtype):
     model = load_policy(folder, dtype=dtype, device=DEVICE).model
     batch = generate(NativeEngine(model), prompts, PARAMS, version=0)
-    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=8192)
+    engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=8192)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     gaps = (batch.rollout_logprobs - expected.values.cpu()).abs()[batch.loss_mask]
     assert gaps.max() < GAPS[dtype]

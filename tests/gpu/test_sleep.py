@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.models import ModelShard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 def test_a_sleeping_engine_leaves_the_device_and_wakes_with_the_same_bits(make_model):
     device = torch.accelerator.current_accelerator()
     before = torch.accelerator.memory_allocated()
-    engine = Engine(
+    engine = TrainingEngine(
         ModelShard.whole(make_model().to(device)),
         optimizer=OptimizerConfig(),
         max_tokens_per_micro_batch=1024,

@@ -6,7 +6,7 @@ import torch
 from tiny_models import make_tiny_model
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.engine.sleeper import Sleeper
 from rallypoint.model_files import load_policy
 
@@ -17,7 +17,7 @@ def test_a_sleeping_engine_leaves_the_device_and_wakes_with_the_same_bits(preten
     gc.collect()
     before = pretend.allocated()
     shard = load_policy(make_tiny_model(tmp_path / "model"), dtype="bfloat16", device=DEVICE)
-    engine = Engine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=100)
+    engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=100)
     for master in engine.optimizer.masters:
         master.grad = torch.ones_like(master)
     engine.optimizer.step()

@@ -5,7 +5,7 @@ import torch
 from tiny_models import make_tiny_model
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.types import Metrics, Sequences, offsets_from_lengths
 
@@ -34,7 +34,9 @@ def test_a_micro_batch_is_trained_without_a_wait(pretend, tmp_path, activations,
     folder = make_tiny_model(tmp_path / "model")
     load = load_policy if outputs == "policy" else load_critic
     shard = load(folder, dtype="float32", device=DEVICE)
-    engine = Engine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW, activations=activations)
+    engine = TrainingEngine(
+        shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW, activations=activations
+    )
 
     def loss(part, at):
         return OUTPUTS[outputs](shard, part, at).sum(), Metrics()

@@ -15,7 +15,7 @@ from ranks import CONFIG, EPS, loss_and_norm
 from tiny_models import make_tiny_model
 from torch import Tensor
 
-from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy, save_model
 from rallypoint.types import ActorBatch, CriticBatch
 
@@ -109,7 +109,7 @@ def take_steps(
         change: makes the batch that is learned from.
     """
     shard = (load_policy if role == "actor" else load_critic)(folder, dtype=dtype, device=device)
-    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap, padded=padded)
+    engine = TrainingEngine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=cap, padded=padded)
     batch = make_batch(role)
     batch = change(off_the_bound(folder, batch))
 

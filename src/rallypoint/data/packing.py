@@ -80,7 +80,7 @@ def pad_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Cut rows into micro-batches of at most `max_tokens` tokens where each row takes as many as the longest beside it.
 
     Rows of similar length meet, so that little is padding: longest first, as many as the cap allows. Training packs;
-    this is for the other side of the parity table, see `Engine`.
+    this is for the other side of the parity table, see `TrainingEngine`.
 
     Returns:
         Row numbers of each micro-batch, rising; every row occurs exactly once.

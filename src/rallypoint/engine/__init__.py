@@ -3,11 +3,11 @@
 from rallypoint.engine.forward import TokenOutputs, critic_values, policy_outputs, reward_scores, scored_tokens
 from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
 from rallypoint.engine.token_stream import choosing_tokens, trained_positions
-from rallypoint.engine.training_engine import Engine
+from rallypoint.engine.training_engine import TrainingEngine
 
 __all__ = [
-    "Engine",
     "TokenOutputs",
+    "TrainingEngine",
     "choosing_tokens",
     "critic_values",
     "learning_rate",

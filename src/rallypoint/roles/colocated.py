@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from rallypoint.cluster import WorkerContext, collect
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.observability.memory import MemoryMeter, give_back, resident_bytes
 from rallypoint.types import Metrics
 
@@ -43,9 +43,9 @@ class Turns:
         self._context, self._device = context, torch.device(context.device)
         baseline = context.shared.setdefault(_BASELINE, resident_bytes(self._device))
         self._meter = MemoryMeter(self._device, baseline)
-        self._sleeper: Engine[Any] | None = None
+        self._sleeper: TrainingEngine[Any] | None = None
 
-    def sleep_between(self, engine: Engine[Any]) -> None:
+    def sleep_between(self, engine: TrainingEngine[Any]) -> None:
         """Put an engine to sleep now, and whenever a turn is over."""
         engine.sleep()
         self._sleeper = engine

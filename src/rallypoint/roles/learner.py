@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
-from rallypoint.engine import Engine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
+from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
 from rallypoint.engine.determinism import operators_without
 from rallypoint.errors import CheckpointError
 from rallypoint.model_files import (
@@ -30,7 +30,6 @@ from rallypoint.model_files import (
 )
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
-from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.colocated import TurnTaker, in_turn
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
@@ -47,12 +46,11 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
     ) -> None:
         self.context, self.config, self._path = context, spec.config, path
         self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
-        self.engine: Engine[BatchT] = Engine(
+        self.engine: TrainingEngine[BatchT] = TrainingEngine(
             model,
             optimizer=optimizer,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             activations=spec.config.engine.activations,
-            attention_cost=attention_cost(spec.config),
             tick=context.tick,
         )
 

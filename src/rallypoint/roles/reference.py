@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ModelShard, twin
 from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
@@ -29,11 +29,10 @@ class ReferenceWorker(TurnTaker):
             with spec.meeting(context) as mesh:
                 model = spec.load_policy(context, mesh, frozen=True)
         self._temperature = config.rollout.temperature
-        self.engine: Engine[Sequences] = Engine(
+        self.engine: TrainingEngine[Sequences] = TrainingEngine(
             model,
             optimizer=None,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
-            attention_cost=attention_cost(config),
             tick=context.tick,
         )
         if "reference" in config.sleeping:  # who shares the actor's weights never does

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
-from rallypoint.engine import Engine, reward_scores, scored_tokens
+from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
 from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
@@ -33,11 +33,10 @@ class RewardWorker(TurnTaker):
                 trust_remote_code=config.model.trust_remote_code,
                 frozen=True,
             )
-        self.engine: Engine[Sequences] = Engine(
+        self.engine: TrainingEngine[Sequences] = TrainingEngine(
             model,
             optimizer=None,
             max_tokens_per_micro_batch=config.engine.max_tokens_per_micro_batch,
-            attention_cost=attention_cost(config),
             tick=context.tick,
         )
         if "reward" in config.sleeping:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, SamplingParams, generate
 from rallypoint.generation.vllm import VLLMEngine
@@ -61,7 +61,7 @@ class RolloutWorker(TurnTaker):
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self._shares_actor:
             return spec.load_policy(context)
-        engine: Engine[ActorBatch] = context.shared[ACTOR_ENGINE]
+        engine: TrainingEngine[ActorBatch] = context.shared[ACTOR_ENGINE]
         if "actor" in spec.config.sleeping:
             self.turns.sleep_between(engine)
         return engine.shard

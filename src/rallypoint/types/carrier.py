@@ -132,7 +132,7 @@ class Carrier:
     def padded(self, length: int) -> Self:
         """Return the rows with zeros (False) behind each of them, all of one length: [B * length] tokens.
 
-        Training packs; this is for the other side of the parity table, see `engine.Engine`.
+        Training packs; this is for the other side of the parity table, see `TrainingEngine`.
 
         Raises:
             ValueError: a row is longer.

@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.engine.activations import Checkpoints
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, named_weights
@@ -34,7 +34,7 @@ class RecordedCopies:
 
 def trained(model, batch, loss, activations, cap=1000):
     """Weights, gradients and metrics after two steps."""
-    engine = Engine(
+    engine = TrainingEngine(
         ModelShard.whole(model),
         optimizer=OptimizerConfig(lr=1e-2),
         max_tokens_per_micro_batch=cap,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rallypoint.engine import Engine, critic_values, policy_outputs
+from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.engine.token_stream import Stream, trained_positions
 from rallypoint.errors import RowTooLongError
 from rallypoint.model_files import load_critic, load_policy
@@ -18,7 +18,7 @@ LENGTHS = [6, 1, 13, 0, 30, 2, 7]
 
 
 def engine_of(model, cap, padded=False):
-    return Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=cap, padded=padded)
+    return TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=cap, padded=padded)
 
 
 def token_by_token(folder, batch, temperature):

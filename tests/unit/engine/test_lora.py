@@ -6,7 +6,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from rallypoint.config import LoRAConfig, OptimizerConfig
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.engine.token_stream import Stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import adapted_layers, lm_head
@@ -64,7 +64,7 @@ def engine_steps(shard, batch):
         taken = logprobs.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
         return -(taken * part.advantages[at]).sum(), Metrics({})
 
-    engine = Engine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=20)
+    engine = TrainingEngine(shard, optimizer=CONFIG, eps=EPS, max_tokens_per_micro_batch=20)
     for step in range(1, NUM_STEPS + 1):
         engine.train(batch, loss, denominator=batch.num_loss_tokens, step=step, num_steps=NUM_STEPS)
     return {name: weight.detach().clone() for name, weight in shard.trained().items()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine
+from rallypoint.engine import TrainingEngine
 from rallypoint.engine.sleeper import Sleeper
 from rallypoint.models import ModelShard, named_weights
 
@@ -15,7 +15,7 @@ def engine(make_policy):
         model = make_policy(dtype, "qwen3")
         for weight in model.parameters():
             weight.data = weight.data.clone()  # on CPUs, memory that a file was read into cannot be given back
-        return Engine(ModelShard.whole(model), optimizer=optimizer, max_tokens_per_micro_batch=1000)
+        return TrainingEngine(ModelShard.whole(model), optimizer=optimizer, max_tokens_per_micro_batch=1000)
 
     return make
 

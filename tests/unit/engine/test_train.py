@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import Engine, optimizer_tensors, restore_optimizer
+from rallypoint.engine import TrainingEngine, optimizer_tensors, restore_optimizer
 from rallypoint.errors import NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard, named_weights
 from rallypoint.parallel import DeviceMesh
@@ -25,7 +25,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def engine_of(model, cap=1000, mesh=None, config=CONFIG, padded=False):
-    return Engine(
+    return TrainingEngine(
         ModelShard.whole(model, mesh), optimizer=config, eps=EPS, max_tokens_per_micro_batch=cap, padded=padded
     )
 
@@ -319,5 +319,5 @@ def test_the_same_step_twice_gives_the_same_bits(train, make_batch):
 
 def test_an_engine_without_an_optimizer_freezes_its_model(make_policy):
     model = make_policy()
-    Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=10)
+    TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=10)
     assert not any(weight.requires_grad for weight in model.parameters())

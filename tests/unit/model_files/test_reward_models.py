@@ -16,7 +16,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from rallypoint.engine import Engine, reward_scores, scored_tokens
+from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.errors import ModelError, RowTooLongError
 from rallypoint.model_files import load_reward_model
 from rallypoint.model_files.agreement import check_agreement
@@ -73,7 +73,7 @@ def batch_of(rows):
 
 
 def our_scores(shard: ModelShard, rows, cap=1000):
-    engine = Engine(shard, optimizer=None, max_tokens_per_micro_batch=cap)
+    engine = TrainingEngine(shard, optimizer=None, max_tokens_per_micro_batch=cap)
     batch = scored_tokens(batch_of(rows), shard.model.config.pad_token_id)
     assert batch.num_loss_tokens == len(rows)
     values = engine.evaluate(batch, lambda part, at: reward_scores(shard, part, at)).values

@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 import torch
 
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
 from rallypoint.generation import NativeEngine, Request
 from rallypoint.generation import generate as through
@@ -76,7 +76,7 @@ def test_reported_logprobs_are_those_of_the_engine(
     warm = dataclasses.replace(params, temperature=temperature, max_new_tokens=30)
     batch = generate(make_prompts(LENGTHS), warm, architecture=architecture, kv_heads=kv_heads)
     model = copy.deepcopy(make_policy(architecture, kv_heads))
-    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
+    engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, temperature).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
     assert (batch.rollout_logprobs[~batch.loss_mask] == 0).all()
@@ -262,7 +262,7 @@ def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, 
 def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make_policy, make_prompts, params):
     model = copy.deepcopy(make_policy()).to(torch.bfloat16)
     batch = through(NativeEngine(model), make_prompts(LENGTHS), params, version=0)
-    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
+    engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
-from rallypoint.engine import Engine, policy_outputs
+from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import CacheError, RequestError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
 from rallypoint.generation import generate as through
@@ -173,7 +173,7 @@ def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prom
     little = NativeEngine(model, mode=mode, cache_tokens=9 * 32)
     assert torch.equal(through(little, make_prompts(LENGTHS), long, version=0).tokens, batch.tokens)
     assert little.num_set_back > 0
-    engine = Engine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
+    engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 1e-4
 
