@@ -39,8 +39,20 @@ from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard, Part
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
-from rallypoint.weights import HEADER_BYTES, Held, Line, Manifest, Member, Plan, Sink, Source, folder, join, share
-from rallypoint.weights.ways import BUCKET_BYTES
+from rallypoint.weights import (
+    HEADER_BYTES,
+    Held,
+    Manifest,
+    Participant,
+    Receiver,
+    Sender,
+    TransferPlan,
+    Transport,
+    join,
+    published_folder,
+    share,
+)
+from rallypoint.weights.transports import BUCKET_BYTES
 
 NUM_PROCESSES = 4
 """Two that may send, and two that may take."""
@@ -109,13 +121,13 @@ class Process:
         # Of what it sends, by the number of senders; in memory that takers read, as an actor has it.
         own = {size: rows_of(self.tensors, place, size)[0] for size in (1, 2) if place < size}
         memory = share([tensor for tensors in own.values() for tensor in tensors.values()])
-        self.sources = {size: Source(tensors) for size, tensors in own.items()}
+        self.sources = {size: Sender(tensors) for size, tensors in own.items()}
         self.manifests: dict[Side, Manifest] = {}
-        self.lines: dict[Side, Line] = {}
+        self.lines: dict[Side, Transport] = {}
         for side in sides:
             if side.way in BUCKET_BYTES and place in side.places:
-                members = [Member(at if at < 2 else None, at - 2 if at >= 2 else None) for at in side.places]
-                plan = Plan(str(side), tuple(members), self._manifest(side), 120.0)
+                members = [Participant(at if at < 2 else None, at - 2 if at >= 2 else None) for at in side.places]
+                plan = TransferPlan(str(side), tuple(members), self._manifest(side), 120.0)
                 self.manifests[side] = plan.manifest
                 exposed = None
                 if memory is not None and place < 2:
@@ -139,16 +151,16 @@ class Process:
             for name, tensor in self.tensors.items():
                 self.other[name].copy_(tensor)
         elif side.way == "folder":
-            where = folder.version_folder(self.work, version)
+            where = published_folder.version_folder(self.work, version)
             if self.place == 0:
-                folder.write(self.shard, self.work, version, base=self.name)
+                published_folder.write(self.shard, self.work, version, base=self.name)
             barrier.wait()
             if self.place > 0:
-                folder.read(self.shard, where, version)
+                published_folder.read(self.shard, where, version)
         elif self.place < 2:
             self.lines[side].run(version, self.sources[side.num_senders], None, lambda: None)
         else:
-            sink = Sink(self.manifests[side], self.tensors, version)
+            sink = Receiver(self.manifests[side], self.tensors, version)
             self.lines[side].run(version, None, sink, lambda: None)
             sink.finish()
 

@@ -14,7 +14,7 @@ EXCEPTIONS = {
     "install/engines.py": "for which device each build of an engine is",
     "parallel/nccl.py": "calls one vendor's library itself, for weights between two sets of processes",
     "recipes/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
-    "weights/ipc.py": "torch's names for handles of device memory, and the rules that they come with",
+    "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "models/fused.py": "the rules by which one vendor's kernels are chosen, and the limits of its grids",
 }
 """Files that name one -> why."""

@@ -23,23 +23,23 @@ from rallypoint.parallel import DeviceMesh
 from rallypoint.weights import (
     HEADER_BYTES,
     Held,
-    Line,
     Manifest,
-    Member,
-    Plan,
+    Participant,
+    Receiver,
+    Sender,
     SharedWeights,
-    Sink,
-    Source,
+    TransferPlan,
+    Transport,
     folder,
     join,
     share_trained,
 )  # fmt: skip
-from rallypoint.weights.ways import BUCKET_BYTES
+from rallypoint.weights.transports import BUCKET_BYTES
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h: pieces from that size on go back to the system when they are freed."""
 CPU = torch.device("cpu")
-MEMBERS = (Member(0, None), Member(1, None), Member(None, 0))
+MEMBERS = (Participant(0, None), Participant(1, None), Participant(None, 0))
 TAKER = 2
 WAYS = ("memory", "broadcast", "folder", "folder of masters")
 
@@ -90,7 +90,7 @@ class Process:
         self.shard, self.memory = load(str(into / "model"), rendezvous, "actor", place)
         self.masters = self.shard
         self.tensors, self.halves = self.shard.trained(), [held_by(self.shard, rank) for rank in (0, 1)]
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, Transport] = {}
 
     def load_masters(self) -> None:
         """Have the half of a model that is published in a smaller type, where it is sent."""
@@ -105,14 +105,14 @@ class Process:
         manifest = Manifest.of(self.halves, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES)
         if way not in self.lines:
             exposed = None if self.memory is None else self.memory.exposed(self.halves[self.place], self.tensors)
-            plan = Plan(way, MEMBERS, manifest, 60.0)
+            plan = TransferPlan(way, MEMBERS, manifest, 60.0)
             self.lines[way] = join(way, self.rendezvous, plan, self.place, device="cpu", exposed=exposed)
         if self.place == TAKER:
-            sink = Sink(manifest, self.tensors, version)
+            sink = Receiver(manifest, self.tensors, version)
             self.lines[way].run(version, None, sink, lambda: None)
             sink.finish()
         else:
-            self.lines[way].run(version, Source(self.tensors), None, lambda: None)
+            self.lines[way].run(version, Sender(self.tensors), None, lambda: None)
 
     def publish_folder(self, shard: ModelShard, version: int) -> None:
         """Write a folder, or read it when it is there."""

@@ -12,10 +12,10 @@ from ranks import open_meeting
 from rallypoint.errors import RallyError
 from rallypoint.model_files import load_policy
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join, share
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Participant, Receiver, Sender, TransferPlan, join, share
 
 WAYS = ("memory", "broadcast")
-MEMBERS = (Member(0, None), Member(1, None), Member(None, 0), Member(None, 1))
+MEMBERS = (Participant(0, None), Participant(1, None), Participant(None, 0), Participant(None, 1))
 VICTIM = 3
 
 
@@ -49,7 +49,7 @@ def main(model_folder: str, folder: Path, place: int) -> None:
         exposed = None if memory is None else memory.exposed(held, own)
     first = {name: tensor.clone() for name, tensor in own.items()}
     lines = {
-        way: join(way, rendezvous, Plan(way, MEMBERS, manifest, 60.0), place, device="cpu", exposed=exposed)
+        way: join(way, rendezvous, TransferPlan(way, MEMBERS, manifest, 60.0), place, device="cpu", exposed=exposed)
         for way in WAYS
     }
     said: dict[str, str] = {}
@@ -64,10 +64,10 @@ def main(model_folder: str, folder: Path, place: int) -> None:
         if place < 2:
             for name, tensor in own.items():
                 tensor.copy_(first[name] * version)
-            source = Source(own)
+            source = Sender(own)
         else:
             taken = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-            sink = Sink(manifest, taken, version)
+            sink = Receiver(manifest, taken, version)
         try:
             lines[way].run(version, source, sink, tick)
             if sink is not None:

@@ -32,7 +32,7 @@ from transformers import SeedOssConfig, SeedOssForCausalLM
 from rallypoint.data import make_digits_tokenizer, save_tokenizer
 from rallypoint.generation.native.decoder import PlainDecoder
 from rallypoint.model_files import load_policy
-from rallypoint.models.families import is_known
+from rallypoint.models.shard import is_known
 from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked

@@ -26,7 +26,7 @@ from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
 from rallypoint.run import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
-from rallypoint.weights.folder import write
+from rallypoint.weights.published_folder import write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

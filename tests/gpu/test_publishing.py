@@ -7,7 +7,7 @@ import torch
 
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, join
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Participant, Receiver, Sender, TransferPlan, join
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ def take(rendezvous, plan, device, into):
     line = join("ipc", rendezvous, plan, 1, device=device)
     for version in (1, 2):
         model = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)}
-        sink = Sink(plan.manifest, model, version)
+        sink = Receiver(plan.manifest, model, version)
         line.run(version, None, sink, lambda: None)
         sink.finish()
         into.put(float(model["w"].float().sum()))
@@ -34,7 +34,7 @@ def test_weights_arrive_in_another_process_through_device_memory():
     held = {"w": Held(torch.bfloat16, Part.whole(SHAPE))}
     manifest = Manifest.of([held], bucket_bytes=HEADER_BYTES + 2**16, checksum="sums")
     plan, context = (
-        Plan("weights", (Member(0, None), Member(None, 0)), manifest, 60.0),
+        TransferPlan("weights", (Participant(0, None), Participant(None, 0)), manifest, 60.0),
         multiprocessing.get_context("spawn"),
     )
     with open_rendezvous("tcp", "these tests") as rendezvous:
@@ -44,7 +44,7 @@ def test_weights_arrive_in_another_process_through_device_memory():
         line = join("ipc", rendezvous, plan, 0, device=accelerator.type)
         for version in (1, 2):
             masters = torch.full(SHAPE, float(version), device=accelerator)
-            line.run(version, Source({"w": masters}), None, lambda: None)
+            line.run(version, Sender({"w": masters}), None, lambda: None)
             assert into.get(timeout=60) == version * masters.numel()
         line.close()
         taker.join()

@@ -11,8 +11,20 @@ from tiny_models import make_tiny_model
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.model_files import load_policy
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Member, Plan, Sink, Source, fingerprint, folder, ipc
-from rallypoint.weights.digests import sums
+from rallypoint.weights import (
+    HEADER_BYTES,
+    Held,
+    Manifest,
+    Participant,
+    Receiver,
+    Sender,
+    TransferPlan,
+    buffers,
+    fingerprint,
+    published_folder,
+    same_node,
+)
+from rallypoint.weights.checksums import sums
 
 DEVICE = torch.device("pretend:0")
 WHOLE = {
@@ -31,20 +43,22 @@ def published(driver, versions=(1, 2)):
         mine["matrix"] = mine["matrix"].cut(0, rank, 2)
     held = [{name: Held(TYPES[name], part) for name, part in mine.items()} for mine in parts]
     manifest = Manifest.of(held, bucket_bytes=HEADER_BYTES + 2048, checksum="sums")
-    plan = Plan("weights", (Member(0, 0), Member(1, 1), Member(None, 2)), manifest, 60.0)
+    plan = TransferPlan("weights", (Participant(0, 0), Participant(1, 1), Participant(None, 2)), manifest, 60.0)
     models = [
         {name: torch.zeros(t.shape, dtype=TYPES[name], device=DEVICE) for name, t in WHOLE.items()} for _ in "abc"
     ]
 
     def run(place):
-        line = ipc.join(rendezvous, plan, place, DEVICE, driver.process(place))
+        line = same_node.join(
+            rendezvous, plan, place, buffers=(buffers.DeviceMemory(DEVICE, driver.process(place)), buffers.HostMemory())
+        )
         for version in versions:
             source = None
             if place < 2:
                 whole = {name: Part.whole(tensor.shape) for name, tensor in WHOLE.items()}
                 own = {name: WHOLE[name][part.within(whole[name])] for name, part in parts[place].items()}
-                source = Source({name: (tensor * version).to(DEVICE) for name, tensor in own.items()})
-            sink = Sink(manifest, models[place], version)
+                source = Sender({name: (tensor * version).to(DEVICE) for name, tensor in own.items()})
+            sink = Receiver(manifest, models[place], version)
             line.run(version, source, sink, lambda: None)
             sink.finish()
         line.close()
@@ -69,7 +83,7 @@ def test_the_host_waits_for_no_checksum_but_once_for_all(pretend):
     tensors = {name: tensor.to(DEVICE, TYPES[name]) for name, tensor in WHOLE.items()}
     whole = {name: Held(TYPES[name], Part.whole(tensor.shape)) for name, tensor in tensors.items()}
     manifest = Manifest.of([whole], bucket_bytes=HEADER_BYTES + 2048, checksum="sums")
-    source, sink = Source(tensors), Sink(manifest, {n: torch.zeros_like(t) for n, t in tensors.items()}, 1)
+    source, sink = Sender(tensors), Receiver(manifest, {n: torch.zeros_like(t) for n, t in tensors.items()}, 1)
     bucket = torch.zeros(manifest.bucket_bytes, dtype=torch.uint8, device=DEVICE)
     pretend.reset()
     assert len(manifest.buckets) > 3
@@ -99,7 +113,7 @@ def test_a_folder_that_one_device_has_written_is_read_by_another(tmp_path):
     with torch.no_grad():
         for tensor in actor.trained().values():
             tensor.mul_(3.0)
-    folder.read(taker, folder.write(actor, tmp_path / "published", 5, base=path), 5)
+    published_folder.read(taker, published_folder.write(actor, tmp_path / "published", 5, base=path), 5)
     found = taker.trained()
     assert all(torch.equal(found[name].cpu(), tensor.cpu()) for name, tensor in actor.trained().items())
 

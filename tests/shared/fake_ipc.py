@@ -23,7 +23,7 @@ class Driver:
 
 
 class FakeHandles:
-    """See `rallypoint.weights.ipc.Handles`."""
+    """See `rallypoint.weights.buffers.Handles`."""
 
     def __init__(self, driver: Driver, process: int) -> None:
         self.driver, self.process = driver, process

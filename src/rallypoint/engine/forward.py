@@ -11,9 +11,8 @@ from torch.nn import functional
 from rallypoint.engine.token_stream import Stream, whole_rows
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, lm_head, value_head
-from rallypoint.models.families import logit_softcap
-from rallypoint.models.head import head_outputs
-from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs
+from rallypoint.models.head import head_outputs, logit_softcap
+from rallypoint.models.tensor_parallel import VocabParallelLinear, vocab_parallel_outputs
 from rallypoint.types import Sequences
 
 

@@ -10,8 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
-from rallypoint.model_files.folder import SINGLE
-from rallypoint.model_files.load import quiet_transformers
+from rallypoint.model_files.locate import SINGLE, quiet_transformers
 
 ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 

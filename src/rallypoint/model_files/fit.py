@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rallypoint.errors import ModelError
 from rallypoint.model_files.reader import Read, TensorFiles
-from rallypoint.model_files.sources import sources_of
+from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models.shard import ModelShard
 
 _MAX_COMPARED = 10_000

@@ -8,33 +8,30 @@ rank ever holds more than its own part and a few buffers.
 from __future__ import annotations
 
 import abc
-import contextlib
+import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    GenerationConfig,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as transformers_logging
+from transformers.modeling_layers import GenericForTokenClassification
 
 from rallypoint.config import LoRAConfig
-from rallypoint.data.hub import check_hub
 from rallypoint.errors import ModelError
 from rallypoint.model_files.adapters import adapters_of, fill_adapters
-from rallypoint.model_files.agreement import check_agreement, check_finite
-from rallypoint.model_files.classifier import TokenClassifiers
 from rallypoint.model_files.fit import fit
-from rallypoint.model_files.folder import explained, find_weights
+from rallypoint.model_files.locate import explained, find_weights, read_config, read_generation_config
+from rallypoint.model_files.packing_check import check_agreement, check_finite, make_sketch
 from rallypoint.model_files.reader import TensorFiles
-from rallypoint.model_files.sketch import make_sketch
 from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.shard import ModelShard, allocate, build
 from rallypoint.parallel import DeviceMesh
@@ -96,7 +93,7 @@ class _Loader(abc.ABC):
         _fill(path, shard, device, *self.differences(config))
         if adapters is not None:
             fill_adapters(shard, adapters, seed=seed)
-        _read_generation_config(path, shard.model)
+        read_generation_config(path, shard.model)
         check_finite(path, shard.tensors(), mesh.tp)
         if mesh.shard.size == 1:
             check_agreement(path, shard.model, head)
@@ -178,6 +175,31 @@ class _PolicyLoader(_Loader):
     def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
         del config
         return (), ()
+
+
+class TokenClassifiers:
+    """Makes the token classifier of any config that transformers has a backbone for."""
+
+    @staticmethod
+    def from_config(config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+        """Return a model, as the factories of transformers do.
+
+        Raises:
+            ValueError: transformers knows no model of this config.
+        """
+        has_own_code = "AutoModelForTokenClassification" in (getattr(config, "auto_map", None) or {})
+        is_known = type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        if has_own_code or is_known or type(config) not in MODEL_MAPPING:
+            return AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code, **options)
+        return _classifier_on(MODEL_MAPPING[type(config)])._from_config(config, **options)
+
+
+@functools.cache
+def _classifier_on(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class, made as transformers makes its own: of the generic one and what the family has in common."""
+    family = next(base for base in backbone.__mro__[1:] if issubclass(base, PreTrainedModel))
+    name = f"{backbone.__name__.removesuffix('Model')}ForTokenClassification"
+    return type(name, (GenericForTokenClassification, family), {"config_class": backbone.config_class})
 
 
 class _CriticLoader(_Loader):
@@ -270,43 +292,9 @@ def reload(path: str, shard: ModelShard) -> None:
         _read(path, shard, files)
 
 
-def quiet_transformers() -> None:
-    """Keep its progress bars and advice off the screen, which shows the run."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
-    """Return what config.json says, with some changes.
-
-    Raises:
-        ModelError: it cannot be read, or describes nothing that could be trained.
-    """
-    quiet_transformers()
-    folder = Path(path).expanduser()
-    if path.startswith(("/", ".", "~")) and not folder.is_dir():
-        raise ModelError(f"{path}: there is no such folder")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: not a Hugging Face model folder: expected config.json in it, and *.safetensors")
-    if not folder.is_dir():
-        check_hub(path)
-    with explained(path):
-        config = AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method", "quantized")
-        raise ModelError(
-            f"{path}: its weights are quantized ({method}), which cannot be trained; use the original ones"
-        )
-    return config
-
-
 def _architecture(config: PreTrainedConfig) -> str:
     """Return the class that the folder was saved from, as far as it says."""
     return (config.architectures or [""])[0]
-
-
-def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
-    return {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).expanduser().is_dir()}
 
 
 def _check_depth(path: str, config: PreTrainedConfig) -> None:
@@ -346,15 +334,6 @@ def _read(
     tensors = shard.tensors()
     for name in found.lacking:
         tensors[name].zero_()
-
-
-def _read_generation_config(path: str, model: PreTrainedModel) -> None:
-    """Keep the folder's defaults for sampling, for whoever saves the model and samples elsewhere."""
-    folder = Path(path).expanduser()
-    if not model.can_generate() or (folder.is_dir() and not (folder / "generation_config.json").is_file()):
-        return
-    with explained(path) if folder.is_dir() else contextlib.suppress(OSError):  # a repository need not have one
-        model.generation_config = GenerationConfig.from_pretrained(folder if folder.is_dir() else path)
 
 
 def _check_value_head(path: str, model: PreTrainedModel, remedy: str) -> None:

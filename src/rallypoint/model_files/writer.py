@@ -24,9 +24,9 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError
-from rallypoint.model_files.folder import INDEX, SINGLE
+from rallypoint.model_files.locate import INDEX, SINGLE
 from rallypoint.model_files.reader import CHUNK_BYTES, TYPES
-from rallypoint.model_files.sources import Sources, sources_of
+from rallypoint.model_files.tensor_names import Sources, sources_of
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.shard import ModelShard, gather, given_by_ranks
 from rallypoint.parallel import DeviceMesh

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.cpu.forms import computes_in_pieces
+from rallypoint.families import FAMILIES
 
 CHUNK_BYTES, CHUNK_BYTES_ON_ACCELERATORS = 64 * 2**20, 256 * 2**20
 """Of the logits of one product: on a CPU, and where a product must be larger to keep a device busy. With 152,000 tokens
@@ -308,3 +309,9 @@ def _chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     return (slice(start, min(start + rows_per_chunk, num_rows)) for start in range(0, num_rows, rows_per_chunk))
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """Return the bound that a model bends its logits below, see `head_outputs`; None if it does not."""
+    family = FAMILIES.get(str(config.model_type))
+    return config.final_logit_softcapping if family is not None and family.caps_logits else None  # pyright: ignore[reportReturnType]

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
+from rallypoint.families import FAMILIES
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
-from rallypoint.models.families import family_of
 from rallypoint.models.layers import allocate_joined, replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
 from rallypoint.models.part import Part, rectangles_of
-from rallypoint.models.tensor_parallel import TensorParts, cut_model
+from rallypoint.models.tensor_parallel import TensorParts, cut_model, family_of
 from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
 
 _ROUND_BYTES = 4 * 2**20
@@ -281,3 +281,13 @@ def given_by_ranks(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str
                 taken.add((name, theirs))
         table.append(given)
     return table
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    """Return whether a model has transformers' own backbone of one of the families.
+
+    Of these it is known what a pass changes, which is nothing: several threads may pass through it at a time. Of what
+    transformers has, only rotary embeddings that depend on the longest row write down anything, which no model of ours
+    has (`load`).
+    """
+    return str(model.config.model_type) in FAMILIES and type(model.base_model).__module__.startswith("transformers.")

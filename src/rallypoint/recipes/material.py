@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RunConfig
 from rallypoint.data import EncodedPrompts
-from rallypoint.model_files.load import quiet_transformers
+from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.reading import Found, repetitions
 from rallypoint.run.folder import RunFolder

@@ -24,7 +24,7 @@ from rallypoint.data import (
 from rallypoint.environments.pool import probe_reward
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.model_files import load_critic, load_policy, load_reward_model
-from rallypoint.model_files.load import quiet_transformers, read_config
+from rallypoint.model_files.locate import quiet_transformers, read_config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

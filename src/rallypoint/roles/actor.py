@@ -25,7 +25,7 @@ from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
 from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
-from rallypoint.weights import Exposed, Held, Plan, Source, fingerprint, folder
+from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
 
 
 class ActorWorker(LearnerWorker[ActorBatch]):
@@ -72,7 +72,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         return {name: Held(half or tensor.dtype, shard.parts[name]) for name, tensor in shard.trained().items()}
 
     @broadcast
-    def open_line(self, way: Way, plan: Plan) -> None:
+    def open_line(self, way: Way, plan: TransferPlan) -> None:
         """Meet those who take over weights, if there is something to send that no worker beside this one sends."""
         self._end.close()
         place = plan.sender(self.context.rank)
@@ -91,17 +91,17 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     def write_published(self, version: int) -> Path:
         """Write what is trained into a folder that all nodes see, and return it: the first rank writes."""
         with self.engine.shard.mesh.abandoned_on_error():
-            return folder.write(self.engine.shard, self._published, version, base=self._path)
+            return published_folder.write(self.engine.shard, self._published, version, base=self._path)
 
     def _exposed(self) -> Exposed | None:
         """Return what takers on this node read from where it is."""
         return None if self._shared is None else self._shared.exposed(self._held(), self.engine.shard.trained())
 
     @contextlib.contextmanager
-    def _open_source(self) -> Iterator[Source]:
+    def _open_source(self) -> Iterator[Sender]:
         """Have the weights at hand, for a turn of this role."""
         with self.turns.turn():
-            yield Source(self.engine.shard.trained())
+            yield Sender(self.engine.shard.trained())
 
     def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
         """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""
@@ -216,7 +216,7 @@ class Actor:
         elif rollouts.way == "folder":
             written = await self._group.call(ActorWorker.write_published, self.version)
             await rollouts.load(self.version, written)
-            folder.remove_others(written)
+            published_folder.remove_others(written)
         else:
             await self._stream(rollouts)
         self.is_published.set()

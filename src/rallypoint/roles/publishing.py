@@ -28,24 +28,24 @@ from rallypoint.weights import (
     HEADER_BYTES,
     Exposed,
     Held,
-    Line,
     Manifest,
-    Member,
-    Plan,
+    Participant,
+    Sender,
     SharedWeights,
-    Source,
+    TransferPlan,
+    Transport,
     join,
     share_trained,
 )
-from rallypoint.weights.ways import BUCKET_BYTES
+from rallypoint.weights.transports import BUCKET_BYTES
 
 SOURCE, EXPOSED = "actor/source", "actor/exposed"
-"""Names under which an actor worker leaves functions: one opens its `Source`, one returns what takers read of it."""
+"""Names under which an actor worker leaves functions: one opens its `Sender`, one returns what takers read of it."""
 
 PUBLISHED = "published"
 """Folder within that of the run, for the way `folder`."""
 
-OpenSource: TypeAlias = Callable[[], AbstractContextManager[Source]]
+OpenSender: TypeAlias = Callable[[], AbstractContextManager[Sender]]
 GetExposed: TypeAlias = Callable[[], Exposed | None]
 
 _PATIENCE_S = 10.0
@@ -58,9 +58,9 @@ class LineEnd:
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         self._context, self._spec = context, spec
-        self._line: Line | None = None
+        self._line: Transport | None = None
 
-    def open(self, way: Way, plan: Plan, place: int, exposed: Exposed | None) -> None:
+    def open(self, way: Way, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
         """Meet the others, who read what is exposed from where it is."""
         self.close()
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
@@ -73,7 +73,7 @@ class LineEnd:
         return self._line is not None
 
     @property
-    def line(self) -> Line:
+    def line(self) -> Transport:
         """The open line."""
         assert self._line is not None, "the driver opens it before it publishes"
         return self._line
@@ -123,7 +123,7 @@ def make_plan(
     held: Sequence[Mapping[str, Held]],
     actor: Sequence[Process],
     rollout: Sequence[Process],
-) -> Plan:
+) -> TransferPlan:
     """Return who takes part in a line: all rollout ranks, and the ranks of the actor that have something to send.
 
     Args:
@@ -139,9 +139,9 @@ def make_plan(
     takers = {id(process): rank for rank, process in enumerate(rollout)}
     senders = {id(actor[root]): root for root in sorted(roots)}
     processes = dict.fromkeys([*senders, *takers])
-    members = tuple(Member(senders.get(process), takers.get(process)) for process in processes)
+    members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
     name = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
-    return Plan(name, members, manifest, config.cluster.call_timeout_s)
+    return TransferPlan(name, members, manifest, config.cluster.call_timeout_s)
 
 
 async def both(*calls: Awaitable[None]) -> None:

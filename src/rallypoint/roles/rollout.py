@@ -20,9 +20,9 @@ from rallypoint.plan.plan import Way
 from rallypoint.roles.colocated import Turns, TurnTaker, in_turn, make_room_for_neighbour
 from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSource, way_between
+from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSender, way_between
 from rallypoint.types import ActorBatch, Metrics, Prompts, RolloutBatch, Sum, merge
-from rallypoint.weights import Plan, Sink, folder
+from rallypoint.weights import Receiver, TransferPlan, published_folder
 
 ACTOR_ENGINE = "actor/engine"
 """Name under which an actor worker leaves its engine for the rollout worker of the same process."""
@@ -39,7 +39,7 @@ class RolloutWorker(TurnTaker):
         self.turns = Turns(context)
         self._rank, self._tick, self._shares_actor = context.rank, context.tick, shares_actor
         self._end = LineEnd(context, spec)
-        self._open_source: OpenSource | None = context.shared.get(SOURCE)
+        self._open_source: OpenSender | None = context.shared.get(SOURCE)
         self._exposed: GetExposed | None = context.shared.get(EXPOSED)
         self._problem: str | None = None
         self._failures: list[GenerationError] = []
@@ -116,7 +116,7 @@ class RolloutWorker(TurnTaker):
             raise WeightsMismatchError(f"{self._problem}, so that nothing is sampled until another one has been")
 
     @broadcast
-    def open_line(self, way: Way, plan: Plan) -> None:
+    def open_line(self, way: Way, plan: TransferPlan) -> None:
         """Meet those who send weights, when it is sure that they are of this model.
 
         Raises:
@@ -143,7 +143,7 @@ class RolloutWorker(TurnTaker):
             self._problem = None
             return
         if self._shard is not None and published is not None:
-            folder.read(self._shard, published, version)
+            published_folder.read(self._shard, published, version)
         elif self._end.is_open:
             self._take_over(version)
         elif not self._shares_actor:
@@ -152,7 +152,7 @@ class RolloutWorker(TurnTaker):
         self._problem = None
 
     def _take_over(self, version: int) -> None:
-        sink = Sink(self._plan.manifest, trained_weights(self._model), version)
+        sink = Receiver(self._plan.manifest, trained_weights(self._model), version)
         with contextlib.ExitStack() as open_sources:
             source = None
             if self._plan.members[self._place].root is not None:
@@ -206,7 +206,7 @@ class Rollouts:
         self.failures = tuple(failures)
         return batch
 
-    async def open_line(self, plan: Plan) -> None:
+    async def open_line(self, plan: TransferPlan) -> None:
         """Have every rank meet those who send weights."""
         await self._group.call(RolloutWorker.open_line, self.way, plan)
 

@@ -1,23 +1,23 @@
 """Publish and load: weights from the ranks of the actor to those of the rollout role."""
 
-from rallypoint.weights.digests import fingerprint
-from rallypoint.weights.line import Line, Member, Plan
+from rallypoint.weights.checksums import fingerprint
+from rallypoint.weights.endpoints import Receiver, Sender
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
 from rallypoint.weights.shared import Exposed, SharedWeights, share, share_trained
-from rallypoint.weights.stream import Sink, Source
-from rallypoint.weights.ways import join
+from rallypoint.weights.transfer import Participant, TransferPlan
+from rallypoint.weights.transports import Transport, join
 
 __all__ = [
     "HEADER_BYTES",
     "Exposed",
     "Held",
-    "Line",
     "Manifest",
-    "Member",
-    "Plan",
+    "Participant",
+    "Receiver",
+    "Sender",
     "SharedWeights",
-    "Sink",
-    "Source",
+    "TransferPlan",
+    "Transport",
     "fingerprint",
     "join",
     "share",

@@ -14,20 +14,20 @@ import torch.distributed as dist
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device, Group, meet
-from rallypoint.weights.line import Plan, at_meeting
-from rallypoint.weights.stream import Sink, Source
+from rallypoint.weights.endpoints import Receiver, Sender
+from rallypoint.weights.transfer import TransferPlan, at_meeting
 
 
-class BroadcastLine:
-    """See `Line`."""
+class BroadcastTransport:
+    """See `Transport`."""
 
-    def __init__(self, plan: Plan, place: int, group: Group) -> None:
+    def __init__(self, plan: TransferPlan, place: int, group: Group) -> None:
         """See `join`, which makes them."""
         self._plan, self._root, self._group = plan, plan.members[place].root, group
         self._memory = [torch.empty(plan.manifest.bucket_bytes, dtype=torch.uint8, device=group.device) for _ in "ab"]
 
-    def run(self, version: int, source: Source | None, sink: Sink | None, tick: Callable[[], None]) -> None:
-        """See `Line.run`; it ends the line if it raises."""
+    def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
+        """See `Transport.run`; it ends the line if it raises."""
         buckets = self._plan.manifest.buckets
         with contextlib.ExitStack() as unless_done, self._group.watched():
             unless_done.callback(self._group.abandon)
@@ -48,7 +48,7 @@ class BroadcastLine:
             unless_done.pop_all()
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `Transport.close`."""
         self._group.close()
 
     def _broadcast(self, index: int) -> dist.Work:
@@ -60,10 +60,10 @@ class BroadcastLine:
         return self._group.torch_group.broadcast([self._memory[index % 2][: bucket.num_bytes]], options)
 
 
-def join(rendezvous: Rendezvous, plan: Plan, place: int, device: Device = "cpu") -> BroadcastLine:
+def join(rendezvous: Rendezvous, plan: TransferPlan, place: int, device: Device = "cpu") -> BroadcastTransport:
     """See `Join`; buckets are on the device."""
     with at_meeting(plan):
         group = meet(
             rendezvous, plan.name, rank=place, world_size=len(plan.members), timeout_s=plan.timeout_s, device=device
         )
-    return BroadcastLine(plan, place, group)
+    return BroadcastTransport(plan, place, group)

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from rallypoint.observability.memory import count_shared
 from rallypoint.parallel import held
+from rallypoint.weights.endpoints import Runs
 from rallypoint.weights.manifest import Bucket, Held
-from rallypoint.weights.stream import Runs
 
 _ALIGNMENT = 64
 _SEAL_FUTURE_WRITE = 0x10

@@ -7,7 +7,7 @@ from transformers import AutoModel, AutoModelForTokenClassification, CohereConfi
 
 from rallypoint.model_files import load_critic, save_model
 from rallypoint.models import PackedRows, named_weights, value_head
-from rallypoint.models.families import is_known
+from rallypoint.models.shard import is_known
 
 TOKENS = torch.tensor([5, 9, 4, 11, 2, 7, 1])
 WITHOUT_A_CLASS_IN_TRANSFORMERS = {"gemma3_text", "cohere"}

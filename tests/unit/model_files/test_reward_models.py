@@ -18,10 +18,10 @@ from transformers import (
 
 from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.errors import ModelError, RowTooLongError
+from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_reward_model
-from rallypoint.model_files.agreement import check_agreement
+from rallypoint.model_files.packing_check import check_agreement
 from rallypoint.models import ModelShard
-from rallypoint.models.families import FAMILIES
 from rallypoint.types import Sequences
 
 CONFIGS = {family: make(**SIZES, num_labels=1, initializer_range=0.3) for family, make in FAMILY_CONFIGS.items()}

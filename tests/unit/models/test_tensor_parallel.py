@@ -18,16 +18,15 @@ from rallypoint.engine.token_stream import trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy, save_model
-from rallypoint.model_files.agreement import check_agreement
-from rallypoint.model_files.classifier import TokenClassifiers
+from rallypoint.model_files.load import TokenClassifiers
+from rallypoint.model_files.packing_check import check_agreement
 from rallypoint.models import ModelShard
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS, replace_routers
-from rallypoint.models.families import family_of
 from rallypoint.models.head import lm_head
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.part import Part
-from rallypoint.models.tensor_parallel import cut_model
+from rallypoint.models.tensor_parallel import cut_model, family_of
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Sequences
 

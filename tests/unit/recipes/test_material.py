@@ -6,7 +6,7 @@ from tiny_models import make_tiny_model
 from rallypoint.config import load_config
 from rallypoint.data import Example, Message, encode_prompts, make_digits_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.model_files.load import read_config
+from rallypoint.model_files.locate import read_config
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.reading import Limits, check_vocabulary, repetitions
 from rallypoint.recipes.use import Conversation, Trained

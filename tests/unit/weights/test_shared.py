@@ -15,8 +15,8 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import Part, trained_weights
 from rallypoint.models.layers import joined
 from rallypoint.observability.memory import resident_bytes
-from rallypoint.weights import HEADER_BYTES, Exposed, Held, Manifest, Sink, share, share_trained
-from rallypoint.weights.stream import seal
+from rallypoint.weights import HEADER_BYTES, Exposed, Held, Manifest, Receiver, share, share_trained
+from rallypoint.weights.endpoints import seal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
@@ -133,7 +133,7 @@ def test_a_bit_that_flips_after_the_checksums_were_taken_is_refused_and_does_not
     seal(header, 0, 7, runs)
     tensors["second"][3] *= -1
     model = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    sink = Sink(manifest, model, 7)
+    sink = Receiver(manifest, model, 7)
     sink.unpack(0, header, opened(exposed).runs(manifest.buckets[0]))
     with pytest.raises(WeightsMismatchError, match="version 7 was not loaded: second was damaged on its way"):
         sink.finish()

@@ -40,8 +40,7 @@ from rallypoint.generation.native.prefill import Stretch, StretchRows
 from rallypoint.generation.sampler import Draws, Rules
 from rallypoint.generation.script import without_python
 from rallypoint.models import lm_head
-from rallypoint.models.families import logit_softcap
-from rallypoint.models.head import soft_capped
+from rallypoint.models.head import logit_softcap, soft_capped
 
 _TILE = 32
 """Tokens that go through the model together in the mode `exact`."""

@@ -1,7 +1,7 @@
 """What a server's model looks like, without its weights.
 
 Owns: what is checked of weights before they are sent to a server, and the folder in which they are; that is the one of
-`rallypoint.weights.folder`, with one file.
+`rallypoint.weights.published_folder`, with one file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.generation.requests import check_weights, vocabulary_of
 from rallypoint.model_files.reader import TYPES
-from rallypoint.model_files.sources import Sources, sources_of
+from rallypoint.model_files.tensor_names import Sources, sources_of
 from rallypoint.models import ModelShard, Part, named_weights
 
 _FILE = "model.safetensors"

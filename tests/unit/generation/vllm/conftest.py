@@ -12,7 +12,7 @@ import torch
 
 from rallypoint.generation.vllm import Connection, Outline, VLLMEngine
 from rallypoint.generation.vllm.client import Address
-from rallypoint.model_files.sources import same_names
+from rallypoint.model_files.tensor_names import same_names
 
 NUM_IDS = 50
 

@@ -80,7 +80,7 @@ class Drawn(LogitsProcessor):
 
 
 class Loading:
-    """Extends vLLM's worker by the loading of published weights; see `rallypoint.weights.folder` for their folder."""
+    """Loads published weights in vLLM's worker; see `rallypoint.weights.published_folder` for their folder."""
 
     rallypoint_version: int | None = None
     """Of the weights that this worker holds whole; None while it holds those it began with, or may hold a mixture."""

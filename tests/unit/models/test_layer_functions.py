@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from rallypoint.cpu.strips import in_strips
-from rallypoint.models.pointwise import rotate, swiglu
+from rallypoint.models.layers import rotate, swiglu
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from(list(TOLERANCES))

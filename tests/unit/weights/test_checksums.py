@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.weights.digests import fingerprint, sums
+from rallypoint.weights.checksums import fingerprint, sums
 
 
 def by_hand(data):

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rallypoint.checkpoint.files import check_files, digests, sync, sync_below
+import xxhash
+
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError
 
@@ -167,3 +169,59 @@ def _write_manifest(folder: Path, step: int) -> None:
     manifest = {"format": _FORMAT, "step": step, "files": digests(folder, besides=MANIFEST)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     sync_below(folder)
+
+
+Files = Mapping[str, tuple[int, str]]
+"""Name of a file in its folder -> bytes, and xxh3-128 in hex."""
+
+
+def digest(path: Path) -> str:
+    """Return the xxh3-128 of a file, in hex."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
+
+
+def digests(folder: Path, *, besides: str) -> dict[str, dict[str, int | str]]:
+    """Return size and digest of every file below a folder, as a manifest lists them.
+
+    Args:
+        folder: to read.
+        besides: the file at its top that is left out: the manifest's own.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / besides)
+    return {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": digest(path)} for path in paths}
+
+
+def check_files(folder: Path, files: Files, remedy: str) -> None:
+    """Compare files with what a manifest says of them.
+
+    Raises:
+        CheckpointError: one is missing, cut off or changed; it is named, and the remedy said.
+    """
+    for name, (expected_size, expected) in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; {remedy}")
+        size = path.stat().st_size
+        if size != expected_size:
+            raise CheckpointError(f"{path}: expected {expected_size} bytes, found {size}; {remedy}")
+        if digest(path) != expected:
+            raise CheckpointError(f"{path}: its content has changed since it was saved; {remedy}")
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_below(folder: Path) -> None:
+    """Flush a folder with all that is in it; its own name is its parent's to flush."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)

@@ -11,18 +11,71 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from rallypoint.data.hub import check_hub
 from rallypoint.errors import ModelError
+from rallypoint.families import FAMILIES
 from rallypoint.model_files.reader import TensorFiles
-from rallypoint.models.families import FAMILIES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+def quiet_transformers() -> None:
+    """Keep its progress bars and advice off the screen, which shows the run."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
+    """Return what config.json says, with some changes.
+
+    Raises:
+        ModelError: it cannot be read, or describes nothing that could be trained.
+    """
+    quiet_transformers()
+    folder = Path(path).expanduser()
+    if path.startswith(("/", ".", "~")) and not folder.is_dir():
+        raise ModelError(f"{path}: there is no such folder")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: not a Hugging Face model folder: expected config.json in it, and *.safetensors")
+    if not folder.is_dir():
+        check_hub(path)
+    with explained(path):
+        config = AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method", "quantized")
+        raise ModelError(
+            f"{path}: its weights are quantized ({method}), which cannot be trained; use the original ones"
+        )
+    return config
+
+
+def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    return {"trust_remote_code": trust_remote_code, "local_files_only": Path(path).expanduser().is_dir()}
+
+
+def read_generation_config(path: str, model: PreTrainedModel) -> None:
+    """Keep the folder's defaults for sampling, for whoever saves the model and samples elsewhere."""
+    folder = Path(path).expanduser()
+    if not model.can_generate() or (folder.is_dir() and not (folder / "generation_config.json").is_file()):
+        return
+    with explained(path) if folder.is_dir() else contextlib.suppress(OSError):  # a repository need not have one
+        model.generation_config = GenerationConfig.from_pretrained(folder if folder.is_dir() else path)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

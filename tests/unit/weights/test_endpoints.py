@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Sink, Source, fingerprint
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Receiver, Sender, fingerprint
 from rallypoint.weights.manifest import rectangles_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
@@ -29,7 +29,7 @@ def manifest_of(tensors, room=128, dtype=None):
 
 def packed(manifest, tensors, version):
     """The memory of every bucket."""
-    source = Source(tensors)
+    source = Sender(tensors)
     for index in range(len(manifest.buckets)):
         memory = torch.zeros(manifest.bucket_bytes, dtype=torch.uint8)
         source.pack(manifest, index, version, memory)
@@ -51,7 +51,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_arrive_as_they_were(dtype, room):
     manifest, target = manifest_of(weights(dtype), room), blank(weights(dtype))
-    sink = Sink(manifest, target, 3)
+    sink = Receiver(manifest, target, 3)
     for index, memory in enumerate(packed(manifest, weights(dtype), 3)):
         sink.unpack(index, memory)
     sink.finish()
@@ -61,13 +61,13 @@ def test_weights_arrive_as_they_were(dtype, room):
 def test_nan_and_signed_zeros_keep_their_bits():
     odd = {"w": torch.tensor([float("nan"), -0.0, float("inf"), -float("nan")])}
     manifest, target = manifest_of(odd), blank(odd)
-    Sink(manifest, target, 0).unpack(0, next(packed(manifest, odd, 0)))
+    Receiver(manifest, target, 0).unpack(0, next(packed(manifest, odd, 0)))
     assert target["w"].view(torch.int32).tolist() == odd["w"].view(torch.int32).tolist()
 
 
 def test_masters_are_rounded_on_their_way():
     manifest, target = manifest_of(weights(), dtype=torch.bfloat16), blank(weights(torch.bfloat16))
-    sink = Sink(manifest, target, 1)
+    sink = Receiver(manifest, target, 1)
     for index, memory in enumerate(packed(manifest, weights(), 1)):
         sink.unpack(index, memory)
     sink.finish()
@@ -82,7 +82,7 @@ def test_a_single_flipped_bit_anywhere_is_refused_and_does_not_reach_the_model(n
     places = [(i, r) for i, bucket in enumerate(manifest.buckets) for r in bucket.rectangles if r.name == name]
     index, rectangle = places[bit % len(places)]
     memories[index][rectangle.start + bit // 8 % (rectangle.stop - rectangle.start)] ^= 1 << bit % 8
-    sink = Sink(manifest, target, 9)
+    sink = Receiver(manifest, target, 9)
     for place, memory in enumerate(memories):
         sink.unpack(place, memory)
     with pytest.raises(WeightsMismatchError, match=f"version 9 was not loaded: {name} was damaged on its way"):
@@ -93,7 +93,7 @@ def test_a_single_flipped_bit_anywhere_is_refused_and_does_not_reach_the_model(n
 def test_a_bucket_that_did_not_come_or_came_from_elsewhere_is_refused():
     manifest, target = manifest_of(weights()), blank(weights())
     memories = list(packed(manifest, weights(), 2))
-    sink = Sink(manifest, target, 2)
+    sink = Receiver(manifest, target, 2)
     for index in (0, 2):
         sink.unpack(index, memories[index])
     num = len(memories)
@@ -163,7 +163,7 @@ def test_parts_that_overlap_or_leave_something_out_are_no_manifest():
 def test_loading_goes_into_parameters_that_are_trained_and_keeps_them_trainable():
     parameter, ones = torch.nn.Parameter(torch.zeros(2, 2)), {"w": torch.ones(2, 2)}
     manifest = manifest_of(ones)
-    Sink(manifest, {"w": parameter}, 0).unpack(0, next(packed(manifest, ones, 0)))
+    Receiver(manifest, {"w": parameter}, 0).unpack(0, next(packed(manifest, ones, 0)))
     assert parameter.requires_grad
     assert parameter.grad_fn is None
     assert parameter.sum() == 4

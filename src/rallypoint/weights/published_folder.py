@@ -30,7 +30,7 @@ import xxhash
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError, ModelError, WeightsMismatchError
 from rallypoint.model_files import TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
-from rallypoint.model_files.folder import find_weights
+from rallypoint.model_files.locate import find_weights
 from rallypoint.model_files.reader import TYPES
 from rallypoint.models import ModelShard
 

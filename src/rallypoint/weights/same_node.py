@@ -29,11 +29,11 @@ from torch import Tensor
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.weights.buffers import Buffers, HostMemory
-from rallypoint.weights.line import Plan, at_meeting
+from rallypoint.weights.endpoints import Receiver, Runs, Sender, seal
 from rallypoint.weights.manifest import HEADER_BYTES, Manifest
 from rallypoint.weights.shared import Exposed
 from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, connect
-from rallypoint.weights.stream import Runs, Sink, Source, seal
+from rallypoint.weights.transfer import TransferPlan, at_meeting
 
 NUM_SLOTS = 4
 """Buckets that a member with a root has memory for."""
@@ -126,16 +126,16 @@ class Inlet:
         self._root.close()
 
 
-class MemoryLine:
-    """See `Line`."""
+class SameNodeTransport:
+    """See `Transport`."""
 
-    def __init__(self, plan: Plan, place: int, outlet: Outlet | None, inlets: dict[int, Inlet]) -> None:
+    def __init__(self, plan: TransferPlan, place: int, outlet: Outlet | None, inlets: dict[int, Inlet]) -> None:
         """See `join`, which makes them; `inlets` are by root, of others."""
         self._plan, self._outlet, self._inlets = plan, outlet, inlets
         self._root = plan.members[place].root
 
-    def run(self, version: int, source: Source | None, sink: Sink | None, tick: Callable[[], None]) -> None:
-        """See `Line.run`; who both sends and takes has a thread for each."""
+    def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
+        """See `Transport.run`; who both sends and takes has a thread for each."""
         with contextlib.ExitStack() as unless_done:
             unless_done.callback(self.close)
             if source is not None and sink is not None and self._outlet is not None:
@@ -147,13 +147,13 @@ class MemoryLine:
             unless_done.pop_all()
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `Transport.close`."""
         for inlet in self._inlets.values():
             inlet.close()
         if self._outlet is not None:
             self._outlet.close()
 
-    def _do_both(self, version: int, source: Source, sink: Sink, tick: Callable[[], None]) -> None:
+    def _do_both(self, version: int, source: Sender, sink: Receiver, tick: Callable[[], None]) -> None:
         with ThreadPoolExecutor(2, thread_name_prefix="publish") as threads, contextlib.ExitStack() as unless_done:
             unless_done.callback(self.close)  # which ends the other thread
             doing = threads.submit(self._send, version, source, tick), threads.submit(self._take, sink, source, tick)
@@ -161,7 +161,7 @@ class MemoryLine:
                 done.result()
             unless_done.pop_all()
 
-    def _send(self, version: int, source: Source, tick: Callable[[], None]) -> None:
+    def _send(self, version: int, source: Sender, tick: Callable[[], None]) -> None:
         assert self._outlet is not None, "somebody else takes what a member sends"
         manifest, stay = self._plan.manifest, self._outlet.stay
         if stay.addresses and not source.lie_at(stay.addresses):
@@ -178,7 +178,7 @@ class MemoryLine:
                 tick()
         self._outlet.settle()
 
-    def _take(self, sink: Sink, source: Source | None, tick: Callable[[], None]) -> None:
+    def _take(self, sink: Receiver, source: Sender | None, tick: Callable[[], None]) -> None:
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if source is not None and bucket.root == self._root:
                 sink.take(index, source)
@@ -193,12 +193,12 @@ class MemoryLine:
 
 def join(
     rendezvous: Rendezvous,
-    plan: Plan,
+    plan: TransferPlan,
     place: int,
     *,
     exposed: Exposed | None = None,
     buffers: Sequence[Buffers] = (HostMemory(),),
-) -> MemoryLine:
+) -> SameNodeTransport:
     """See `Join`.
 
     Args:
@@ -212,11 +212,11 @@ def join(
         roots, takers = _connected(rendezvous, plan, place, unless_joined)
         outlet, inlets = _Meeting(plan, place, roots, takers).agree(buffers, exposed)
         unless_joined.pop_all()
-    return MemoryLine(plan, place, outlet, inlets)
+    return SameNodeTransport(plan, place, outlet, inlets)
 
 
 def _connected(
-    rendezvous: Rendezvous, plan: Plan, place: int, until: contextlib.ExitStack
+    rendezvous: Rendezvous, plan: TransferPlan, place: int, until: contextlib.ExitStack
 ) -> tuple[dict[int, Peer], list[Peer]]:
     """Connect to all others that send, by root, if this member takes; and to all others that take, if it sends."""
     me, names = plan.members[place], [member.name for member in plan.members]
@@ -247,7 +247,7 @@ class _Meeting:
     At every point everybody says what it has to say before it listens, so that no two wait for each other.
     """
 
-    def __init__(self, plan: Plan, place: int, roots: Mapping[int, Peer], takers: Sequence[Peer]) -> None:
+    def __init__(self, plan: TransferPlan, place: int, roots: Mapping[int, Peer], takers: Sequence[Peer]) -> None:
         self._manifest, self._me, self._roots, self._takers = plan.manifest, plan.members[place], roots, takers
 
     def agree(self, kinds: Sequence[Buffers], exposed: Exposed | None) -> tuple[Outlet | None, dict[int, Inlet]]:

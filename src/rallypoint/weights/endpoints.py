@@ -3,7 +3,7 @@
 Owns: the copies, and the checksums. Must not know: how a bucket gets from one process to another.
 
 A load is all or nothing in what it says, not in what it does: rectangles are copied into the model as they come, so
-that no second model is needed. From the first to the last one the model is of no version; see `Sink`. On the host a
+that no second model is needed. From the first to the last one the model is of no version; see `Receiver`. On the host a
 damaged rectangle is found before it is copied. On accelerators the host waits for no bucket: what is wrong with any of
 them is kept there, and looked at once, in the end.
 """
@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.weights.digests import sums
+from rallypoint.weights.checksums import sums
 from rallypoint.weights.manifest import (
     CHECKSUM_BYTES,
     CHECKSUMS_START,
@@ -39,7 +39,7 @@ _PLACE = struct.Struct("<QQ")
 """Version, and place in the stream."""
 
 
-class Source:
+class Sender:
     """The weights of one rank, to be sent."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -92,7 +92,7 @@ class Source:
         return self._staged
 
 
-class Sink:
+class Receiver:
     """A model that takes over the weights of one version, bucket by bucket.
 
     What is wrong with a bucket is kept until `finish`, so that a rank goes on to take what the others send to it.
@@ -113,7 +113,7 @@ class Sink:
         self._unread: list[tuple[int, Tensor]] = []
         """Buckets that were taken on an accelerator, each with what its header says of it and of every rectangle."""
 
-    def take(self, index: int, source: Source) -> None:
+    def take(self, index: int, source: Sender) -> None:
         """Take over a bucket that this process would send to itself: straight from the weights."""
         for rectangle in self._manifest.buckets[index].rectangles:
             run, target = source.run(rectangle), self._bytes.run(rectangle, rectangle.target)

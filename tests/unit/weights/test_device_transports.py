@@ -14,9 +14,8 @@ from rallypoint.errors import WeightsMismatchError
 from rallypoint.model_files import load_policy
 from rallypoint.models import trained_weights
 from rallypoint.roles.publishing import make_plan
-from rallypoint.weights import Held, Sink, Source, memory
-from rallypoint.weights.buffers import HostMemory
-from rallypoint.weights.ipc import DeviceMemory
+from rallypoint.weights import Held, Receiver, Sender, same_node
+from rallypoint.weights.buffers import DeviceMemory, HostMemory
 
 DEVICE = torch.device("cpu")
 
@@ -42,7 +41,7 @@ class Colocated:
         self.plan = make_plan(config, "ipc", held, processes[: len(actor)], processes[: num_rollout or len(actor)])
         self.models = {place: make_model() for place in self.plan.takers}
         self.lines = self.each(
-            lambda place: memory.join(
+            lambda place: same_node.join(
                 rendezvous,
                 self.plan,
                 place,
@@ -57,10 +56,10 @@ class Colocated:
     def publish(self, version):
         def run(place):
             member = self.plan.members[place]
-            source = None if member.root is None else Source(self.actor[member.root][1])
+            source = None if member.root is None else Sender(self.actor[member.root][1])
             sink = None
             if member.taker is not None:
-                sink = Sink(self.plan.manifest, trained_weights(self.models[place]), version)
+                sink = Receiver(self.plan.manifest, trained_weights(self.models[place]), version)
             self.lines[place].run(version, source, sink, lambda: None)
             if sink is not None:
                 sink.finish()
@@ -208,12 +207,12 @@ def test_a_bit_that_flips_on_its_way_is_found_in_the_end_and_named(colocated):
         (Damaging, f"version 1 was not loaded: {lost} was damaged on its way"),
         (lambda source: source, "buckets did not come"),
     ):
-        make(Source(company.actor[0][1])).pack(manifest, 0, 1, bucket)
-        sink = Sink(manifest, trained_weights(company.models[0]), 1)
+        make(Sender(company.actor[0][1])).pack(manifest, 0, 1, bucket)
+        sink = Receiver(manifest, trained_weights(company.models[0]), 1)
         sink.unpack(0, bucket)
         with pytest.raises(WeightsMismatchError, match=message):
             sink.finish()
-    sink = Sink(manifest, trained_weights(company.models[0]), 2)
+    sink = Receiver(manifest, trained_weights(company.models[0]), 2)
     sink.unpack(0, bucket)
     with pytest.raises(WeightsMismatchError, match="expected bucket 0 of version 2, found bucket 0 of 1"):
         sink.finish()

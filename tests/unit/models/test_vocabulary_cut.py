@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from rallypoint.models.vocab_parallel import VocabParallelLinear, vocab_parallel_outputs, vocabulary_of
+from rallypoint.models.tensor_parallel import VocabParallelLinear, vocab_parallel_outputs, vocabulary_of
 
 
 def plainly(states, weight, bias, targets, temperature, softcap=None):

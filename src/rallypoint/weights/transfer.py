@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
-from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import PublishError, RendezvousTimeoutError
 from rallypoint.weights.manifest import Manifest
-from rallypoint.weights.stream import Sink, Source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member:
+class Participant:
     """A process of the line.
 
-    >>> Member(root=0, taker=None).name, Member(root=None, taker=3).name, Member(root=1, taker=1).name
+    >>> Participant(root=0, taker=None).name, Participant(root=None, taker=3).name, Participant(root=1, taker=1).name
     ('actor rank 0', 'rollout rank 3', 'actor rank 1 and rollout rank 1')
     """
 
@@ -38,12 +35,12 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class TransferPlan:
     """Who takes part, and what travels; the same for all of them."""
 
     name: str
     """Of the meeting; another one after a failure."""
-    members: tuple[Member, ...]
+    members: tuple[Participant, ...]
     manifest: Manifest
     timeout_s: float
     """How long to wait for one another, at the meeting and for every bucket."""
@@ -63,7 +60,7 @@ class Plan:
 
 
 @contextlib.contextmanager
-def at_meeting(plan: Plan) -> Iterator[None]:
+def at_meeting(plan: TransferPlan) -> Iterator[None]:
     """Name those who did not come to the meeting of a line.
 
     Raises:
@@ -74,40 +71,3 @@ def at_meeting(plan: Plan) -> Iterator[None]:
     except RendezvousTimeoutError as error:
         who = ", ".join(plan.members[place].name for place in error.ranks)
         raise PublishError(f"waited {plan.timeout_s:g} s for {who} to take part in publishing weights") from error
-
-
-class Line(Protocol):
-    """One process's end of it."""
-
-    def run(self, version: int, source: Source | None, sink: Sink | None, tick: Callable[[], None]) -> None:
-        """Send what is this member's own, and hand every bucket to the sink, if there is one.
-
-        Args:
-            version: of the weights.
-            source: of a member with a root.
-            sink: of a member that takes.
-            tick: called at every bucket.
-
-        Raises:
-            PeerFailedError: another member went away.
-            MembershipLostError: likewise, and the rendezvous knows who.
-            PublishError: another member was silent for `timeout_s`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave; whoever still waits for this member gets an error."""
-        ...
-
-
-class Join(Protocol):
-    """How a line of some kind is made."""
-
-    def __call__(self, rendezvous: Rendezvous, plan: Plan, place: int) -> Line:
-        """Meet the other members; this is the one at `place`.
-
-        Raises:
-            PublishError: some did not come; they are named.
-            PeerFailedError: another member went away.
-        """
-        ...

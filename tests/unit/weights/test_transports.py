@@ -11,10 +11,10 @@ import torch
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import MembershipLostError, PeerFailedError, PublishError, RallyError, WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import broadcast, memory, share
-from rallypoint.weights.line import Member, Plan
+from rallypoint.weights import broadcast, same_node, share
+from rallypoint.weights.endpoints import Receiver, Sender
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
-from rallypoint.weights.stream import Sink, Source
+from rallypoint.weights.transfer import Participant, TransferPlan
 
 WHOLE = {
     "matrix": torch.randn(40, 24, generator=torch.Generator().manual_seed(0)),
@@ -43,7 +43,7 @@ def manifest(num_roots):
 
 
 def source(parts, factor=1.0):
-    return Source({name: (WHOLE[name] * factor)[part.within(Part.whole(part.shape))] for name, part in parts.items()})
+    return Sender({name: (WHOLE[name] * factor)[part.within(Part.whole(part.shape))] for name, part in parts.items()})
 
 
 def blank():
@@ -55,9 +55,9 @@ class Company:
 
     def __init__(self, rendezvous, join, num_roots, num_takers, *, shared=False, timeout_s=20.0, name="weights"):
         self.sources = [source(parts) for parts in cuts(num_roots)]
-        members = [Member(rank, 0 if shared and rank == 0 else None) for rank in range(num_roots)]
-        members += [Member(None, rank) for rank in range(int(shared), num_takers)]
-        self.plan = Plan(name, tuple(members), manifest(num_roots), timeout_s)
+        members = [Participant(rank, 0 if shared and rank == 0 else None) for rank in range(num_roots)]
+        members += [Participant(None, rank) for rank in range(int(shared), num_takers)]
+        self.plan = TransferPlan(name, tuple(members), manifest(num_roots), timeout_s)
         self.rendezvous, self.join_line = rendezvous, join
         self.models = {place: blank() for place in self.plan.takers}
         self.lines = {}
@@ -88,7 +88,7 @@ class Company:
             if member.taker is None:
                 self.lines[place].run(version, mine, None, tick)
                 return
-            sink = Sink(self.plan.manifest, self.models[place], expected or version)
+            sink = Receiver(self.plan.manifest, self.models[place], expected or version)
             self.lines[place].run(version, mine, sink, tick)
             sink.finish()
 
@@ -101,7 +101,7 @@ def rendezvous():
         yield rendezvous
 
 
-@pytest.fixture(params=[memory.join, broadcast.join], ids=["memory", "broadcast"])
+@pytest.fixture(params=[same_node.join, broadcast.join], ids=["memory", "broadcast"])
 def make(request, rendezvous):
     """Make a company, which leaves at the end of the test."""
     made, numbers = [], itertools.count()
@@ -143,10 +143,10 @@ def test_weights_that_takers_read_from_where_they_are_arrive_whole(rendezvous, n
     def join(rendezvous, plan, place):
         root = plan.members[place].root
         exposed = None if root is None else memories[root].exposed(held, own[root])
-        return memory.join(rendezvous, plan, place, exposed=exposed)
+        return same_node.join(rendezvous, plan, place, exposed=exposed)
 
     company = Company(rendezvous, join, num_roots, num_takers, shared=shared)
-    company.sources = [Source(tensors) for tensors in own]
+    company.sources = [Sender(tensors) for tensors in own]
     assert not any(company.meet())
     for version, factor in ((1, 1.0), (2, -3.0)):
         assert not any(company.publish(version))
@@ -220,7 +220,7 @@ def test_who_fails_under_way_ends_the_waiting_of_everybody_at_once(make, place):
             if at == place and next(num_ticks) == 5:
                 raise BrokenError
 
-        sink = Sink(company.plan.manifest, company.models[at], 1) if at else None
+        sink = Receiver(company.plan.manifest, company.models[at], 1) if at else None
         with contextlib.suppress(BrokenError):
             company.lines[at].run(1, None if at else company.sources[0], sink, tick)
 
@@ -232,7 +232,7 @@ def test_who_fails_under_way_ends_the_waiting_of_everybody_at_once(make, place):
 
 
 def test_who_is_silent_is_named_when_the_time_is_over(rendezvous):
-    company = Company(rendezvous, memory.join, 1, 2, timeout_s=0.5)
+    company = Company(rendezvous, same_node.join, 1, 2, timeout_s=0.5)
     company.meet()
     sender, taker = company.publish(1, [0, 1])
     company.lines[2].close()

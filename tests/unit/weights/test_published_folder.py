@@ -10,7 +10,7 @@ import xxhash
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import CheckpointError, WeightsMismatchError
 from rallypoint.model_files import load_policy
-from rallypoint.weights import folder as published
+from rallypoint.weights import published_folder as published
 
 
 @pytest.fixture(params=["model", "adapter"])
