@@ -14,6 +14,7 @@ from rallypoint.cluster.ray_cluster import RayCluster
 from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.config import load_config
 from rallypoint.generation import SamplingParams
+from rallypoint.recipes.recipe import clipped_policy_loss
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.pools import pools_of
@@ -68,6 +69,7 @@ async def publish_twice(actor, rollouts):
 
 def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime, tmp_path):
     config = load_config("digits", [*PLACED, *SHARDED]).config
+    loss = clipped_policy_loss(config)
     model, folder = make_tiny_model(tmp_path / "model"), SharedFolder.marked(tmp_path)
 
     async def scenario():
@@ -75,14 +77,14 @@ def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime
         await pools.open(runtime)
         with contextlib.closing(rendezvous_of(config, runtime)) as rendezvous:
             placement = Placement(config, runtime, pools, model, folder, rendezvous)
-            actor = await Actor.create(placement)
+            actor = await Actor.create(placement, loss)
             rollouts = await Rollouts.create(placement)
             assert rollouts.way == "memory", "they are on one node"
             actors, samplers = placement.groups["actor"], placement.groups["rollout"]
             assert all(await actors.call(ActorWorker.held)), "each has something to send"
             for version, way in enumerate(("memory", "broadcast", "folder")):
                 # The same processes, with a line of their own.
-                actor, rollouts = Actor(config, actors), Rollouts(config, samplers, way)
+                actor, rollouts = Actor(config, actors, loss), Rollouts(config, samplers, way)
                 actor.version = version
                 gap, moved = await publish_twice(actor, rollouts)
                 assert gap < 1e-4 < 1e-2 < moved, way

@@ -13,6 +13,13 @@ from rallypoint.algorithms.advantages import (
 )
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
 from rallypoint.algorithms.kl import KL, KLEstimator, kl_penalty
+from rallypoint.algorithms.loss_functions import (
+    ClippedPolicyLoss,
+    ClippedValueLoss,
+    LossFunction,
+    LossInputs,
+    TokenOutputs,
+)
 from rallypoint.algorithms.losses import (
     EntropyBonus,
     KLLoss,
@@ -25,10 +32,15 @@ from rallypoint.algorithms.weigh import gae, group_relative
 
 __all__ = [
     "KL",
+    "ClippedPolicyLoss",
+    "ClippedValueLoss",
     "EntropyBonus",
     "KLEstimator",
     "KLLoss",
+    "LossFunction",
+    "LossInputs",
     "PolicyLoss",
+    "TokenOutputs",
     "ValueLoss",
     "entropy_bonus",
     "explained_variance",

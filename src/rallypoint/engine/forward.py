@@ -8,22 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rallypoint.algorithms import TokenOutputs
 from rallypoint.engine.token_stream import Stream, whole_rows
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, lm_head, value_head
 from rallypoint.models.head import head_outputs, logit_softcap
 from rallypoint.models.tensor_parallel import VocabParallelLinear, vocab_parallel_outputs
 from rallypoint.types import Sequences
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenOutputs:
-    """What a policy says of the trained tokens of some rows; N is their number, in order."""
-
-    logprobs: Tensor
-    """[N] float32 (float64 of a float64 model), at the temperature of the rollouts."""
-    entropy: Tensor
-    """[N], likewise; in nats, of the distribution that the token was drawn from."""
 
 
 def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:

@@ -7,35 +7,27 @@ from asyncio import gather
 from typing import Self
 
 from rallypoint.algorithms import group_relative
-from rallypoint.config import RunConfig
 from rallypoint.observability import span
-from rallypoint.recipes.checks import check_judged, kl_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, clipped_policy_loss, kl_of
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.placement import Placement
+from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference
-from rallypoint.roles.source import RolloutSource
 from rallypoint.types import Metrics, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPO:
-    """Three roles and one step."""
-
-    config: RunConfig
-    source: RolloutSource
-    actor: Actor
-    reference: Reference
+class GRPO(RolloutRecipe):
+    """Actor, rollout and reference, and one step."""
 
     @classmethod
-    async def create(cls, placement: Placement, actor: Actor, source: RolloutSource) -> Self:
-        """Start the role that GRPO needs besides actor and rollout."""
-        reference = await Reference.create(placement)
-        return cls(config=placement.config, source=source, actor=actor, reference=reference)
-
-    @property
-    def learners(self) -> tuple[Actor]:
-        """The roles whose state a checkpoint holds."""
-        return (self.actor,)
+    async def create(cls, setup: Setup) -> Self:
+        """Start the roles; the actor minimises the clipped policy loss."""
+        return cls(
+            config=setup.config,
+            actor=await Actor.create(setup.placement, clipped_policy_loss(setup.config)),
+            source=await setup.open_source(),
+            reference=await Reference.create(setup.placement),
+        )
 
     async def train_step(self, step: int) -> Metrics:
         """One GRPO step: sample, judge, weigh, learn, publish."""

@@ -8,90 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import LoadedConfig, RunConfig
 from rallypoint.config.lanes import idle_cores
+from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
-from rallypoint.environments.pool import Grader, open_grader
+from rallypoint.environments.pool import open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.plan.plan import describe_way, weights_way
-from rallypoint.recipes import state
-from rallypoint.recipes.grpo import GRPO
+from rallypoint.plan.plan import weights_way
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.material import Material, prepare
-from rallypoint.recipes.ppo import PPO
 from rallypoint.recipes.reading import Found, read_material
-from rallypoint.roles.actor import Actor
+from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.pools import pools_of
-from rallypoint.roles.reward import RewardModel
-from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.source import RolloutRecord, RolloutSource
+from rallypoint.roles.source import RolloutRecord
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder, Start, anchored, write_config
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.resume import Beginning, Record
-from rallypoint.types import Metrics, merge
+from rallypoint.types import merge
 
 if TYPE_CHECKING:
     from rallypoint.recipes.endpoint import Endpoint
 
-
-class Learner(Protocol):
-    """A role with state."""
-
-    async def save(self, folder: Path) -> None:
-        """Write into a checkpoint that is being made."""
-        ...
-
-    async def restore(self, folder: Path) -> None:
-        """Read from a checkpoint."""
-        ...
-
-
-class Recipe(Protocol):
-    """A training step and the roles it commands."""
-
-    @property
-    def source(self) -> RolloutSource:
-        """Where batches come from."""
-        ...
-
-    @property
-    def actor(self) -> Actor:
-        """The policy."""
-        ...
-
-    @property
-    def learners(self) -> tuple[Learner, ...]:
-        """The roles whose state a checkpoint holds."""
-        ...
-
-    @classmethod
-    async def create(cls, placement: Placement, actor: Actor, source: RolloutSource) -> Self:
-        """Start the other roles."""
-        ...
-
-    async def train_step(self, step: int) -> Metrics:
-        """One step; the page to read."""
-        ...
-
-
-_PRELOAD = tuple(f"rallypoint.roles.{role}" for role in ("actor", "critic", "reference", "reward"))
-
-RECIPES: dict[str, type[Recipe]] = {"ppo": PPO, "grpo": GRPO}
+_STATE = Path("training") / "state.json"
+"""In a checkpoint: what is not a role's."""
 
 
 def train(
@@ -159,7 +115,7 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
             dashboard=config.cluster.dashboard,
             placement_timeout_s=config.cluster.placement_timeout_s,
             silence_s=config.cluster.heartbeat_timeout_s,
-            preload=_PRELOAD,
+            preload=tuple(f"rallypoint.roles.{role}" for role in config.roles),
             say=say,
         )
         rendezvous = None
@@ -173,10 +129,10 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
-            recipe = await _start(config, placement, material, grader, say)
+            recipe = await page_of(config).create(Setup(placement, material, grader, say))
             run = _Run(config, folder, progress, log, recipe, material, placement, endpoint, await recording, say)
             if first:
-                await state.restore(folder, first, recipe)
+                await run.restore(first)
             return await run.steps(first)
         finally:
             if endpoint is not None:
@@ -210,25 +166,6 @@ def _take_note(prepared: asyncio.Task[Any]) -> None:
     """Look at an error, so that asyncio does not complain about one that came after another."""
     if not prepared.cancelled():
         prepared.exception()
-
-
-async def _start(config: RunConfig, placement: Placement, material: Material, grader: Grader, say: _Voice) -> Recipe:
-    actor = await Actor.create(placement)
-    rollouts = await Rollouts.create(placement)
-    if weights_way(config) is None:
-        say(f"published weights: {describe_way(rollouts.way)}")
-    source = RolloutSource(
-        config,
-        rollouts,
-        train=material.train,
-        validation=material.validation,
-        tokenizer=material.tokenizer,
-        stop_tokens=material.stop_tokens,
-        grader=grader,
-        reward_model=await RewardModel.create(placement),
-        say=say,
-    )
-    return await RECIPES[config.recipe].create(placement, actor, source)
 
 
 class _Voice:
@@ -266,6 +203,15 @@ class _Run:
         self._largest_gap = 0.0
         self._curve = CurveAsItGoes(folder.metrics, folder.curve, folder.path.name)
 
+    async def restore(self, step: int) -> None:
+        """Read the roles' state back from the checkpoint of a step, which was verified."""
+        folder = self.folder.checkpoints / checkpoint.checkpoint_name(step)
+        state = json.loads((folder / _STATE).read_text())
+        for learner in self.recipe.learners:
+            await learner.restore(folder)
+        self.recipe.actor.version = state["version"]
+        self.recipe.source.num_admitted = state["num_admitted"]
+
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
         try:
@@ -276,11 +222,12 @@ class _Run:
             self._curve.close()
 
     async def _begin(self, first: int) -> None:
-        actor, rollouts = self.recipe.actor, self.recipe.source.rollouts
+        actor, rollouts = self.recipe.actor, self.recipe.rollouts
         self._saved = first
-        await actor.publish(rollouts)
-        if self.endpoint is not None:
-            await self.endpoint.open(self.placement, self.material, actor, rollouts)
+        if rollouts is not None:
+            await actor.publish(rollouts)
+            if self.endpoint is not None:
+                await self.endpoint.open(self.placement, self.material, actor, rollouts)
         self.log.write(first, {**({} if first else self.material.counts()), TIME_PREFIX + START: self.log.open_s})
         if first == 0:
             await self._validate(0)
@@ -314,7 +261,7 @@ class _Run:
         scalars = merge(metrics, await self.placement.memory()).scalars()
         self._log_agreement(step, scalars)
         self.log.write(step, {**scalars, **spans.scalars()})
-        records = self.recipe.source.records
+        records = self.recipe.records
         if self.config.trainer.num_logged_rollouts:
             self.folder.write_rollouts(step, records)
         self.progress.step(_report(step, scalars, spans, records))
@@ -329,18 +276,29 @@ class _Run:
 
     async def _validate(self, step: int) -> None:
         with collect_spans() as spans, span("validate"):
-            sampled = await self.recipe.source.validate()
-        if sampled is not None:
-            score = sampled.metrics.scalars()["reward/mean"]
+            score = await self.recipe.validate()
+        if score is not None:
             self.log.write(step, {"validation/score": score, **spans.scalars()})
             self.progress.validation(step, score)
 
     async def _save(self, step: int) -> None:
-        """Write a checkpoint; it is visible when it is whole."""
-        keep = self.config.checkpoint.keep
+        """Write a checkpoint, which is visible when it is whole, and remove older ones.
+
+        Raises:
+            CheckpointError: the disk is full or not writable; no partial checkpoint stays behind.
+        """
+        recipe = self.recipe
         with collect_spans() as spans, span("checkpoint"):
             self.log.sync()
-            await state.save(self.folder, step, self.recipe, self.material.tokenizer, self._record, keep=keep)
+            with checkpoint.writing(self.folder.checkpoints, step) as folder:
+                (folder / "training").mkdir()
+                for learner in recipe.learners:
+                    await learner.save(folder)
+                save_tokenizer(self.material.tokenizer, folder)
+                state = {"step": step, "num_admitted": recipe.source.num_admitted, "version": recipe.actor.version}
+                (folder / _STATE).write_text(json.dumps(state))
+                self._record.write(folder)
+            checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
         self._saved = step
         self.log.write(step, spans.scalars())
 
@@ -357,7 +315,7 @@ def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[R
         scalars=scalars,
         spans=spans.phases(),
         seconds=spans.elapsed_s,
-        num_tokens=int(scalars["rollout/num_tokens"]),
+        num_tokens=int(scalars.get("rollout/num_tokens", scalars["actor/num_tokens"])),
         completion=completion,
     )
 
@@ -365,12 +323,13 @@ def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[R
 def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
     before = read_metrics(folder.metrics) if first else []
     ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
+    weights = f"; weights: {weights_way(config) or 'as placed'}" if "rollout" in config.roles else ""
     return RunInfo(
         name=folder.path.name,
         algorithm=config.recipe,
         num_steps=config.trainer.num_steps,
         run_dir=folder.path,
-        detail=f"{ranks} on {config.cluster.runtime}; weights: {weights_way(config) or 'as placed'}",
+        detail=f"{ranks} on {config.cluster.runtime}{weights}",
         first_step=first + 1,
         num_warmup_steps=config.num_warmup_steps,
         rewards=[record["reward/mean"] for record in before if "reward/mean" in record],

@@ -6,33 +6,33 @@ import dataclasses
 from asyncio import gather
 from typing import Self
 
-from rallypoint.algorithms import gae
-from rallypoint.config import RunConfig
+from rallypoint.algorithms import ClippedValueLoss, gae
 from rallypoint.observability import span
-from rallypoint.recipes.checks import check_judged, kl_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, clipped_policy_loss, kl_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.critic import Critic
-from rallypoint.roles.placement import Placement
+from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference
-from rallypoint.roles.source import RolloutSource
 from rallypoint.types import Metrics, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PPO:
-    """Four roles and one step."""
+class PPO(RolloutRecipe):
+    """Actor, rollout, reference and critic, and one step."""
 
-    config: RunConfig
-    source: RolloutSource
-    actor: Actor
-    reference: Reference
     critic: Critic
 
     @classmethod
-    async def create(cls, placement: Placement, actor: Actor, source: RolloutSource) -> Self:
-        """Start the roles that PPO needs besides actor and rollout."""
-        reference, critic = await Reference.create(placement), await Critic.create(placement)
-        return cls(config=placement.config, source=source, actor=actor, reference=reference, critic=critic)
+    async def create(cls, setup: Setup) -> Self:
+        """Start the roles; the actor minimises the clipped policy loss, the critic a clipped squared error."""
+        config, placement = setup.config, setup.placement
+        return cls(
+            config=config,
+            actor=await Actor.create(placement, clipped_policy_loss(config)),
+            source=await setup.open_source(),
+            reference=await Reference.create(placement),
+            critic=await Critic.create(placement, ClippedValueLoss(clip=config.critic.clip)),
+        )
 
     @property
     def learners(self) -> tuple[Actor, Critic]:

@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
-from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss
+from rallypoint.algorithms import LossFunction, LossInputs, TokenOutputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.parallel.transfer import sent
 from rallypoint.plan.plan import Way, attention_cost
 from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
@@ -24,20 +23,22 @@ from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
-from rallypoint.types import ActorBatch, Mean, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.types import ActorBatch, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
 
+BatchT = TypeVar("BatchT", bound=Sequences)
 
-class ActorWorker(LearnerWorker[ActorBatch]):
+
+class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     """One rank of the policy."""
 
-    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: WorkerSpec, loss: LossFunction[BatchT, TokenOutputs]) -> None:
         spec.prepare(context)
         self.turns = Turns(context)
         with spec.meeting(context) as mesh:
             model = spec.load_policy(context, mesh)
         self._shared = share_published(spec.config, model)
-        super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer)
+        super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer, loss)
         context.shared[ACTOR_ENGINE] = self.engine
         context.shared[SOURCE], context.shared[EXPOSED] = self._open_source, self._exposed
         self._end, self._published = LineEnd(context, spec), spec.folder.path / PUBLISHED
@@ -48,11 +49,7 @@ class ActorWorker(LearnerWorker[ActorBatch]):
     @in_turn()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
-        model, temperature = self.engine.shard, self.config.rollout.temperature
-        return [
-            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
-            for part in parts
-        ]
+        return [self.engine.evaluate(part, lambda rows, at: self.forward(rows, at).logprobs) for part in parts]
 
     @collect
     @in_turn()
@@ -103,58 +100,33 @@ class ActorWorker(LearnerWorker[ActorBatch]):
         with self.turns.turn():
             yield Sender(self.engine.shard.trained())
 
-    def loss(self, part: ActorBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
-        """See `LearnerWorker.loss`: clipped policy loss, entropy bonus, and KL where it belongs to the loss."""
-        actor, kl = self.config.actor, self.config.kl
-        outputs = policy_outputs(self.engine.shard, part, at, self.config.rollout.temperature)
-        device = outputs.logprobs.device
-        everything = torch.ones(len(at), dtype=torch.bool, device=device)
-        # While the weights are those of the start their own logprobs are the old ones, and the ratio is 1 to the last
-        # bit. What another pass found is for comparison: steps are the same ones with it and without.
-        own, judged = outputs.logprobs.detach(), None if part.old_logprobs is None else part.old_logprobs[at]
-        old = own
-        if not on_policy:
-            assert judged is not None, "`Actor.update` refuses such a batch"
-            old = sent(judged, device)
-        policy = policy_loss(
-            outputs.logprobs,
-            old,
-            sent(part.advantages[at], device),
-            everything,
-            clip_low=actor.clip_low,
-            clip_high=actor.clip_high,
-            dual_clip=actor.dual_clip,
-        )
-        entropy = entropy_bonus(outputs.entropy, everything)
-        total = policy.sum
-        if actor.entropy_coef:  # a gradient of zeros would be a pass over all logits, too
-            total = total - actor.entropy_coef * entropy.sum
-        # In one step for a batch nothing has moved, and nothing is clipped.
-        metrics = merge(policy.mean() if self.config.updates_once else policy.metrics(), entropy.metrics())
-        if on_policy and judged is not None:
+    def forward(self, rows: Sequences, at: Tensor) -> TokenOutputs:
+        """Return logprobs and entropies at the temperature of the rollouts."""
+        return policy_outputs(self.engine.shard, rows, at, self.config.rollout.temperature)
+
+    def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
+        """Compare rollouts, in the first pass over them, with the pass that judged; if none did, with the sampler."""
+        rows, at = inputs.rows, inputs.positions
+        if not isinstance(rows, ActorBatch) or not inputs.is_on_policy:
+            return Metrics()
+        own = outputs.logprobs.detach().cpu()
+        if rows.old_logprobs is not None:
             checks, dtype = self.config.checks, self.config.model.dtype
-            metrics = merge(metrics, check_ratio(part, at, own.cpu(), judged, checks, dtype=dtype))
-        elif on_policy:
-            reference = None if part.reference_logprobs is None else part.reference_logprobs[at]
-            metrics = merge(metrics, compare(part, at, own.cpu(), reference))
-        if kl is not None and part.reference_logprobs is not None:
-            penalty = kl_loss(
-                outputs.logprobs, sent(part.reference_logprobs[at], device), everything, estimator=kl.estimator_used
-            )
-            total = total + kl.coef * penalty.sum
-            metrics = merge(metrics, penalty.metrics())
-        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(at))}))
+            return check_ratio(rows, at, own, rows.old_logprobs[at], checks, dtype=dtype)
+        return compare(rows, at, own, None if rows.reference_logprobs is None else rows.reference_logprobs[at])
 
 
 _COMPARED_EVERY = 32
 """Batches, of those that the update's own pass judges: a two-hundredth of a step's time."""
 
 
-class Actor:
+class Actor(Generic[BatchT]):
     """The policy as the driver sees it."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup[ActorWorker]) -> None:
-        self._config, self._group = config, group
+    def __init__(
+        self, config: RunConfig, group: WorkerGroup[ActorWorker[BatchT]], loss: LossFunction[BatchT, TokenOutputs]
+    ) -> None:
+        self._config, self._group, self._loss = config, group, loss
         self._attention_cost = attention_cost(config)
         self._is_line_open = False
         self._num_updates = 0
@@ -164,9 +136,9 @@ class Actor:
         """Set while the rollout role has the weights of this moment."""
 
     @classmethod
-    async def create(cls, placement: Placement) -> Actor:
-        """Start the workers; they load the initial policy."""
-        return cls(placement.config, await placement.group("actor", ActorWorker))
+    async def create(cls, placement: Placement, loss: LossFunction[BatchT, TokenOutputs]) -> Actor[BatchT]:
+        """Start the workers; they load the initial policy, and are to minimise a loss."""
+        return cls(placement.config, await placement.group("actor", ActorWorker[BatchT], loss), loss)
 
     async def logprobs(self, batch: Sequences) -> Tensor:
         """Return the log-probability of every trained token: [T] float32."""
@@ -181,8 +153,8 @@ class Actor:
         is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
         return await self.logprobs(batch) if is_compared or not self._config.judges_in_update else None
 
-    async def update(self, batch: ActorBatch, step: int) -> Metrics:
-        """Train on a step's rollouts, mini-batch by mini-batch.
+    async def update(self, batch: BatchT, step: int) -> Metrics:
+        """Train on the rows of a step, mini-batch by mini-batch.
 
         Raises:
             ValueError: nobody judged a batch for several optimizer steps.
@@ -191,8 +163,15 @@ class Actor:
         """
         self.is_published.clear()
         config = self._config
-        batches = MiniBatches.cut(batch, config.actor, seed=config.seed, step=step, attention_cost=self._attention_cost)
-        if batch.old_logprobs is None and len(batches.parts) > 1:
+        batches = MiniBatches.cut(
+            batch,
+            config.actor,
+            self._loss.denominator,
+            seed=config.seed,
+            step=step,
+            attention_cost=self._attention_cost,
+        )
+        if isinstance(batch, ActorBatch) and batch.old_logprobs is None and len(batches.parts) > 1:
             raise ValueError(
                 f"a batch for {len(batches.parts)} optimizer steps needs old_logprobs, which are None: judge it first"
             )
@@ -200,7 +179,7 @@ class Actor:
         check_gap(metrics, config.checks)
         self._num_updates += 1
         self.version += len(batches.parts)
-        num_tokens = Metrics({"num_tokens": Sum(sum(batches.denominators))})
+        num_tokens = Metrics({"num_tokens": Sum(sum(part.num_loss_tokens for part in batches.parts))})
         return merge(metrics, num_tokens).prefixed("actor")
 
     async def publish(self, rollouts: Rollouts) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms import explained_variance, value_loss
+from rallypoint.algorithms import LossFunction, explained_variance
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.engine import critic_values
 from rallypoint.model_files import fresh, load_critic
-from rallypoint.parallel.transfer import sent
 from rallypoint.plan.plan import attention_cost
 from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
@@ -21,10 +20,10 @@ from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import CriticBatch, Last, Metrics, PerToken, Sequences
 
 
-class CriticWorker(LearnerWorker[CriticBatch]):
+class CriticWorker(LearnerWorker[CriticBatch, Tensor]):
     """One rank of the critic."""
 
-    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: WorkerSpec, loss: LossFunction[CriticBatch, Tensor]) -> None:
         config = spec.config
         spec.prepare(context)
         self.turns = Turns(context)
@@ -39,7 +38,7 @@ class CriticWorker(LearnerWorker[CriticBatch]):
                 lora=config.model.lora and fresh(config.model.lora),
                 seed=config.seed,
             )
-        super().__init__(context, spec, model, path, config.critic.optimizer)
+        super().__init__(context, spec, model, path, config.critic.optimizer, loss)
         if "critic" in config.sleeping:
             self.turns.sleep_between(self.engine)
 
@@ -47,34 +46,26 @@ class CriticWorker(LearnerWorker[CriticBatch]):
     @in_turn()
     def values(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the value of every state in which a trained token of some parts of a batch was chosen."""
-        model = self.engine.shard
-        return [self.engine.evaluate(part, lambda rows, at: critic_values(model, rows, at)) for part in parts]
+        return [self.engine.evaluate(part, self.forward) for part in parts]
 
-    def loss(self, part: CriticBatch, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
-        """See `LearnerWorker.loss`: half the squared error, clipped."""
-        del on_policy
-        values = critic_values(self.engine.shard, part, at)
-        loss = value_loss(
-            values,
-            sent(part.values[at], values.device),
-            sent(part.returns[at], values.device),
-            torch.ones(len(at), dtype=torch.bool, device=values.device),
-            clip=self.config.critic.clip,
-        )
-        return loss.sum, loss.metrics()
+    def forward(self, rows: Sequences, at: Tensor) -> Tensor:
+        """Return the value of the state in which each token was chosen."""
+        return critic_values(self.engine.shard, rows, at)
 
 
 class Critic:
     """The value function as the driver sees it."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup[CriticWorker]) -> None:
-        self._config, self._group = config, group
+    def __init__(
+        self, config: RunConfig, group: WorkerGroup[CriticWorker], loss: LossFunction[CriticBatch, Tensor]
+    ) -> None:
+        self._config, self._group, self._loss = config, group, loss
         self._attention_cost = attention_cost(config)
 
     @classmethod
-    async def create(cls, placement: Placement) -> Critic:
-        """Start the workers; they load critic.path, or start from the initial policy."""
-        return cls(placement.config, await placement.group("critic", CriticWorker))
+    async def create(cls, placement: Placement, loss: LossFunction[CriticBatch, Tensor]) -> Critic:
+        """Start the workers; they load critic.path or start from the initial policy, and are to minimise a loss."""
+        return cls(placement.config, await placement.group("critic", CriticWorker, loss), loss)
 
     async def values(self, batch: Sequences) -> Tensor:
         """Return the value of every state in which a trained token was chosen: [T] float32."""
@@ -84,7 +75,12 @@ class Critic:
         """Train on a step's rollouts, mini-batch by mini-batch."""
         config = self._config
         batches = MiniBatches.cut(
-            batch, config.critic, seed=config.seed, step=step, attention_cost=self._attention_cost
+            batch,
+            config.critic,
+            self._loss.denominator,
+            seed=config.seed,
+            step=step,
+            attention_cost=self._attention_cost,
         )
         merged = await self._group.call(CriticWorker.train, batches, step)
         means = merged.scalars()

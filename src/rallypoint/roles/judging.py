@@ -79,6 +79,23 @@ def check_gap(metrics: Metrics, checks: CheckConfig) -> None:
         )
 
 
+def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
+    """Compare what was sampled with what the training forward pass says, and measure the KL.
+
+    A batch that nobody has judged yet is compared by the update, in its own pass.
+
+    Raises:
+        OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
+    """
+    if batch.old_logprobs is None:
+        return Metrics()
+    at = batch.loss_mask.nonzero().flatten()
+    reference = None if batch.reference_logprobs is None else batch.reference_logprobs[at]
+    metrics = compare(batch, at, batch.old_logprobs[at], reference)
+    check_gap(metrics, checks)
+    return metrics
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rounding:
     """How far logprobs of the same weights may be apart, for a type of weights."""

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from rallypoint.algorithms import LossFunction, LossInputs
 from rallypoint.cluster import WorkerContext, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
 from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
@@ -30,21 +31,29 @@ from rallypoint.model_files import (
 )
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
+from rallypoint.parallel.transfer import sent
 from rallypoint.roles.colocated import TurnTaker, in_turn
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
+OutputsT = TypeVar("OutputsT")
 
 
-class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
+class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
     """One rank of a model that is trained."""
 
     def __init__(
-        self, context: WorkerContext, spec: WorkerSpec, model: ModelShard, path: str, optimizer: OptimizerConfig
+        self,
+        context: WorkerContext,
+        spec: WorkerSpec,
+        model: ModelShard,
+        path: str,
+        optimizer: OptimizerConfig,
+        loss: LossFunction[BatchT, OutputsT],
     ) -> None:
-        self.context, self.config, self._path = context, spec.config, path
+        self.context, self.config, self._path, self._loss = context, spec.config, path, loss
         self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
         self.engine: TrainingEngine[BatchT] = TrainingEngine(
             model,
@@ -55,14 +64,20 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         )
 
     @abc.abstractmethod
-    def loss(self, part: BatchT, at: Tensor, *, on_policy: bool) -> tuple[Tensor, Metrics]:
-        """Return the loss of some rows, summed over their trained tokens, and what to watch.
+    def forward(self, rows: Sequences, at: Tensor) -> OutputsT:
+        """Return what the model says of the trained tokens of some rows, at the positions `at`: [N]."""
 
-        Args:
-            part: rows of a micro-batch.
-            at: positions of their trained tokens.
-            on_policy: whether the weights still are those that judged the batch.
-        """
+    def check(self, outputs: OutputsT, inputs: LossInputs[BatchT]) -> Metrics:
+        """Compare a forward pass with what is known of its rows already; by default with nothing."""
+        del outputs, inputs
+        return Metrics()
+
+    def _loss_of(self, rows: BatchT, at: Tensor, *, is_on_policy: bool) -> tuple[Tensor, Metrics]:
+        """Return the loss of the rows of a micro-batch, and what to watch."""
+        inputs = LossInputs(rows, at, functools.partial(sent, device=self.engine.model.device), is_on_policy)
+        outputs = self.forward(rows, at)
+        total, metrics = self._loss(outputs, inputs)
+        return total, merge(metrics, self.check(outputs, inputs))
 
     @shard
     @in_turn(to_train=True)
@@ -72,7 +87,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT]):
         measured = [
             self.engine.train(
                 part,
-                functools.partial(self.loss, on_policy=index == 0),
+                functools.partial(self._loss_of, is_on_policy=index == 0),
                 denominator=denominator,
                 step=step,
                 num_steps=self.config.trainer.num_steps,
@@ -149,14 +164,21 @@ class MiniBatches(Generic[BatchT]):
     """The mini-batches of an update, cut before rows are dealt out to ranks: ranks do not change them."""
 
     parts: tuple[BatchT, ...]
-    denominators: tuple[int, ...]
-    """Trained tokens of each mini-batch, over all ranks."""
+    denominators: tuple[float, ...]
+    """Divisor of each mini-batch's loss, which is a sum over all ranks."""
     attention_cost: float
     """What the rows of a mini-batch are dealt out by; see `row_costs`."""
 
     @classmethod
     def cut(
-        cls, batch: BatchT, learner: ActorConfig | CriticConfig, *, seed: int, step: int, attention_cost: float
+        cls,
+        batch: BatchT,
+        learner: ActorConfig | CriticConfig,
+        denominator: Callable[[BatchT], float],
+        *,
+        seed: int,
+        step: int,
+        attention_cost: float,
     ) -> MiniBatches[BatchT]:
         """Take every row once an epoch, prompt by prompt, in an order that only seed and step decide."""
         parts: list[BatchT] = []
@@ -166,7 +188,7 @@ class MiniBatches(Generic[BatchT]):
             # Rows of a prompt stay together, and what they begin with is computed once for all.
             order = torch.randperm(len(prompts), generator=generator)[prompt_of_row].argsort(stable=True)
             parts += [part for part in batch.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
-        return cls(tuple(parts), tuple(part.num_loss_tokens for part in parts), attention_cost)
+        return cls(tuple(parts), tuple(map(denominator, parts)), attention_cost)
 
     def split(self, num_parts: int) -> list[MiniBatches[BatchT]]:
         """Give every rank its rows of each mini-batch, as much work as every other."""

@@ -12,6 +12,7 @@ from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import trained_weights
+from rallypoint.recipes.recipe import clipped_policy_loss
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
@@ -43,7 +44,7 @@ def context(ticks):
 
 @pytest.fixture
 def worker(context, spec):
-    return ActorWorker(context, spec)
+    return ActorWorker(context, spec, clipped_policy_loss(spec.config))
 
 
 def judged(worker, shift_at=None, by=0.0):
@@ -74,7 +75,7 @@ def learnt_from(rows, old):
 
 def cut(batch, num_mini_batches=1, num_epochs=1, seed=0, step=1):
     learner = ActorConfig(num_epochs=num_epochs, num_mini_batches=num_mini_batches)
-    return MiniBatches.cut(batch, learner, seed=seed, step=step, attention_cost=0.01)
+    return MiniBatches.cut(batch, learner, lambda part: part.num_loss_tokens, seed=seed, step=step, attention_cost=0.01)
 
 
 def test_the_first_update_of_a_step_has_a_ratio_of_1(worker):
@@ -138,7 +139,11 @@ def test_another_ratio_in_the_first_update_is_refused_and_names_prompt_sample_an
 @pytest.fixture
 def half_worker(context, spec):
     half = spec.config.model.model_copy(update={"dtype": "bfloat16"})
-    return ActorWorker(context, dataclasses.replace(spec, config=spec.config.model_copy(update={"model": half})))
+    return ActorWorker(
+        context,
+        dataclasses.replace(spec, config=spec.config.model_copy(update={"model": half})),
+        clipped_policy_loss(spec.config),
+    )
 
 
 def off_by(worker, errors):
@@ -186,7 +191,7 @@ def test_in_bfloat16_a_wrong_mean_and_wrong_tokens_are_refused_and_the_worst_is_
 def test_in_bfloat16_a_tolerance_of_ones_own_is_that_of_the_mean(context, spec):
     half = {"model.dtype": "bfloat16", "checks.ratio_tolerance": 0.02}
     config = load_config("digits", [f"{name}={value}" for name, value in half.items()]).config
-    worker = ActorWorker(context, dataclasses.replace(spec, config=config))
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), clipped_policy_loss(config))
     with pytest.raises(OffPolicyError, match=r"by 0\.03\d* on average, .*checks.ratio_tolerance=0.02"):
         worker.train(off_by(worker, dict.fromkeys(range(1, 71), 0.035)), 1)
 
@@ -207,7 +212,7 @@ def test_a_batch_that_nobody_judged_is_learned_from_to_the_same_bits_and_compare
     spec = dataclasses.replace(spec, config=config)
     weights, measured = [], []
     for is_judged in (True, False):
-        worker = ActorWorker(dataclasses.replace(context, shared={}), spec)
+        worker = ActorWorker(dataclasses.replace(context, shared={}), spec, clipped_policy_loss(config))
         batch = judged(worker)
         sampled = batch.rollout_logprobs.clone()
         sampled[7] += 0.25
@@ -246,7 +251,8 @@ class OneWorker:
 
 
 def one_update_actor(worker, *overrides):
-    return Actor(load_config("digits", ["actor.num_mini_batches=1", *overrides]).config, OneWorker(worker))
+    config = load_config("digits", ["actor.num_mini_batches=1", *overrides]).config
+    return Actor(config, OneWorker(worker), clipped_policy_loss(config))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +365,7 @@ def test_a_role_that_sleeps_between_its_turns_computes_the_same(worker, context,
 def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initial_policy(context, spec):
     lora = spec.config.model.model_copy(update={"lora": LoRAConfig(rank=2)})
     spec = dataclasses.replace(spec, config=spec.config.model_copy(update={"model": lora}))
-    actor = ActorWorker(context, spec)
+    actor = ActorWorker(context, spec, clipped_policy_loss(spec.config))
     reference = ReferenceWorker(context, spec, shares_actor=True)
     rollout = RolloutWorker(context, spec, shares_actor=False)
     batch = judged(actor)

@@ -8,7 +8,7 @@ import torch
 
 from rallypoint.config import CheckConfig
 from rallypoint.errors import OffPolicyError
-from rallypoint.recipes.checks import check_judged
+from rallypoint.roles.judging import check_judged
 from rallypoint.run.agreement import Agreement
 from rallypoint.types import JudgedBatch, offsets_from_lengths
 

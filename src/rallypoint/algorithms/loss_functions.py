@@ -1,0 +1,150 @@
+"""What a learner minimises, as an object that a recipe names, a worker is given and a pickle can carry.
+
+Owns: the signature of loss functions, and those of PPO and GRPO. Must not know: configs, models, processes.
+
+A loss function of one's own takes as many lines as its formula; here is cross entropy:
+
+    @dataclasses.dataclass(frozen=True)
+    class CrossEntropy:
+        def denominator(self, batch: Sequences) -> float:
+            return batch.num_loss_tokens
+
+        def __call__(self, outputs: TokenOutputs, inputs: LossInputs[Sequences]) -> tuple[Tensor, Metrics]:
+            return -outputs.logprobs.sum(dtype=torch.float64), Metrics()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rallypoint.algorithms.critic_losses import value_loss
+from rallypoint.algorithms.kl import KL
+from rallypoint.algorithms.losses import entropy_bonus, kl_loss, policy_loss
+from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences, merge
+
+BatchT = TypeVar("BatchT", bound=Sequences)
+BatchT_contra = TypeVar("BatchT_contra", bound=Sequences, contravariant=True)
+OutputsT_contra = TypeVar("OutputsT_contra", contravariant=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What a policy says of the trained tokens of some rows; N is their number, in order."""
+
+    logprobs: Tensor
+    """[N] float32 (float64 of a float64 model), at the temperature of the rollouts."""
+    entropy: Tensor
+    """[N], likewise; in nats, of the distribution that the token was drawn from."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossInputs(Generic[BatchT]):
+    """The rows of a micro-batch, and how to get at their N trained tokens."""
+
+    rows: BatchT
+    positions: Tensor
+    """[N] int64: where in the rows the trained tokens are."""
+    send: Callable[[Tensor], Tensor]
+    """Moves a tensor to the model's device."""
+    is_on_policy: bool
+    """Whether the weights still are those of the start of the update."""
+
+    def at_tokens(self, field: Tensor) -> Tensor:
+        """Return a field of the rows at the trained tokens, on the model's device: [T] -> [N]."""
+        return self.send(field[self.positions])
+
+
+class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
+    """A sum over the trained tokens of some rows; several threads may call it at a time."""
+
+    def denominator(self, batch: BatchT_contra, /) -> float:
+        """Return what the sum over a whole mini-batch, of all ranks, is divided by."""
+        ...
+
+    def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT_contra], /) -> tuple[Tensor, Metrics]:
+        """Return the sum, a float64 scalar with gradient, and what to watch.
+
+        Args:
+            outputs: what the model says of the trained tokens: `TokenOutputs` of a policy, [N] values of a critic.
+            inputs: the rows that they are of.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClippedPolicyLoss:
+    """PPO's clipped loss, minus an entropy bonus, plus the KL where it belongs to the loss; GRPO has the same.
+
+    In the first pass of an update the logprobs of the pass itself are the old ones, and the ratio is 1 to the last bit.
+    What another pass found is for comparison: updates are the same with it and without.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    """See `policy_loss`."""
+    entropy_coef: float
+    kl: KL | None
+    is_single_update: bool
+    """Whether an update is one optimizer step: nothing moves in it, and nothing is clipped."""
+
+    def denominator(self, batch: ActorBatch, /) -> int:
+        """Return the number of trained tokens."""
+        return batch.num_loss_tokens
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs[ActorBatch], /) -> tuple[Tensor, Metrics]:
+        """See `LossFunction`."""
+        rows, logprobs = inputs.rows, outputs.logprobs
+        everything = torch.ones_like(logprobs, dtype=torch.bool)
+        old = logprobs.detach()
+        if not inputs.is_on_policy:
+            assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
+            old = inputs.at_tokens(rows.old_logprobs)
+        policy = policy_loss(
+            logprobs,
+            old,
+            inputs.at_tokens(rows.advantages),
+            everything,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        entropy = entropy_bonus(outputs.entropy, everything)
+        total = policy.sum
+        if self.entropy_coef:  # a gradient of zeros would be another pass over all logits
+            total = total - self.entropy_coef * entropy.sum
+        metrics = merge(policy.mean() if self.is_single_update else policy.metrics(), entropy.metrics())
+        if self.kl is not None and rows.reference_logprobs is not None:
+            reference = inputs.at_tokens(rows.reference_logprobs)
+            penalty = kl_loss(logprobs, reference, everything, estimator=self.kl.estimator)
+            total = total + self.kl.coef * penalty.sum
+            metrics = merge(metrics, penalty.metrics())
+        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(logprobs))}))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClippedValueLoss:
+    """Half the squared error of a critic's values, clipped as in PPO."""
+
+    clip: float | None
+    """See `value_loss`."""
+
+    def denominator(self, batch: CriticBatch, /) -> int:
+        """Return the number of trained tokens."""
+        return batch.num_loss_tokens
+
+    def __call__(self, outputs: Tensor, inputs: LossInputs[CriticBatch], /) -> tuple[Tensor, Metrics]:
+        """See `LossFunction`."""
+        loss = value_loss(
+            outputs,
+            inputs.at_tokens(inputs.rows.values),
+            inputs.at_tokens(inputs.rows.returns),
+            torch.ones_like(outputs, dtype=torch.bool),
+            clip=self.clip,
+        )
+        return loss.sum, loss.metrics()

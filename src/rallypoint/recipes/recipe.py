@@ -1,0 +1,166 @@
+"""What a recipe is: the roles of a run, and one training step.
+
+A page such as `ppo.py` starts its roles in `create`, names their losses there, and commands them in `train_step`.
+`loop.py` does the rest. `RECIPES` (`rallypoint.config`) says which page belongs to a recipe's name.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, Self
+
+from rallypoint.algorithms import KL, ClippedPolicyLoss
+from rallypoint.config import RECIPES, RunConfig
+from rallypoint.environments.pool import Grader
+from rallypoint.plan.plan import describe_way, weights_way
+from rallypoint.recipes.material import Material
+from rallypoint.roles.actor import Actor
+from rallypoint.roles.placement import Placement
+from rallypoint.roles.reference import Reference
+from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.roles.source import RolloutRecord, RolloutSource
+from rallypoint.types import Metrics
+
+
+class Learner(Protocol):
+    """A role with state."""
+
+    async def save(self, folder: Path) -> None:
+        """Write into a checkpoint that is being made."""
+        ...
+
+    async def restore(self, folder: Path) -> None:
+        """Read from a checkpoint."""
+        ...
+
+
+class Source(Protocol):
+    """Where batches come from. A checkpoint keeps one number of it."""
+
+    num_admitted: int
+    """Prompts or rows that were taken from the data so far."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """What a recipe starts its roles with."""
+
+    placement: Placement
+    material: Material
+    grader: Grader
+    say: Callable[[str], None]
+    """Called with a line for the user."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the run."""
+        return self.placement.config
+
+    async def open_source(self) -> RolloutSource:
+        """Start the rollout role, and the reward model if there is one; the actor has been started."""
+        rollouts = await Rollouts.create(self.placement)
+        if weights_way(self.config) is None:
+            self.say(f"published weights: {describe_way(rollouts.way)}")
+        return RolloutSource(
+            self.config,
+            rollouts,
+            train=self.material.train,
+            validation=self.material.validation,
+            tokenizer=self.material.tokenizer,
+            stop_tokens=self.material.stop_tokens,
+            grader=self.grader,
+            reward_model=await RewardModel.create(self.placement),
+            say=self.say,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(abc.ABC):
+    """A training step and the roles that it commands; a subclass adds roles as fields."""
+
+    config: RunConfig
+    actor: Actor
+    source: Source
+
+    @classmethod
+    @abc.abstractmethod
+    async def create(cls, setup: Setup) -> Self:
+        """Start the roles, in the order of `RunConfig.roles`."""
+
+    @abc.abstractmethod
+    async def train_step(self, step: int) -> Metrics:
+        """Take one step; the page to read."""
+
+    @property
+    def learners(self) -> tuple[Learner, ...]:
+        """The roles whose state a checkpoint holds."""
+        return (self.actor,)
+
+    @property
+    def rollouts(self) -> Rollouts | None:
+        """The rollout role, if there is one: it has the initial weights before the first step."""
+        return None
+
+    @property
+    def records(self) -> tuple[RolloutRecord, ...]:
+        """The first few rollouts of the newest batch."""
+        return ()
+
+    async def validate(self) -> float | None:
+        """Return the score of the policy on the validation set; None without one."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutRecipe(Recipe):
+    """A recipe that learns from scored rollouts, held near a reference."""
+
+    source: RolloutSource
+    reference: Reference
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The rollout role."""
+        return self.source.rollouts
+
+    @property
+    def records(self) -> tuple[RolloutRecord, ...]:
+        """The first few rollouts of the newest batch."""
+        return self.source.records
+
+    async def validate(self) -> float | None:
+        """Return the mean reward of one rollout for each validation prompt."""
+        sampled = await self.source.validate()
+        return None if sampled is None else sampled.metrics.scalars()["reward/mean"]
+
+
+def page_of(config: RunConfig) -> type[Recipe]:
+    """Return the page of the recipe that a config names."""
+    module, _, name = RECIPES[config.recipe].page.partition(":")
+    page = getattr(importlib.import_module(module), name)
+    assert issubclass(page, Recipe), f"{module}:{name} is declared as the page of {config.recipe}"
+    return page
+
+
+def kl_of(config: RunConfig) -> KL | None:
+    """Return the pull to the reference, as the algorithms take it."""
+    if config.kl is None:
+        return None
+    return KL(coef=config.kl.coef, estimator=config.kl.estimator_used, placement=config.kl.placement)
+
+
+def clipped_policy_loss(config: RunConfig) -> ClippedPolicyLoss:
+    """Return the policy's loss in PPO and GRPO, as the config sets it."""
+    return ClippedPolicyLoss(
+        clip_low=config.actor.clip_low,
+        clip_high=config.actor.clip_high,
+        dual_clip=config.actor.dual_clip,
+        entropy_coef=config.actor.entropy_coef,
+        kl=kl_of(config),
+        is_single_update=config.updates_once,
+    )
