@@ -1,7 +1,7 @@
 """Settings for every test: algorithms check shapes at each call, hypothesis has no deadline, workers share the files.
 
-With `pytest --numprocesses=N` each worker process takes whole files, so that a module's fixtures are made once. Files
-are dealt in the order of collection, which begins with the folders that take longest.
+With `pytest --numprocesses=N` each worker takes whole files, so that a module's fixtures are made once, and one of them
+takes `tests/cluster`, whose modules share a Ray cluster. The order is that of collection: the longest files come first.
 """
 
 import os
@@ -33,8 +33,12 @@ settings.load_profile("rallypoint")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal files, in the order of collection."""
+    """Deal files, and all files of tests/cluster to one worker."""
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)

@@ -1,18 +1,16 @@
-"""One runtime for all tests of a module: threads, and real processes of a local Ray.
+"""An event loop for each module of tests, and one local Ray for all modules in `groups` and `rendezvous`.
 
-A module may set `OBJECT_STORE_GIB` and `SILENCE_S`; a test of one of the two says
-`@pytest.mark.parametrize("runtime", ["ray"], indirect=True)`.
+The modules beside these folders start clusters themselves, and a process is in one cluster at a time.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from rallypoint.cluster import Runtime, open_runtime
-
 ResultT = TypeVar("ResultT")
+_CLUSTER = pytest.StashKey[Any]()
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +26,30 @@ def run(loop) -> Callable[[Awaitable[ResultT]], ResultT]:
     return loop.run_until_complete
 
 
-@pytest.fixture(scope="module", params=["inline", "ray"])
-def runtime(request, tmp_path_factory, loop) -> Iterator[Runtime]:
-    runtime = open_runtime(
-        request.param,
-        log_folder=tmp_path_factory.mktemp("logs"),
-        object_store_gib=getattr(request.module, "OBJECT_STORE_GIB", 0.2),
-        placement_timeout_s=20,
-        silence_s=getattr(request.module, "SILENCE_S", 60.0),
-        say=print,
-    )
-    yield runtime
-    loop.run_until_complete(runtime.shutdown())
+@pytest.fixture(scope="module")
+def local_ray(request, tmp_path_factory):
+    """The cluster of this process. A runtime that is shut down leaves it running."""
+    pytest.importorskip("ray")
+    from rallypoint.cluster.ray_cluster import RayCluster
+
+    class LastingCluster(RayCluster):
+        def shutdown(self) -> None:
+            """Stay for the next module."""
+
+        end = RayCluster.shutdown
+
+    stash = request.session.stash
+    if _CLUSTER not in stash:
+        logs = tmp_path_factory.mktemp("ray")
+        stash[_CLUSTER] = LastingCluster.start_local(log_folder=logs, object_store_gib=1.2, dashboard=False, say=print)
+    return stash[_CLUSTER]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End the cluster after the last test that may use it."""
+    yield
+    stash = item.session.stash
+    if _CLUSTER in stash and (nextitem is None or nextitem.path.parent.name not in ("groups", "rendezvous")):
+        stash[_CLUSTER].end()
+        del stash[_CLUSTER]

@@ -33,7 +33,7 @@ class Place:
         return open_rendezvous(self.kind, scope, address=self.address, lease_s=LEASE_S)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def etcd_url(tmp_path_factory) -> Iterator[str]:
     """A real etcd server on loopback, which writes to a folder of its own and is ended by its id."""
     with etcd_server(tmp_path_factory.mktemp("etcd")) as url:
@@ -94,17 +94,6 @@ def start_etcd(url: str, folder: Path) -> subprocess.Popen[str]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(0.05)
     return server
-
-
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory) -> Iterator[None]:
-    pytest.importorskip("ray")
-    from rallypoint.cluster.ray_cluster import RayCluster
-
-    logs = tmp_path_factory.mktemp("ray")
-    cluster = RayCluster.start_local(log_folder=logs, object_store_gib=0.2, dashboard=False, say=print)
-    yield
-    cluster.shutdown()
 
 
 @pytest.fixture(scope="module", params=["memory", "tcp", "etcd", "ray"])

@@ -26,7 +26,6 @@ from rallypoint.cluster import (
 from rallypoint.cluster.dispatch import rule_of
 from rallypoint.errors import WorkerDiedError, WorkerError
 
-OBJECT_STORE_GIB = 1.2
 MIB = 2**20
 
 on_ray = pytest.mark.parametrize("runtime", ["ray"], indirect=True)
