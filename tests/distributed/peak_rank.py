@@ -16,9 +16,10 @@ import torch
 from ranks import open_meeting
 
 from rallypoint.cluster.rendezvous import Rendezvous
+from rallypoint.cpu.pages import give_back
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, Part
-from rallypoint.observability.memory import give_back, resident_bytes
+from rallypoint.observability.memory import resident_bytes
 from rallypoint.parallel import DeviceMesh
 from rallypoint.weights import (
     HEADER_BYTES,

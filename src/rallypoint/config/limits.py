@@ -8,6 +8,3 @@ MAX_TOP_K = 2**31 - 1
 
 BLOCK_TOKENS = 32
 """Tokens in a block of keys and values."""
-
-NUM_KERNELS = 128
-"""That a process on a CPU keeps of those that oneDNN compiles: more than a layer needs, forward and backward."""

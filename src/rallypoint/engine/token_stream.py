@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rallypoint.cpu.sizes import filled_up
+from rallypoint.cpu.onednn import filled_up
 from rallypoint.models import ModelShard, PackedRows, SharedPrefixes
 from rallypoint.models.prefix import pick
 from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from rallypoint.cpu.strips import in_strips
+from rallypoint.cpu.forms import in_strips
 from rallypoint.families import FAMILIES
 from rallypoint.models.attention import Limits, Rows
 from rallypoint.models.experts import replace_routers

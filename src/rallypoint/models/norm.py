@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
-from rallypoint.cpu.forms import computes_in_pieces
-from rallypoint.cpu.strips import in_strips
+from rallypoint.cpu.forms import computes_in_pieces, in_strips
 from rallypoint.families import FAMILIES
 
 _KINDS = {name: kind for family in FAMILIES.values() for name, kind in family.norms.items()}

@@ -8,7 +8,6 @@ them, and what it shares with others of its own, beyond what was there before th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,6 @@ import torch
 
 from rallypoint.types import Maximum, Metrics
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
-_MAX_MMAP_THRESHOLD = 32 * 2**20
-"""Tensors from this size on have pages of their own, and a heap keeps twice as much free memory at its end: where glibc
-arrives by itself after the first tensor of that size, but for good, because it stops to learn when it is told."""
-_TRIMMING_BYTES = 100 * 2**10
-"""A free piece from 64 KiB on makes glibc look at the end of its heap."""
 _SHARED: dict[int, int] = {}
 """Ids of the owners of memory that this process shares with others -> bytes."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -59,30 +51,6 @@ class MemoryMeter:
         """
         peak, self._peak = self._peak + beside_bytes, 0
         return Metrics({"memory_gib": Maximum(peak / 2**30)} if peak > 0 else {})
-
-
-def give_back(device: torch.device) -> None:
-    """Return what the C library keeps of freed memory to the system, so that the next role does not pay for it.
-
-    On an accelerator torch's own allocator serves all roles of a process, and keeps nothing from them.
-    """
-    if device.type == "cpu":
-        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-            _trim_heaps(ctypes.CDLL(None))
-
-
-def _trim_heaps(library: ctypes.CDLL) -> None:
-    """Have glibc give back free pages of all heaps, and the end of the one that this thread takes memory from.
-
-    `malloc_trim` leaves the end of a thread's heap alone: up to twice the largest tensor that was ever freed. It goes
-    when a larger piece is freed while little is to be kept.
-    """
-    library.mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
-    library.mallopt(_M_TRIM_THRESHOLD, 0)
-    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    library.free(library.malloc(_TRIMMING_BYTES))
-    library.malloc_trim(0)
-    library.mallopt(_M_TRIM_THRESHOLD, 2 * _MAX_MMAP_THRESHOLD)
 
 
 def resident_bytes(device: torch.device) -> int:

@@ -1,9 +1,8 @@
-"""Groups of ranks and their collectives, by torch.distributed only, and threads of one rank that work side by side."""
+"""Groups of ranks and their collectives, by torch.distributed only."""
 
 from rallypoint.parallel.autograd import exchange_for_columns, exchange_for_rows, gather_rows, reduce, replicate
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
 from rallypoint.parallel.fsdp import held, shard_rows
-from rallypoint.parallel.lanes import Lanes
 from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
 from rallypoint.parallel.sharding import Sharding, TensorCuts
@@ -14,7 +13,6 @@ __all__ = [
     "DeviceMesh",
     "Group",
     "Grouped",
-    "Lanes",
     "Sharding",
     "Solo",
     "TensorCuts",

@@ -10,8 +10,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from rallypoint.cluster import WorkerContext, collect
+from rallypoint.cpu.pages import give_back
 from rallypoint.engine import TrainingEngine
-from rallypoint.observability.memory import MemoryMeter, give_back, resident_bytes
+from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.types import Metrics
 
 TakerT = TypeVar("TakerT", bound="TurnTaker")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from rallypoint.cluster import Layout, Mesh, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
-from rallypoint.config.limits import NUM_KERNELS
+from rallypoint.cpu.onednn import bound_kernel_caches
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
 from rallypoint.engine.determinism import make_deterministic
@@ -69,12 +68,6 @@ class SharedFolder:
 
 
 _MARK = ".shared"
-_KERNEL_CACHE, _KERNEL_CACHE_OF_THREAD = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
-"""Read once, at the first product in bfloat16 on a CPU, for which oneDNN compiles a kernel for every shape. The first
-is its own cache of these, the second that of what torch calls it through, which every thread has for itself; each would
-keep 1,024, and what either keeps stays in memory."""
-_KERNELS_OF_THREAD = NUM_KERNELS // 2
-"""In a process with several. With 64 instead of 128 for each of two lanes steps of 1M took as long and 45 MiB less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,9 +91,7 @@ class WorkerSpec:
         if context.device != "cpu" and self.config.engine.deterministic:
             make_deterministic()
         torch.set_num_threads(context.num_cpus)
-        os.environ.setdefault(_KERNEL_CACHE, str(NUM_KERNELS))
-        of_thread = NUM_KERNELS if context.num_cpus == 1 else _KERNELS_OF_THREAD
-        os.environ.setdefault(_KERNEL_CACHE_OF_THREAD, str(of_thread))
+        bound_kernel_caches()
         self.folder.check()
         _check_device(context.device)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from rallypoint.cpu.strips import in_strips
+from rallypoint.cpu.forms import in_strips
 from rallypoint.models.layers import rotate, swiglu
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

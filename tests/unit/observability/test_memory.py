@@ -1,13 +1,11 @@
 """The peak of a process, measured where Linux tells it."""
 
-import platform
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from rallypoint.observability.memory import MemoryMeter, give_back, resident_bytes
+from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.types import Maximum
 
 CPU = torch.device("cpu")
@@ -40,20 +38,3 @@ def test_calls_without_memory_of_their_own_measure_nothing():
     with meter.measured():
         pass
     assert meter.take() == {}
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_what_another_thread_has_freed_is_given_back():
-    """A thread has a heap of its own, whose end glibc keeps by itself."""
-
-    def use_and_give_back() -> int:
-        give_back(CPU)
-        before = resident_bytes(CPU)
-        tensors = [torch.ones(2**18) for _ in range(40)]
-        tensors.clear()
-        give_back(CPU)
-        return resident_bytes(CPU) - before
-
-    with ThreadPoolExecutor(1) as threads:
-        left = threads.submit(use_and_give_back).result()
-    assert left < 4 * 2**20

@@ -10,18 +10,14 @@ has gone, until their memory is needed: the oldest go first.
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
-
-_LARGE_BYTES = 2**27
-"""Of keys, or of values, from which on they lie in large pages, of 2 MiB mostly."""
 
 
 class Block:
@@ -62,9 +58,9 @@ class BlockPool:
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         num_bytes = 2 * num_layers * kv_heads * head_dim * num_blocks * block_tokens * like.element_size()
         with _counted(num_bytes, num_blocks * block_tokens, like.device):
-            self.keys = _reserve(num_layers, num_blocks, kv_heads, head_dim, block_tokens, like=like)
+            self.keys = reserve(num_layers, num_blocks, kv_heads, head_dim, block_tokens, like=like)
             """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
-            self.values = _reserve(num_layers, num_blocks, kv_heads, block_tokens, head_dim, like=like)
+            self.values = reserve(num_layers, num_blocks, kv_heads, block_tokens, head_dim, like=like)
             """[layers, blocks, K, tokens, D]."""
         self.key_numbers = self.keys.view(torch.int16) if like.dtype.itemsize == 2 else self.keys
         """See `Bags`."""
@@ -196,19 +192,3 @@ def _counted(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[
             "fewer tokens with rollout.cache_tokens (rally serve: --cache-tokens), which may be much fewer than all "
             "rows have: those that find no memory wait"
         ) from error
-
-
-def _reserve(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor that nothing has been written to; on a CPU in pages of its own, as those of a heap are used.
-
-    Much memory is in large pages where the system has them: blocks of a row lie far from each other, and the address of
-    every page must be looked up. Little memory is not, as of a large page that is written to all is there.
-    """
-    if like.device.type != "cpu":
-        return like.new_empty(shape)
-    num_bytes = math.prod(shape) * like.itemsize
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel that was built without
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

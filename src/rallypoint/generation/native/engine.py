@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rallypoint.cpu.threads import Lanes
 from rallypoint.generation.native.batch import Cohort, first_draws, steps_that_are_of_use, steps_that_pay
 from rallypoint.generation.native.block_manager import Block, BlockPool
 from rallypoint.generation.native.block_tables import Seats
@@ -42,7 +43,6 @@ from rallypoint.generation.native.settings import check_room, check_settings
 from rallypoint.generation.protocol import Output, Request
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.sampler import Draws
-from rallypoint.parallel import Lanes
 
 _PREFILL_TOKENS = 8192
 """Of prompts that are computed in one step; one prompt may have more."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rallypoint.cpu.forms import computes_in_pieces
-from rallypoint.cpu.sizes import filled_up
+from rallypoint.cpu.onednn import filled_up
 from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
 from rallypoint.generation.native.accelerator.graphs import Capture, Steps, captures_on, num_filled_up
 from rallypoint.generation.native.accelerator.kernel import PageKernel, find_kernel

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rallypoint.parallel import Lanes
+from rallypoint.cpu.threads import Lanes
 
 _WORD = contextvars.ContextVar("_WORD", default="nothing")
 

@@ -1,8 +1,8 @@
-"""Threads that compute side by side, a core each, instead of operations that are cut over the cores.
+"""Threads that compute side by side, one core each, in place of operations that are cut over the cores.
 
-Owns: the threads. Must not know: what they compute. A step is thousands of operations, most of them too small to be
-worth two cores; cut one by one, each of them waits for its slower half. Work that is cut into jobs waits once, and the
-cores stay busy. What is computed depends on how it was cut into jobs, and on nothing else.
+Owns: the threads. Must not know: what they compute. A decoding step is hundreds of operations, most of them too small
+to be worth two cores: cut one by one, each waits for its slower half. Work that is cut into jobs waits once. Results
+depend on how the work was cut into jobs, and on nothing else.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from rallypoint.cpu.forms import computes_in_pieces
 ResultT = TypeVar("ResultT")
 
 _SWITCH_SECONDS = 3e-4
-"""After which a thread must hand Python's lock on if another waits, in a process that has had lanes. As Python begins,
-it does after 5 ms, and a lane that needs the lock for a moment would wait as long; after 20 microseconds lanes would
-keep each other from it."""
+"""Time after which a thread hands Python's lock to a waiting one, once a process has lanes. With Python's 5 ms, a lane
+waits that long for a lock that it needs for a moment; with 20 microseconds, lanes keep each other from it."""
 _MAX_THREADS = 1024
-"""Of which there are as many as jobs have run at a time; a process may have as many cores."""
+"""Bound on threads; there are as many as jobs have run at a time."""
 
 
 class Lanes:
-    """Runs jobs side by side, on a CPU; on an accelerator one after the other, as its kernels fill it by themselves.
+    """Runs jobs side by side on a CPU, and one after another on an accelerator, whose kernels fill it by themselves.
 
     >>> Lanes(torch.device("cpu")).run([lambda: 1 + 1, torch.get_num_threads])
     [2, 1]
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin without threads; they come when they are needed."""
+        """Begin without threads; they are started when they are needed."""
         self._device = device
         self._threads: ThreadPoolExecutor | None = None
 
     @property
     def num(self) -> int:
-        """How many jobs are worth having: one for each thread that torch may use here."""
+        """Number of jobs worth having: one for each thread that torch may use here."""
         return torch.get_num_threads() if computes_in_pieces(self._device) else 1
 
     def run(self, jobs: Sequence[Callable[[], ResultT]], num_threads_each: int | None = None) -> list[ResultT]:
-        """Run jobs that touch nothing of each other, the first of them in this thread, and return what they return.
+        """Run independent jobs, the first one in this thread, and return their results in order.
 
-        Each may use so many threads of torch; None: its share of those there are, at least one. Those in other threads
-        have gradients switched on or off, and context variables, as they are here. Whatever a job raises is raised when
-        all have ended; the first one's, if several do.
+        Gradients are on or off in the other threads, and context variables are set, as they are in this one. If jobs
+        raise, the first one's error is raised when all have ended.
+
+        Args:
+            jobs: that touch nothing of each other.
+            num_threads_each: threads of torch for each job; None for an equal share, at least one.
         """
         has_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
         share = num_threads_each or max(1, num_threads // max(1, len(jobs)))
@@ -73,7 +75,7 @@ class Lanes:
 
 
 def _as_here(has_gradients: bool, num_threads: int, job: Callable[[], ResultT]) -> ResultT:
-    if torch.get_num_threads() != num_threads:  # to set it costs a tenth of a millisecond
+    if torch.get_num_threads() != num_threads:  # setting it costs a tenth of a millisecond
         torch.set_num_threads(num_threads)
     with torch.set_grad_enabled(has_gradients):
         return job()
