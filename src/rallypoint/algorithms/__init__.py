@@ -1,18 +1,23 @@
 """Advantages, losses and KL: pure functions of tensors, the same on one process and on a thousand.
 
-Nothing here knows of processes, configs or models. Shape legend: P prompts per step, G rollouts per
-prompt, B = P*G rows, T tokens (of a packed stream), V vocabulary; N is the number of trained tokens, and
-B1 in an annotation is B+1, the length of offsets.
+Nothing here knows of processes, configs or models. `estimators`, `policy_losses` and `corrections` have a class for
+every name, with its parameters; docs/algorithms.md lists them. Shape legend: P prompts per step, G rollouts per
+prompt, B = P*G rows, T tokens (of a packed stream), V vocabulary; N is the number of trained tokens, and B1 in an
+annotation is B+1, the length of offsets.
 """
 
 from rallypoint.algorithms.advantages import (
     gae_advantages,
     group_relative_advantages,
     group_relative_token_advantages,
+    turn_gae_advantages,
     whiten,
 )
+from rallypoint.algorithms.aggregation import Weights, aggregate
+from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
-from rallypoint.algorithms.kl import KL, KLEstimator, kl_penalty
+from rallypoint.algorithms.estimators import ADVANTAGES, Advantage, OwnAdvantage, Rewards
+from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
 from rallypoint.algorithms.loss_functions import (
     ClippedPolicyLoss,
     ClippedValueLoss,
@@ -20,38 +25,61 @@ from rallypoint.algorithms.loss_functions import (
     LossInputs,
     TokenOutputs,
 )
-from rallypoint.algorithms.losses import (
-    EntropyBonus,
-    KLLoss,
+from rallypoint.algorithms.losses import EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
+from rallypoint.algorithms.policy_losses import (
+    OBJECTIVES,
+    OwnObjective,
     PolicyLoss,
-    entropy_bonus,
-    kl_loss,
-    policy_loss,
+    PolicyObjective,
+    PolicyTokens,
 )
-from rallypoint.algorithms.weigh import gae, group_relative
+from rallypoint.algorithms.shaping import has_signal, overlong_penalty, rows_that_learn, without_truncated
+from rallypoint.algorithms.weigh import gae, group_relative, weigh, weigh_valued
 
 __all__ = [
+    "ADVANTAGES",
+    "CORRECTIONS",
     "KL",
+    "OBJECTIVES",
+    "AdaptiveKL",
+    "Advantage",
     "ClippedPolicyLoss",
     "ClippedValueLoss",
+    "Correction",
     "EntropyBonus",
     "KLEstimator",
     "KLLoss",
     "LossFunction",
     "LossInputs",
+    "OwnAdvantage",
+    "OwnObjective",
     "PolicyLoss",
+    "PolicyObjective",
+    "PolicyTokens",
+    "Rewards",
     "TokenOutputs",
     "ValueLoss",
+    "Weights",
+    "aggregate",
+    "correct",
     "entropy_bonus",
     "explained_variance",
     "gae",
     "gae_advantages",
+    "gap_metrics",
     "group_relative",
     "group_relative_advantages",
     "group_relative_token_advantages",
+    "has_signal",
     "kl_loss",
     "kl_penalty",
+    "overlong_penalty",
     "policy_loss",
+    "rows_that_learn",
+    "turn_gae_advantages",
     "value_loss",
+    "weigh",
+    "weigh_valued",
     "whiten",
+    "without_truncated",
 ]

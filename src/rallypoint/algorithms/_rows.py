@@ -17,6 +17,18 @@ MIN_STD = 1e-6
 """A standard deviation is never taken for less than this: rounding noise is not a signal."""
 
 
+def by_token(x: object, num_tokens: int, what: str) -> Tensor:
+    """Return what a function of the user's returned, if it has one number for each token.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if isinstance(x, Tensor) and tuple(x.shape) == (num_tokens,):
+        return x
+    found = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    raise ValueError(f"the {what} must be a tensor of shape [{num_tokens}], found {found}")
+
+
 def trained_tokens(
     loss_mask: Bool[Tensor, " T"], offsets: Int[Tensor, " B1"]
 ) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
@@ -36,8 +48,12 @@ def put_back(x: Float[Tensor, " N"], positions: Int[Tensor, " N"], like: Float[T
     return torch.zeros_like(like).index_copy_(0, positions, x.to(like.dtype))
 
 
-def sums_to_row_end(x: Float[Tensor, " N"], rows: Int[Tensor, " N"], *, decay: float) -> Float[Tensor, " N"]:
+def sums_to_row_end(
+    x: Float[Tensor, " N"], rows: Int[Tensor, " N"], *, decay: float | Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
     """Return y[n] = x[n] + decay * y[n+1], where y is 0 after the last token of each row.
+
+    A decay for each token must be the same at all tokens of a row.
 
     Two rows of two and four tokens; after the first pass each sum covers two tokens, after the second
     four, and so on, so that rows of n tokens need log2(n) passes.
@@ -49,7 +65,8 @@ def sums_to_row_end(x: Float[Tensor, " N"], rows: Int[Tensor, " N"], *, decay: f
     sums, stride = x.to(torch.float64), 1
     while bool((same_row := rows[stride:] == rows[:-stride]).any()):
         beyond = torch.where(same_row, sums[stride:], 0.0)
-        sums = torch.cat([sums[:-stride] + decay**stride * beyond, sums[-stride:]])
+        factor = decay[:-stride] ** stride if isinstance(decay, Tensor) else decay**stride
+        sums = torch.cat([sums[:-stride] + factor * beyond, sums[-stride:]])
         stride *= 2
     return sums
 
@@ -64,6 +81,25 @@ def numbered(groups: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], int]:
     unique = torch.unique(groups, return_inverse=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     names, group = cast("tuple[Tensor, Tensor]", unique)
     return group, len(names)
+
+
+def row_sums(x: Float[Tensor, " T"], rows: Int[Tensor, " T"], num_rows: int) -> Float[Tensor, " B"]:
+    """Return the sum of each row, in float64; a row without tokens has 0.
+
+    >>> row_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3).tolist()
+    [3.0, 0.0, 4.0]
+    """
+    return torch.zeros(num_rows, dtype=torch.float64, device=x.device).index_add(0, rows, x.to(torch.float64))
+
+
+def group_sums(x: Float[Tensor, " N"], groups: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Return for each member the sum over its group, in float64.
+
+    >>> group_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([7, 3, 7])).tolist()
+    [5.0, 2.0, 5.0]
+    """
+    group, num_groups = numbered(groups)
+    return row_sums(x, group, num_groups)[group]
 
 
 def normalized_in_groups(

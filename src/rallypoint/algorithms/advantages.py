@@ -30,6 +30,7 @@ def gae_advantages(
     *,
     discount: float,
     gae_lambda: float,
+    length_alpha: float | None = None,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438).
 
@@ -61,14 +62,75 @@ def gae_advantages(
         offsets: [B+1] where rows begin and end; a row without trained tokens is legal.
         discount: gamma in the paper.
         gae_lambda: lambda in the paper; 1 is Monte Carlo, 0 is one-step temporal difference.
+        length_alpha: replaces lambda by 1 - 1 / (length_alpha * n) in a row of n trained tokens, and by 0 where that
+            is negative (VAPO, arXiv 2504.05118).
     """
     positions, rows = trained_tokens(loss_mask, offsets)
     rewards, state_values = token_rewards[positions].double(), values[positions].double()
     next_values = torch.zeros_like(state_values)
     next_values[:-1] = torch.where(rows[1:] == rows[:-1], state_values[1:], 0.0)
     deltas = rewards + discount * next_values - state_values
-    advantages = sums_to_row_end(deltas, rows, decay=discount * gae_lambda)
+    decay = discount * (gae_lambda if length_alpha is None else _lambda_by_length(rows, offsets, length_alpha))
+    advantages = sums_to_row_end(deltas, rows, decay=decay)
     return put_back(advantages, positions, values), put_back(advantages + state_values, positions, values)
+
+
+def _lambda_by_length(rows: Int[Tensor, " N"], offsets: Int[Tensor, " B1"], alpha: float) -> Float[Tensor, " N"]:
+    lengths = torch.bincount(rows, minlength=len(offsets) - 1).double()
+    return (1.0 - 1.0 / (alpha * lengths)).clamp_min(0.0)[rows]
+
+
+def turn_gae_advantages(
+    token_rewards: Float[Tensor, " T"],
+    values: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    *,
+    discount: float,
+    gae_lambda: float,
+    length_alpha: float | None = None,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Return (advantages, returns) of `gae_advantages` with turns for time steps, for agents of many turns.
+
+    A turn is a run of neighbouring trained tokens of a row. Its reward is the sum over its tokens, its value that of
+    its first token, and all its tokens get its advantage and its return. So discount and lambda act once a turn,
+    however long it is.
+
+    The example of `gae_advantages`: two turns of two tokens, with values 0.5 and 0.5.
+
+    >>> advantages, returns = turn_gae_advantages(
+    ...     token_rewards=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]),
+    ...     values=torch.tensor([9.0, 0.5, 0.25, 9.0, 0.5, 0.75]),
+    ...     loss_mask=torch.tensor([False, True, True, False, True, True]),
+    ...     offsets=torch.tensor([0, 6]),
+    ...     discount=1.0,
+    ...     gae_lambda=0.5,
+    ... )
+    >>> advantages.tolist()
+    [0.0, 0.25, 0.25, 0.0, 0.5, 0.5]
+    >>> returns.tolist()
+    [0.0, 0.75, 0.75, 0.0, 1.0, 1.0]
+    """
+    positions, rows = trained_tokens(loss_mask, offsets)
+    is_first = torch.ones(len(positions), dtype=torch.bool)
+    is_first[1:] = (positions[1:] != positions[:-1] + 1) | (rows[1:] != rows[:-1])
+    turn = is_first.long().cumsum(0) - 1
+    num_turns = int(is_first.sum())
+    turn_rewards = torch.zeros(num_turns, dtype=torch.float64).index_add(0, turn, token_rewards[positions].double())
+    rows_of_turns = rows[is_first]
+    borders = torch.searchsorted(rows_of_turns, torch.arange(len(offsets)))
+    everything = torch.ones(num_turns, dtype=torch.bool)
+    found = gae_advantages(
+        turn_rewards,
+        values[positions][is_first].double(),
+        everything,
+        borders,
+        discount=discount,
+        gae_lambda=gae_lambda,
+        length_alpha=length_alpha,
+    )
+    advantages, returns = (put_back(by_turn[turn], positions, values) for by_turn in found)
+    return advantages, returns
 
 
 def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:

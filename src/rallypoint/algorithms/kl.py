@@ -1,16 +1,19 @@
 """Kullback-Leibler divergence to the reference, estimated from the sampled tokens alone.
 
-Owns: the three estimators, and where a run lets the divergence act. Must not know: what else is in the
+Owns: the estimators, and where a run lets the divergence act. Must not know: what else is in the
 reward or the loss. Frame of reference: everything is per token and aligned with the tokens.
 
 An estimator with the right value need not have the right gradient. In expectation over sampled tokens:
 
-    placement   estimator   gradient
-    reward      k1          that of KL(policy || reference), of whole responses
-    loss        k2          that of KL(policy || reference), token by token
-    loss        k3          that of KL(reference || policy), token by token: the same minimum, another way there
-    loss        k1          zero: refused
-    reward      k2, k3      neither; a token that the policy has almost lost is driven out altogether: refused
+    placement         estimator     gradient
+    reward            k1            that of KL(policy || reference), of whole responses
+    loss              k2            that of KL(policy || reference), token by token
+    loss              k3            that of KL(reference || policy), token by token: the same minimum, another way there
+    loss              abs           that of the sum of |policy - reference| (twice the total variation), token by token
+    loss, corrected   k1, k3        that of KL(policy || reference), token by token, also after the policy has moved
+    loss              k1            zero: refused
+    loss, corrected   k2, abs       that of no divergence: refused
+    reward            k2, k3, abs   likewise; a token that the policy has almost lost is driven out altogether: refused
 
 tests/unit/algorithms/test_gradients.py has them all on a policy whose responses can be enumerated.
 """
@@ -18,6 +21,7 @@ tests/unit/algorithms/test_gradients.py has them all on a policy whose responses
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import torch
@@ -30,8 +34,8 @@ MAX_LOG_RATIO = 20.0
 MIN_LOGPROB = -1000.0
 """Logprobs below are taken for this. A model can exclude a token (-inf), and differences must stay finite."""
 
-KLEstimator = Literal["k1", "k2", "k3"]
-"""Schulman's three estimators of a KL divergence from one sample."""
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+"""Schulman's three estimators of a KL divergence from one sample, and the size of the log-ratio."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +45,22 @@ class KL:
     coef: float
     """What the divergence is multiplied with; beta in the papers."""
     estimator: KLEstimator
-    """k1, k2 or k3."""
+    """k1, k2, k3 or abs."""
     placement: Literal["reward", "loss"]
     """`reward` (InstructGPT, arXiv 2203.02155) subtracts it from every trained token's reward;
     `loss` (DeepSeekMath, arXiv 2402.03300) adds it to the actor's loss."""
+    importance_corrected: bool = False
+    """In the loss: weigh each token with exp(logprobs - old_logprobs), with its gradient (DeepSeek-V3.2,
+    arXiv 2512.02556)."""
 
     def __post_init__(self) -> None:
-        if self.placement == "loss" and self.estimator == "k1":
+        if self.importance_corrected and (self.placement == "reward" or self.estimator in {"k2", "abs"}):
+            raise ValueError(
+                f"kl: {self.estimator} in the {self.placement} cannot be corrected by importance weights: only k1 and "
+                "k3 in the loss have the gradient of the divergence then: use one of them, or leave "
+                "importance_corrected out"
+            )
+        if self.placement == "loss" and self.estimator == "k1" and not self.importance_corrected:
             raise ValueError(
                 "kl: k1 in the loss does not pull towards the reference, because its gradient is that of "
                 "logprobs, whose expectation is zero: use the estimator k2 or k3, or the placement 'reward'"
@@ -78,6 +91,7 @@ def kl_penalty(
         k1 = -d                 unbiased, but often negative
         k2 = d**2 / 2           biased, never negative; its gradient is unbiased
         k3 = exp(d) - 1 - d     unbiased, never negative; its gradient is that of KL(reference || policy)
+        abs = |d|               no estimate of the divergence; its gradient is that of twice the total variation
 
     In k3, d is cut off at 20 so that it cannot overflow: above that it is constant, about 4.9e8, and its
     gradient is zero. d is not cut off below, where k3 is the straight line -1 - d. See `log_ratio` for
@@ -94,7 +108,7 @@ def kl_penalty(
     Args:
         logprobs: [T] of the policy that sampled the tokens.
         reference_logprobs: [T] of the same tokens, by the reference.
-        estimator: k1, k2 or k3.
+        estimator: k1, k2, k3 or abs.
 
     Raises:
         ValueError: there is no such estimator.
@@ -108,5 +122,28 @@ def kl_penalty(
         case "k3":
             d = d.clamp(max=MAX_LOG_RATIO)
             return torch.expm1(d) - d
+        case "abs":
+            return d.abs()
         case _:
-            raise ValueError(f"estimator: expected 'k1', 'k2' or 'k3', found {estimator!r}")
+            raise ValueError(f"estimator: expected 'k1', 'k2', 'k3' or 'abs', found {estimator!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveKL:
+    """A coefficient that holds the divergence near a target (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+
+    target: float
+    """The divergence wanted, in nats a token."""
+    horizon: float
+    """Rollouts in which the coefficient may grow or shrink by a factor of about e**0.2."""
+
+    def next(self, coef: float, kl: float, num_rollouts: int) -> float:
+        """Return the coefficient after a step of so many rollouts whose mean divergence was `kl`.
+
+        >>> AdaptiveKL(target=0.1, horizon=1000.0).next(coef=1.0, kl=0.5, num_rollouts=100)
+        1.02
+        """
+        if not math.isfinite(kl):
+            return coef
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return coef * (1.0 + error * num_rollouts / self.horizon)

@@ -28,7 +28,6 @@ from rallypoint.algorithms.losses import entropy_bonus, kl_loss, policy_loss
 from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
-BatchT_contra = TypeVar("BatchT_contra", bound=Sequences, contravariant=True)
 OutputsT_contra = TypeVar("OutputsT_contra", contravariant=True)
 
 
@@ -59,14 +58,14 @@ class LossInputs(Generic[BatchT]):
         return self.send(field[self.positions])
 
 
-class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
+class LossFunction(Protocol[BatchT, OutputsT_contra]):
     """A sum over the trained tokens of some rows; several threads may call it at a time."""
 
-    def denominator(self, batch: BatchT_contra, /) -> float:
+    def denominator(self, batch: BatchT, /) -> float:
         """Return what the sum over a whole mini-batch, of all ranks, is divided by."""
         ...
 
-    def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT_contra], /) -> tuple[Tensor, Metrics]:
+    def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT], /) -> tuple[Tensor, Metrics]:
         """Return the sum, a float64 scalar with gradient, and what to watch.
 
         Args:

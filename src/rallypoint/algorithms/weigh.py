@@ -10,102 +10,76 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms._rows import numbered
-from rallypoint.algorithms.advantages import (
-    gae_advantages,
-    group_relative_advantages,
-    group_relative_token_advantages,
-    whiten,
-)
+from rallypoint.algorithms.estimators import GAE, GRPO, Advantage, DrGRPO, Rewards
 from rallypoint.algorithms.kl import KL, kl_penalty
 from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, ValuedBatch
 
 
-def gae(
-    batch: ValuedBatch, *, discount: float, gae_lambda: float, whiten_advantages: bool, kl: KL | None
-) -> tuple[ActorBatch, CriticBatch]:
-    """Weigh every token by generalised advantage estimation, as PPO does.
+def weigh(batch: JudgedBatch, advantage: Advantage, *, kl: KL | None) -> ActorBatch:
+    """Weigh every token by an estimator that needs no critic.
+
+    Args:
+        batch: B rows; those with the same `prompt_index` are a group.
+        advantage: the estimator.
+        kl: the pull towards the reference, or None.
+
+    Raises:
+        ValueError: kl needs logprobs of a reference that the batch does not have, or a reward stands on a
+            token that is not trained.
+    """
+    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl)
+
+
+def weigh_valued(batch: ValuedBatch, advantage: GAE, *, kl: KL | None) -> tuple[ActorBatch, CriticBatch]:
+    """Weigh every token by an estimator with a critic, and say what the critic should have predicted.
 
     Returns are computed before whitening: the critic learns rewards in their own unit.
 
     Args:
         batch: B rows with values.
-        discount: gamma.
-        gae_lambda: lambda.
-        whiten_advantages: give advantages mean 0 and standard deviation 1 over the batch.
+        advantage: the estimator.
         kl: the pull towards the reference, or None.
 
     Raises:
-        ValueError: kl needs logprobs of a reference that the batch does not have, or a reward stands on a
-            token that is not trained.
+        ValueError: as for `weigh`.
     """
-    advantages, returns = gae_advantages(
-        _rewards(batch, kl),
-        batch.values,
-        batch.loss_mask,
-        batch.offsets,
+    rewards = _earned(batch, kl, batch.values)
+    returns = advantage.returns(rewards)
+    return _actor_batch(batch, advantage(rewards), kl), batch.widen(CriticBatch, returns=returns)
+
+
+def gae(
+    batch: ValuedBatch, *, discount: float, gae_lambda: float, whiten_advantages: bool, kl: KL | None
+) -> tuple[ActorBatch, CriticBatch]:
+    """Weigh every token by `GAE`, as PPO does; see `weigh_valued`."""
+    estimator = GAE(
         discount=discount,
         gae_lambda=gae_lambda,
+        whiten=whiten_advantages,
+        value_lambda=None,
+        length_alpha=None,
+        unit="token",
     )
-    if whiten_advantages:
-        advantages = whiten(advantages, batch.loss_mask)
-    return _actor_batch(batch, advantages, kl), batch.widen(CriticBatch, returns=returns)
+    return weigh_valued(batch, estimator, kl=kl)
 
 
 def group_relative(
     batch: JudgedBatch, *, normalize_std: bool, token_discount: float | None, kl: KL | None
 ) -> ActorBatch:
-    """Weigh every rollout against the others of its prompt, as GRPO does.
-
-    KL in the reward is subtracted from the tokens' rewards first, and so enters scores and baselines. The
-    standard deviation of a group whose rewards are all equal would then be that of the penalties alone, and
-    dividing by it would blow up what `kl.coef` made small: a penalty of a thousandth would weigh as much as
-    a right answer. Such a group is centred and not divided.
-
-    Args:
-        batch: B rows; those with the same `prompt_index` are a group.
-        normalize_std: divide by the group's standard deviation (GRPO) or not (Dr. GRPO).
-        token_discount: None gives all trained tokens of a row the advantage of the row's score; a number
-            gives each token the normalised rewards from it to the row's end, discounted (process supervision).
-        kl: the pull towards the reference, or None.
-
-    Raises:
-        ValueError: kl needs logprobs of a reference that the batch does not have, or a reward stands on a
-            token that is not trained.
-    """
-    rewards = _rewards(batch, kl)
-
-    def relative(token_rewards: Tensor, *, normalize_std: bool) -> Tensor:
-        if token_discount is None:
-            return _by_row(batch, token_rewards, normalize_std=normalize_std)
-        return group_relative_token_advantages(
-            token_rewards,
-            batch.loss_mask,
-            batch.offsets,
-            batch.prompt_index,
-            normalize_std=normalize_std,
-            discount=token_discount,
-        )
-
-    advantages = relative(rewards, normalize_std=normalize_std)
-    if normalize_std and kl is not None and kl.placement == "reward":
-        differs = _in_groups_with(relative(batch.token_rewards, normalize_std=False) != 0, batch)
-        advantages = torch.where(differs, advantages, relative(rewards, normalize_std=False))
-    return _actor_batch(batch, advantages, kl)
+    """Weigh every rollout against the others of its prompt, by `GRPO` or `DrGRPO`; see `weigh`."""
+    estimator = (GRPO if normalize_std else DrGRPO)(token_discount=token_discount, whiten=False)
+    return weigh(batch, estimator, kl=kl)
 
 
-def _by_row(batch: JudgedBatch, token_rewards: Tensor, *, normalize_std: bool) -> Tensor:
-    """[T] the advantage of its row's score, at every trained token."""
-    scores = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, batch.row_of_token, token_rewards.double())
-    row_advantages = group_relative_advantages(scores, batch.prompt_index, normalize_std=normalize_std)
-    return torch.where(batch.loss_mask, row_advantages[batch.row_of_token], 0.0).to(token_rewards.dtype)
-
-
-def _in_groups_with(tokens: Tensor, batch: JudgedBatch) -> Tensor:
-    """[T] True at every token of a group in which one token or more is marked; `tokens` is [T] bool."""
-    group, num_groups = numbered(batch.prompt_index)
-    num_marked = torch.zeros(num_groups, dtype=torch.int64).index_add_(0, group[batch.row_of_token], tokens.long())
-    return (num_marked > 0)[group][batch.row_of_token]
+def _earned(batch: JudgedBatch, kl: KL | None, values: Tensor | None) -> Rewards:
+    return Rewards(
+        token_rewards=_rewards(batch, kl),
+        earned=batch.token_rewards,
+        loss_mask=batch.loss_mask,
+        offsets=batch.offsets,
+        groups=batch.prompt_index,
+        values=values,
+    )
 
 
 def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:

@@ -10,7 +10,21 @@ import itertools
 import pytest
 import torch
 
-from rallypoint.algorithms import KL, gae, group_relative, kl_loss, kl_penalty, policy_loss, value_loss
+from rallypoint.algorithms import (
+    ADVANTAGES,
+    KL,
+    OBJECTIVES,
+    PolicyTokens,
+    correct,
+    gae,
+    group_relative,
+    kl_loss,
+    kl_penalty,
+    policy_loss,
+    value_loss,
+    weigh,
+)
+from rallypoint.algorithms.corrections import TIS
 from rallypoint.types import JudgedBatch
 
 NUM_TOKENS = 3
@@ -82,7 +96,14 @@ def expected_gradient(weigh, group_size, *, kl=None, rewards=REWARDS):
         logprobs = torch.stack([torch.cat([zero, token_logprobs(table, r)]) for r in responses]).flatten()
         loss = policy_loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **BOUNDS).sum
         if batch.reference_logprobs is not None:
-            penalty = kl_loss(logprobs, batch.reference_logprobs, batch.loss_mask, estimator=kl.estimator)
+            corrected_from = batch.old_logprobs if kl.importance_corrected else None
+            penalty = kl_loss(
+                logprobs,
+                batch.reference_logprobs,
+                batch.loss_mask,
+                estimator=kl.estimator,
+                corrected_from=corrected_from,
+            )
             loss = loss + kl.coef * penalty.sum
         total = total - weight * loss
     return torch.autograd.grad(total, logits)[0]
@@ -133,6 +154,161 @@ def test_in_the_loss_k2_and_k3_have_the_gradients_of_the_two_divergences(weigh, 
     kl = KL(coef=COEF, estimator=estimator, placement="loss")
     wanted = shrunk * gradient_of(mean_reward) - COEF * gradient_of(lambda t: token_divergence(t, forward=forward))
     torch.testing.assert_close(expected_gradient(weigh, size, kl=kl), wanted)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_corrected_by_importance_k1_and_k3_have_the_gradient_of_the_reverse_divergence(estimator):
+    kl = KL(coef=COEF, estimator=estimator, placement="loss", importance_corrected=True)
+    wanted = gradient_of(mean_reward) - COEF * gradient_of(lambda t: token_divergence(t, forward=False))
+    torch.testing.assert_close(expected_gradient(by_gae, 1, kl=kl), wanted)
+
+
+def test_in_the_loss_the_absolute_log_ratio_has_the_gradient_of_twice_the_total_variation():
+    kl = KL(coef=COEF, estimator="abs", placement="loss")
+
+    def variation(table):
+        prefixes = torch.cat([torch.ones(1, dtype=torch.float64), LOGITS[0].softmax(-1)])
+        return (prefixes * (table.exp() - REFERENCE.exp()).abs().sum(-1)).sum()
+
+    torch.testing.assert_close(
+        expected_gradient(by_gae, 1, kl=kl), gradient_of(mean_reward) - COEF * gradient_of(variation)
+    )
+
+
+@pytest.mark.parametrize(
+    ("placement", "estimator"), [("reward", "k1"), ("reward", "k3"), ("loss", "k2"), ("loss", "abs")]
+)
+def test_what_importance_weights_do_not_make_right_is_refused(placement, estimator):
+    with pytest.raises(ValueError, match="cannot be corrected by importance weights"):
+        KL(coef=COEF, estimator=estimator, placement=placement, importance_corrected=True)
+
+
+GROUPED = {
+    "dr_grpo": ({"token_discount": None}, 1 - 1 / 3),
+    "rloo": ({}, 1.0),
+    "reinforce_plus_plus_baseline": ({}, 1 - 1 / 3),
+}
+"""Estimators by their parameters, and by how much a baseline of three with the rollout itself shrinks the gradient."""
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_estimators_that_only_subtract_a_baseline_climb_the_mean_reward(name):
+    parameters, shrunk = GROUPED[name]
+    estimator = ADVANTAGES[name](**parameters, whiten=False)
+
+    def by_estimator(responses, kl, rewards):
+        return weigh(batch_of(responses, rewards), estimator, kl=kl)
+
+    torch.testing.assert_close(expected_gradient(by_estimator, 3), shrunk * gradient_of(mean_reward))
+
+
+def test_reinforce_plus_plus_before_whitening_climbs_the_mean_reward():
+    estimator = ADVANTAGES["reinforce_plus_plus"](discount=1.0, whiten=False)
+
+    def by_estimator(responses, kl, rewards):
+        return weigh(batch_of(responses, rewards), estimator, kl=kl)
+
+    torch.testing.assert_close(expected_gradient(by_estimator, 1), gradient_of(mean_reward))
+
+
+def test_with_responses_of_one_length_opo_climbs_the_mean_reward():
+    estimator = ADVANTAGES["opo"](whiten=False)
+
+    def by_estimator(responses, kl, rewards):
+        return weigh(batch_of(responses, rewards), estimator, kl=kl)
+
+    torch.testing.assert_close(expected_gradient(by_estimator, 3), (1 - 1 / 3) * gradient_of(mean_reward))
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("max_rl", {}), ("pass_at_k", {"k": 2}), ("lite_ppo", {})])
+def test_estimators_that_rescale_prompts_climb_the_share_of_right_answers(name, parameters):
+    right = (REWARDS > 0).double()
+    estimator = ADVANTAGES[name](**parameters, whiten=False)
+
+    def by_estimator(responses, kl, rewards):
+        return weigh(batch_of(responses, rewards), estimator, kl=kl)
+
+    found = expected_gradient(by_estimator, 3, rewards=right).flatten()
+    wanted = gradient_of(lambda table: mean_reward(table, right)).flatten()
+    assert torch.cosine_similarity(found, wanted, dim=0) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_max_rl_has_the_gradient_of_the_first_terms_of_the_logarithm_of_the_pass_rate():
+    """With a group of N, log p = -sum over k of (1 - p)**k / k is followed up to its term N - 1 (2602.02710)."""
+    right = (REWARDS > 0).double()
+    estimator = ADVANTAGES["max_rl"](whiten=False)
+
+    def by_estimator(responses, kl, rewards):
+        return weigh(batch_of(responses, rewards), estimator, kl=kl)
+
+    def objective(table):
+        wrong = 1 - mean_reward(table, right)
+        return -(wrong + wrong**2 / 2)
+
+    torch.testing.assert_close(expected_gradient(by_estimator, 3, rewards=right), gradient_of(objective))
+
+
+OLD = random(4, NUM_TOKENS, seed=21).log_softmax(-1)
+"""The sampler's, of rollouts that are of another policy."""
+OFF_POLICY = {
+    "importance_sampling": ({"anchor": "old"}, []),
+    "cispo": ({"clip_low": 1.0, "clip_high": 1e6, "anchor": "old"}, []),
+    "dppo": ({"divergence": "tv", "clip_low": 1.0, "clip_high": 1.0, "max_ratio": 1e6, "anchor": "old"}, []),
+    "decoupled": ({"clip_low": 1.0, "clip_high": 1e6, "dual_clip": None, "max_weight": None}, []),
+    "policy_gradient": ({}, [TIS(level="token", cap=1e6)]),
+}
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_without_their_bounds_off_policy_losses_climb_the_mean_advantage_of_the_policy(name):
+    """One token, sampled by another policy; `decoupled` and the correction have the policy itself for the old one."""
+    parameters, corrections = OFF_POLICY[name]
+    objective, advantages = OBJECTIVES[name](**parameters), REWARDS[0]
+    logits = LOGITS[0].clone().requires_grad_()
+    total = 0.0
+    for token in range(NUM_TOKENS):
+        one, sampled = logits.log_softmax(-1)[token : token + 1], OLD[0][token : token + 1]
+        own_old = name in {"decoupled", "policy_gradient"}
+        tokens = PolicyTokens(
+            logprobs=one,
+            old_logprobs=one.detach() if own_old else sampled,
+            rollout_logprobs=sampled,
+            advantages=advantages[token : token + 1],
+            loss_mask=torch.tensor([True]),
+            rows=torch.zeros(1, dtype=torch.int64),
+            num_rows=1,
+        )
+        total = total - OLD[0][token].exp() * objective(tokens, correction=correct(corrections, tokens)[0]).sum
+    wanted = gradient_of(lambda table: (table[0].exp() * advantages).sum())[0]
+    torch.testing.assert_close(torch.autograd.grad(total, logits)[0], wanted)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_on_policy_every_loss_has_the_gradient_of_minus_advantage_times_logprob(name):
+    parameters = {
+        "clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+        "decoupled": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "max_weight": None},
+        "importance_sampling": {"anchor": "old"},
+        "gspo": {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": None},
+        "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
+        "cispo": {"clip_low": 1.0, "clip_high": 0.2, "anchor": "old"},
+        "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+        "dppo": {"divergence": "kl", "clip_low": 0.1, "clip_high": 0.1, "max_ratio": 20.0, "anchor": "rollout"},
+    }
+    logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -2.0, -2.0], dtype=torch.float64)
+    tokens = PolicyTokens(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        rollout_logprobs=logprobs.detach(),
+        advantages=advantages,
+        loss_mask=torch.ones(4, dtype=torch.bool),
+        rows=torch.tensor([0, 0, 1, 1]),
+        num_rows=2,
+    )
+    loss = OBJECTIVES[name](**parameters.get(name, {}))(tokens)
+    loss.sum.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
 
 
 @pytest.mark.parametrize("kl", [None, IN_REWARD], ids=["rewards", "rewards and k1"])

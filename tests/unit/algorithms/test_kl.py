@@ -57,7 +57,7 @@ def test_tokens_that_a_model_excludes_have_finite_penalties_and_gradients(estima
 
 
 def test_an_estimator_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="expected 'k1', 'k2' or 'k3', found 'k4'"):
+    with pytest.raises(ValueError, match="expected 'k1', 'k2', 'k3' or 'abs', found 'k4'"):
         kl_penalty.__wrapped__(torch.zeros(1), torch.zeros(1), "k4")
 
 

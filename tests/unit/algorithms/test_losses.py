@@ -31,7 +31,7 @@ def test_policy_loss_equals_the_formula_token_by_token(reference, parts, dual_cl
     result = policy_loss(*tensors(parts), **BOUNDS, dual_clip=dual_clip)
     total, clipped, moved = reference.policy_loss(*parts, 0.2, 0.28, dual_clip)
     assert float(result.sum) == pytest.approx(total, rel=1e-9, abs=1e-9)
-    assert int(result.num_clipped) == clipped
+    assert int(result.watched["clip_fraction"]) == clipped
     assert float(result.kl_sum) == pytest.approx(moved, rel=1e-9, abs=1e-9)
     assert int(result.num_tokens) == sum(parts[-1])
 
@@ -116,7 +116,7 @@ def test_at_ratio_one_the_gradient_is_that_of_minus_advantage_times_logprob(part
     result = policy_loss(logprobs, old, advantages, mask, **BOUNDS, dual_clip=3.0)
     result.sum.backward()
     torch.testing.assert_close(logprobs.grad, torch.where(mask, -advantages, 0.0), rtol=0, atol=0)
-    assert float(result.kl_sum) == int(result.num_clipped) == 0
+    assert float(result.kl_sum) == int(result.watched["clip_fraction"]) == 0
 
 
 def test_clip_higher_leaves_more_room_above_than_below():
@@ -141,7 +141,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
     assert float(result.sum.detach()) == pytest.approx(3.0 - 1.28)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [0.0, 0.0]
-    assert int(result.num_clipped) == 2
+    assert int(result.watched["clip_fraction"]) == 2
 
 
 @pytest.mark.parametrize("distance", [-1e4, 1e4])
@@ -162,7 +162,9 @@ def test_the_sum_alone_carries_gradient():
     still = torch.tensor([0.4, 0.2])
     for loss in LOSSES:
         result = loss(x, still, still, torch.ones(2).bool())
-        carrying = [name for name in result.__dataclass_fields__ if getattr(result, name).requires_grad]
+        fields = {name: getattr(result, name) for name in result.__dataclass_fields__}
+        fields |= fields.pop("watched", {})
+        carrying = [name for name, number in fields.items() if number.requires_grad]
         assert carrying == ["sum"]
 
 
@@ -208,10 +210,10 @@ def test_a_ratio_beyond_the_cut_has_no_gradient_and_counts_as_clipped():
     )
     result.sum.backward()
     assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
-    assert int(result.num_clipped) == 3
+    assert int(result.watched["clip_fraction"]) == 3
 
 
 def test_a_token_that_both_policies_exclude_has_a_ratio_of_one():
     nothing = torch.tensor([-torch.inf])
     result = policy_loss(nothing, nothing, torch.tensor([2.0]), torch.tensor([True]), **BOUNDS, dual_clip=None)
-    assert (float(result.sum), int(result.num_clipped), float(result.kl_sum)) == (-2.0, 0, 0.0)
+    assert (float(result.sum), int(result.watched["clip_fraction"]), float(result.kl_sum)) == (-2.0, 0, 0.0)

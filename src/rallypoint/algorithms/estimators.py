@@ -1,0 +1,387 @@
+"""Advantage estimators by the names of their papers: from the rewards of a step to a weight for every token.
+
+Owns: which formula a name stands for. Must not know: carriers, KL, or what the loss does with the result.
+Invariants: an estimator sees the whole step, so that baselines and whitening cover every row; tokens that are
+not trained get 0 and are never read; rows may come in any order; arithmetic is float64.
+
+Most of them compare the rollouts of a prompt, and differ in what they subtract from a score R and divide by:
+
+    dr_grpo                         R - mean                   of the group
+    grpo                            (R - mean) / std
+    lite_ppo                        (R - mean) / std           of all rollouts of the step
+    rloo                            (R - mean) * n / (n - 1)   = R - mean of the other rollouts of the prompt
+    reinforce_plus_plus_baseline    R - mean, whitened over the trained tokens of the step
+    max_rl                          (R - mean) / mean
+    opo                             R - mean weighed by length
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rallypoint.algorithms._rows import (
+    MIN_STD,
+    by_token,
+    group_sums,
+    normalized_in_groups,
+    put_back,
+    row_sums,
+    sums_to_row_end,
+    trained_tokens,
+)
+from rallypoint.algorithms.advantages import (
+    gae_advantages,
+    group_relative_advantages,
+    group_relative_token_advantages,
+    turn_gae_advantages,
+    whiten,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rewards:
+    """What the rollouts of a step earned: all that an advantage may depend on."""
+
+    token_rewards: Float[Tensor, " T"]
+    """The reward that arrives with each token, less the KL penalty where that belongs to the reward."""
+    earned: Float[Tensor, " T"]
+    """The same before any penalty."""
+    loss_mask: Bool[Tensor, " T"]
+    """True at trained tokens."""
+    offsets: Int[Tensor, " B1"]
+    """Where rows begin and end; a row without trained tokens is legal."""
+    groups: Int[Tensor, " B"]
+    """The prompt of each row; members of a group need not be neighbours."""
+    values: Float[Tensor, " T"] | None = None
+    """Value of the state in which each token was chosen; None without a critic."""
+    components: Mapping[str, Float[Tensor, " B"]] = dataclasses.field(default_factory=dict[str, Tensor])
+    """Scores of each row by the name of the reward, where there are several."""
+
+    @property
+    def rows(self) -> Int[Tensor, " T"]:
+        """The row of each token."""
+        return torch.repeat_interleave(torch.arange(len(self.groups)), self.offsets.diff())
+
+    @property
+    def scores(self) -> Float[Tensor, " B"]:
+        """The sum of each row's rewards, in float64."""
+        return row_sums(torch.where(self.loss_mask, self.token_rewards, 0.0), self.rows, len(self.groups))
+
+    @property
+    def earned_scores(self) -> Float[Tensor, " B"]:
+        """The sum of each row's rewards before any penalty, in float64."""
+        return row_sums(torch.where(self.loss_mask, self.earned, 0.0), self.rows, len(self.groups))
+
+    @property
+    def lengths(self) -> Float[Tensor, " B"]:
+        """Trained tokens of each row, in float64."""
+        return row_sums(self.loss_mask.double(), self.rows, len(self.groups))
+
+    def spread(self, by_row: Float[Tensor, " B"]) -> Float[Tensor, " T"]:
+        """Give every trained token the number of its row, and all others 0."""
+        return torch.where(self.loss_mask, by_row[self.rows], 0.0).to(self.token_rewards.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advantage(abc.ABC):
+    """An estimator with its parameters."""
+
+    whiten: bool
+    """Scale the result to mean 0 and standard deviation 1 over the trained tokens of the step."""
+
+    compares_group: ClassVar[bool] = True
+    """Whether it compares the rollouts of a prompt, and so is 0 for a rollout that is alone."""
+
+    @abc.abstractmethod
+    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """Return the advantage of each token before whitening, 0 where none is trained."""
+
+    def __call__(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """Return the advantage of each token, 0 where none is trained."""
+        advantages = self.estimate(rewards)
+        return whiten(advantages, rewards.loss_mask) if self.whiten else advantages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GAE(Advantage):
+    """Generalised advantage estimation (arXiv 1506.02438), with a critic.
+
+    With `value_lambda` and `length_alpha` it is that of VAPO (arXiv 2504.05118): the critic learns from returns
+    with a lambda of its own, and the lambda of the advantages grows with the row, 1 - 1 / (length_alpha * length).
+    """
+
+    discount: float
+    """Gamma, once per unit."""
+    gae_lambda: float
+    """Lambda of the advantages, where `length_alpha` is None."""
+    value_lambda: float | None
+    """Lambda of the returns; None: that of the advantages."""
+    length_alpha: float | None
+    """Alpha of the lambda that grows with the row's units; None for a lambda that is the same for all rows."""
+    unit: Literal["token", "turn"]
+    """What a time step is; see `turn_gae_advantages`."""
+
+    compares_group = False
+
+    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """See `Advantage.estimate`."""
+        return self._both(rewards, None)[0]
+
+    def returns(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """Return what the critic should have predicted, in the unit of the rewards."""
+        return self._both(rewards, self.value_lambda)[1]
+
+    def _both(self, rewards: Rewards, value_lambda: float | None) -> tuple[Tensor, Tensor]:
+        if rewards.values is None:
+            raise ValueError("gae: the batch has no values: give the run a critic, or another advantage")
+        estimate = gae_advantages if self.unit == "token" else turn_gae_advantages
+        return estimate(
+            rewards.token_rewards,
+            rewards.values,
+            rewards.loss_mask,
+            rewards.offsets,
+            discount=self.discount,
+            gae_lambda=self.gae_lambda if value_lambda is None else value_lambda,
+            length_alpha=self.length_alpha if value_lambda is None else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(Advantage):
+    """REINFORCE++ (arXiv 2501.03262): the discounted rewards to the row's end, whitened; GAE without values."""
+
+    discount: float
+    """Discount of the rewards that come after a token."""
+
+    compares_group = False
+
+    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """See `Advantage.estimate`."""
+        positions, rows = trained_tokens(rewards.loss_mask, rewards.offsets)
+        to_go = sums_to_row_end(rewards.token_rewards[positions], rows, decay=self.discount)
+        return put_back(to_go, positions, rewards.token_rewards)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPO(Advantage):
+    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300).
+
+    A KL penalty in the reward enters scores and baselines. The standard deviation of a group whose rewards are
+    all equal would then be that of the penalties alone, and dividing by it would blow up what the coefficient
+    made small. Such a group is centred and not divided.
+    """
+
+    token_discount: float | None
+    """None gives all tokens of a row the advantage of its score; a number gives each the normalised rewards from
+    it to the row's end, discounted (process supervision)."""
+
+    normalizes_std: ClassVar[bool] = True
+
+    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """See `Advantage.estimate`."""
+        advantages = self._relative(rewards, rewards.token_rewards, self.normalizes_std)
+        if self.normalizes_std and rewards.earned is not rewards.token_rewards:
+            earned = self._relative(rewards, rewards.earned, normalize_std=False)
+            differing = row_sums((earned != 0).double(), rewards.rows, len(rewards.groups))
+            differs = group_sums(differing, rewards.groups) > 0
+            centred = self._relative(rewards, rewards.token_rewards, normalize_std=False)
+            advantages = torch.where(differs[rewards.rows], advantages, centred)
+        return advantages
+
+    def _relative(self, rewards: Rewards, token_rewards: Tensor, normalize_std: bool) -> Tensor:
+        if self.token_discount is not None:
+            return group_relative_token_advantages(
+                token_rewards,
+                rewards.loss_mask,
+                rewards.offsets,
+                rewards.groups,
+                normalize_std=normalize_std,
+                discount=self.token_discount,
+            )
+        scores = dataclasses.replace(rewards, token_rewards=token_rewards).scores
+        return rewards.spread(group_relative_advantages(scores, rewards.groups, normalize_std=normalize_std))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrGRPO(GRPO):
+    """Dr. GRPO (arXiv 2503.20783): GRPO without the division, which favours prompts that are easy or hard."""
+
+    normalizes_std = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByScore(Advantage):
+    """An estimator that gives all trained tokens of a row one number."""
+
+    @abc.abstractmethod
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """Return the advantage of each row."""
+
+    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """See `Advantage.estimate`."""
+        return rewards.spread(self.by_row(rewards))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LitePPO(ByScore):
+    """The group's mean and the step's standard deviation (arXiv 2508.08221)."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`; nothing is divided where all rollouts of the step earned the same."""
+        scores = rewards.scores
+        centred = normalized_in_groups(scores, rewards.groups, normalize_std=False)
+        earned = rewards.earned_scores
+        if len(scores) == 0 or bool((earned == earned[0]).all()):
+            return centred
+        return centred / scores.std(correction=0).clamp_min(MIN_STD)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLOO(ByScore):
+    """REINFORCE leave-one-out (arXiv 2402.14740): the baseline is the mean of the prompt's other rollouts."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`."""
+        count = group_sums(torch.ones_like(rewards.groups).double(), rewards.groups)
+        centred = normalized_in_groups(rewards.scores, rewards.groups, normalize_std=False)
+        return torch.where(count > 1, centred * count / (count - 1).clamp_min(1.0), 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlusBaseline(ByScore):
+    """REINFORCE++ with the group's mean as its baseline (arXiv 2501.03262): Dr. GRPO, whitened over the step."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`."""
+        return normalized_in_groups(rewards.scores, rewards.groups, normalize_std=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GDPO(ByScore):
+    """Several rewards, normalised apart (arXiv 2601.05242): one with a large range does not drown the others.
+
+    Each is normalised in its group; their weighed sum is normalised over the rows of the step.
+    """
+
+    weights: Mapping[str, float]
+    """Weight of each reward, by its name."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`.
+
+        Raises:
+            ValueError: there is no reward of one of the names.
+        """
+        if missing := sorted(self.weights.keys() - rewards.components.keys()):
+            have = ", ".join(sorted(rewards.components)) or "none"
+            raise ValueError(f"gdpo: there is no reward named {', '.join(missing)}; the rewards are: {have}")
+        total = torch.zeros(len(rewards.groups), dtype=torch.float64)
+        for name, weight in self.weights.items():
+            total = total + weight * normalized_in_groups(rewards.components[name], rewards.groups, normalize_std=True)
+        return whiten(total, torch.ones(len(total), dtype=torch.bool))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxRL(ByScore):
+    """Maximum-likelihood RL (arXiv 2602.02710): hard prompts weigh as 1 / pass rate; 0 where none is right."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`.
+
+        Raises:
+            ValueError: a score is negative, for which the formula has no meaning.
+        """
+        earned = rewards.earned_scores
+        if bool((earned < 0).any()):
+            raise ValueError(
+                f"max_rl: expected rewards of 0 or more, found {float(earned.min()):g}: use another advantage"
+            )
+        count = group_sums(torch.ones_like(earned), rewards.groups)
+        mean = group_sums(earned, rewards.groups) / count
+        centred = normalized_in_groups(rewards.scores, rewards.groups, normalize_std=False)
+        return torch.where(mean == 0, 0.0, centred / torch.where(mean == 0, 1.0, mean))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OPO(ByScore):
+    """On-policy RL with the optimal baseline (arXiv 2505.23585): the group's mean, each score weighed by its length."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`."""
+        scores, lengths = rewards.scores, rewards.lengths
+        total = group_sums(lengths, rewards.groups)
+        baseline = group_sums(scores * lengths, rewards.groups) / total.clamp_min(1.0)
+        # Exactly 0 where nothing can be compared, as for all others: rounding noise is not a signal.
+        centred = normalized_in_groups(scores, rewards.groups, normalize_std=False)
+        differs = group_sums((centred != 0).double(), rewards.groups) > 0
+        are_several = group_sums((lengths > 0).double(), rewards.groups) > 1
+        return torch.where(differs & are_several, scores - baseline, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassAtK(ByScore):
+    """The chance that one of k rollouts is right (arXiv 2508.10751, the analytical form).
+
+    With N rollouts of which M are wrong, the mean over all sets of k is 1 - C(M, k) / C(N, k). A right rollout makes
+    every set that it is in right; a wrong one those whose other k - 1 are not all wrong.
+    """
+
+    k: int
+    """Size of the sets; 1 is GRPO on rewards of 0 and 1."""
+
+    def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
+        """See `ByScore.by_row`; a score above 0 is right. A group of fewer than k gets 0."""
+        right = rewards.earned_scores > 0
+        count = group_sums(torch.ones_like(rewards.scores), rewards.groups)
+        wrong = group_sums((~right).double(), rewards.groups)
+        mean = 1.0 - _chance_of_none(count, wrong, self.k)
+        own = torch.where(right, 1.0, 1.0 - _chance_of_none(count - 1, wrong - 1, self.k - 1))
+        has_signal = (count >= self.k) & (wrong > 0) & (wrong < count)
+        return torch.where(has_signal, (own - mean) / (mean * (1.0 - mean)).sqrt().clamp_min(MIN_STD), 0.0)
+
+
+def _chance_of_none(num: Float[Tensor, " B"], num_wrong: Float[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
+    """Return C(num_wrong, k) / C(num, k): the chance that k of `num` are all wrong."""
+    chance = torch.ones_like(num)
+    for drawn in range(k):
+        chance = chance * ((num_wrong - drawn) / (num - drawn).clamp_min(1.0)).clamp_min(0.0)
+    return chance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnAdvantage(Advantage):
+    """A function of the user's."""
+
+    function: Callable[[Rewards], Tensor]
+    """Returns the advantage of each token, [T]; what it says of tokens that are not trained is not read."""
+
+    compares_group = False
+
+    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
+        """See `Advantage.estimate`."""
+        name = getattr(self.function, "__name__", "function")
+        advantages = by_token(self.function(rewards), len(rewards.loss_mask), f"advantages of {name}")
+        return torch.where(rewards.loss_mask, advantages, 0.0).to(rewards.token_rewards.dtype)
+
+
+ADVANTAGES: dict[str, type[Advantage]] = {
+    "gae": GAE,
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "lite_ppo": LitePPO,
+    "rloo": RLOO,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
+    "gdpo": GDPO,
+    "max_rl": MaxRL,
+    "opo": OPO,
+    "pass_at_k": PassAtK,
+}
+"""Every estimator by the name that a config has for it."""

@@ -1,0 +1,115 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.algorithms import (
+    OBJECTIVES,
+    AdaptiveKL,
+    PolicyTokens,
+    aggregate,
+    gap_metrics,
+    has_signal,
+    overlong_penalty,
+    rows_that_learn,
+    without_truncated,
+)
+from rallypoint.testing import CASES
+from rallypoint.testing.cases import make_case
+
+RULES = ["token", "sequence", "fixed_length", "prompt"]
+
+
+def by_the_paper(case, losses, rule, length):
+    """The mean as a person would write it: of rows, of prompts, of tokens."""
+    rows = [[losses[t] for t in row] for row in case.rows]
+    if rule == "token":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if rule == "fixed_length":
+        return sum(sum(row) / length for row in rows) / len(rows)
+    if rule == "prompt":
+        members = [[b for b, group in enumerate(case.groups) if group == name] for name in set(case.groups)]
+        rows = [[x for b in group for x in rows[b]] for group in members]
+    return sum(sum(row) / len(row) for row in rows if row) / sum(bool(row) for row in rows)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 10**6), cut=st.integers(0, 6))
+def test_losses_of_any_cut_add_up_to_the_mean_of_the_rule(rule, lengths, seed, cut):
+    case = make_case(lengths, [row % 2 for row in range(len(lengths))], seed=seed)
+    if not any(case.rows):
+        return
+    tokens, rewards = case.tokens(), case.earned()
+    objective = OBJECTIVES["sapo"](tau_positive=1.0, tau_negative=1.05)
+    losses, _ = objective.by_token(tokens.masked())
+    weights = aggregate(rule, rewards.loss_mask, rewards.offsets, rewards.groups, length=10.0)
+    total = 0.0
+    for rows in (list(range(len(lengths)))[:cut], list(range(len(lengths)))[cut:]):
+        part = case.picked(rows).tokens()
+        total += float(objective(part, weights=weights.by_row[rows][part.rows]).sum)
+    expected = by_the_paper(case, losses.tolist(), rule, 10.0)
+    assert total / weights.denominator == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_the_metric_of_a_weighed_loss_is_the_mean_of_the_rule():
+    case = CASES["usual"]
+    tokens, rewards = case.tokens(), case.earned()
+    weights = aggregate("sequence", rewards.loss_mask, rewards.offsets, rewards.groups, length=1.0)
+    loss = OBJECTIVES["policy_gradient"]()(tokens, weights=weights.by_row[tokens.rows])
+    assert loss.metrics().scalars()["policy_loss"] == pytest.approx(float(loss.sum) / weights.denominator)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.05, 0.2, 5.0])
+def test_the_coefficient_follows_the_divergence_and_never_jumps(kl):
+    control = AdaptiveKL(target=0.1, horizon=1000.0)
+    changed = control.next(coef=2.0, kl=kl, num_rollouts=100)
+    assert (changed > 2.0) == (kl > 0.1)
+    assert abs(changed / 2.0 - 1.0) <= 0.02 + 1e-12
+
+
+def test_a_divergence_that_is_not_a_number_leaves_the_coefficient_alone():
+    assert AdaptiveKL(target=0.1, horizon=1000.0).next(coef=2.0, kl=float("nan"), num_rollouts=100) == 2.0
+
+
+def test_the_gap_is_measured_over_trained_tokens_whatever_stands_elsewhere():
+    found = gap_metrics(CASES["on policy"].tokens()).scalars()
+    assert found == {"rollout_kl": 0.0, "rollout_chi2": 0.0, "rollout_log_ppl_ratio": 0.0, "rollout_ratio_max": 1.0}
+    assert all(value == value for value in gap_metrics(CASES["excluded by the sampler"].tokens()).scalars().values())
+
+
+def test_the_gap_of_a_known_pair_of_policies_is_their_divergence():
+    """Every token as often as the sampler draws it: the estimates are the divergences themselves."""
+    rollout = torch.tensor([0.5, 0.5, 0.25, 0.25], dtype=torch.float64)[[0, 0, 2, 3]]
+    old = torch.tensor([0.25, 0.25, 0.25, 0.5], dtype=torch.float64)
+    tokens = PolicyTokens(
+        logprobs=old.log(),
+        old_logprobs=old.log(),
+        rollout_logprobs=rollout.log(),
+        advantages=torch.zeros(4, dtype=torch.float64),
+        loss_mask=torch.ones(4, dtype=torch.bool),
+        rows=torch.zeros(4, dtype=torch.int64),
+        num_rows=1,
+    )
+    p, q = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.25, 0.25, 0.5]).double()
+    found = gap_metrics(tokens).scalars()
+    assert found["rollout_kl"] == pytest.approx(float((p * (p / q).log()).sum()))
+    assert found["rollout_chi2"] == pytest.approx(float((q.square() / p).sum() - 1))
+    assert found["rollout_ratio_max"] == pytest.approx(2.0)
+
+
+def test_the_penalty_begins_at_the_buffer_and_ends_at_its_factor():
+    lost = overlong_penalty(torch.tensor([0, 80, 90, 100, 200]), max_tokens=100, buffer=20, factor=0.5)
+    assert lost.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
+
+
+def test_truncated_rows_leave_the_mask():
+    mask = torch.tensor([True, False, True, True, True])
+    kept = without_truncated(mask, torch.tensor([0, 2, 2, 5]), torch.tensor([False, True, True]))
+    assert kept.tolist() == [True, False, False, False, False]
+
+
+def test_groups_without_signal_and_rows_that_learn_nothing_are_found():
+    scores, groups = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0]), torch.tensor([0, 0, 0, 3, 3])
+    assert has_signal(scores, groups).tolist() == [False, False, False, True, True]
+    mask, offsets = torch.tensor([True, False, True, True]), torch.tensor([0, 2, 2, 4])
+    assert rows_that_learn(torch.tensor([0.0, 5.0, 0.0, -1.0]), mask, offsets).tolist() == [False, False, True]

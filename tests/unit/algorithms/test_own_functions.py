@@ -1,0 +1,71 @@
+"""Functions of a user's own: what is caught before a run begins, and what a good one looks like."""
+
+import pytest
+import torch
+
+from rallypoint.algorithms import OwnAdvantage, OwnObjective
+from rallypoint.testing import check_advantage, check_objective
+
+
+def good_loss(tokens):
+    ratio = (tokens.logprobs - tokens.old_logprobs).clamp(-20, 20).nan_to_num().exp()
+    return -ratio * tokens.advantages, {"ratio_above_2": (ratio > 2).float()}
+
+
+def good_advantage(rewards):
+    return rewards.spread(rewards.scores - 1.0)
+
+
+def test_good_functions_pass():
+    check_objective(OwnObjective(function=good_loss))
+    check_advantage(OwnAdvantage(function=good_advantage, whiten=True))
+
+
+def in_place(tokens):
+    tokens.advantages.mul_(2.0)
+    return -tokens.advantages * tokens.logprobs.clamp(min=-1000)
+
+
+def over_the_micro_batch(tokens):
+    advantages = tokens.advantages - tokens.advantages.sum() / tokens.loss_mask.sum().clamp(min=1)
+    return -advantages * tokens.logprobs.clamp(min=-1000)
+
+
+def by_position(tokens):
+    return -torch.arange(len(tokens.logprobs)) * tokens.logprobs.clamp(min=-1000)
+
+
+LOSSES = {
+    "must be a tensor of shape": lambda tokens: (-tokens.advantages * tokens.logprobs).sum(),
+    "found NoneType": lambda tokens: (None, {}),
+    "is not finite": lambda tokens: -tokens.advantages * (tokens.logprobs - tokens.old_logprobs).exp(),
+    "was modified": in_place,
+    "it has no gradient": lambda tokens: -tokens.advantages,
+    "cut into the micro-batches": over_the_micro_batch,
+    "in the order": by_position,
+}
+
+
+@pytest.mark.parametrize("complaint", LOSSES)
+def test_a_loss_that_breaks_a_rule_is_named_with_the_rule(complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check_objective(OwnObjective(function=LOSSES[complaint]))
+
+
+def scaled_in_place(rewards):
+    return rewards.token_rewards.mul_(2.0)
+
+
+ADVANTAGES = {
+    "must be a tensor of shape": lambda rewards: rewards.scores[:1] * 0.0 + rewards.scores.sum(),
+    "is not finite": lambda rewards: rewards.spread(rewards.scores.log()),
+    "was modified": scaled_in_place,
+    "NaN where no token is trained": lambda rewards: rewards.token_rewards - rewards.token_rewards.nanmean(),
+    "have other advantages": lambda rewards: rewards.spread(torch.arange(len(rewards.groups)).double()),
+}
+
+
+@pytest.mark.parametrize("complaint", ADVANTAGES)
+def test_an_advantage_that_breaks_a_rule_is_named_with_the_rule(complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check_advantage(OwnAdvantage(function=ADVANTAGES[complaint], whiten=False))
