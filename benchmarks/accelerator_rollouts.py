@@ -23,8 +23,8 @@ from figures import Table
 from transformers import Qwen3ForCausalLM
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams
+from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.accelerator.graphs import Capture, captures_on
-from rallypoint.generation.native.model_runner import Passes
 from rallypoint.models.layers import replace_layers
 
 PROMPT_TOKENS = 256
@@ -103,8 +103,8 @@ def measure(
         return replay
 
     rows_tokens = batch * (PROMPT_TOKENS + many + 64)
-    passes = Passes(model, is_exact=False, capture=counted, in_pages=True)
-    engine = NativeEngine(model, max_rows=batch, cache_tokens=rows_tokens + 1024, passes=passes)
+    backend = AcceleratorBackend(model, capture=counted)
+    engine = NativeEngine(model, max_rows=batch, cache_tokens=rows_tokens + 1024, backend=backend)
     differences: list[float] = []
     for turn in range(wanted.times + 1):  # the first one warms up, and captures
         taken = [

@@ -10,12 +10,11 @@ from tiny_models import make_tiny_model
 
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.generation import NativeEngine, SamplingParams, generate
-from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
+from rallypoint.generation.native.accelerator.backend import AcceleratorBackend, PagedAttention, is_right
 from rallypoint.generation.native.accelerator.graphs import captures_on
-from rallypoint.generation.native.accelerator.kernel import PageKernel
-from rallypoint.generation.native.block_manager import BlockPool
-from rallypoint.generation.native.block_tables import Queries
-from rallypoint.generation.native.model_runner import Passes
+from rallypoint.generation.native.accelerator.kernel import PagedKernel
+from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager
+from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.models.attention import Limits
@@ -28,8 +27,8 @@ PARAMS = SamplingParams(group_size=8, max_new_tokens=100, seed=3, stop_tokens=(0
 GAPS = {"float32": 1e-4, "bfloat16": 0.3}
 """Between logprobs, in nats."""
 DIFFERING = {"float32": 1e-3, "bfloat16": 0.05}
-"""Part of the draws that may differ, given the same tokens before; `rallypoint.generation.native` says why. On a CPU it
-is 0 and 0.025."""
+"""Part of the draws that may differ, given the same tokens before; `native.engine` says why. On a CPU it is 0 and
+0.025."""
 
 
 @pytest.fixture(scope="module")
@@ -109,25 +108,27 @@ def test_exact_rollouts_are_the_same_bits_in_any_company(folder, prompts, dtype)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 64), (8, 1, 256), (14, 2, 96)])
 def test_the_kernel_finds_what_products_find(dtype, heads, kv_heads, dim):
     pytest.importorskip("triton")
-    assert is_right(PageKernel(), heads, kv_heads, dim, torch.zeros(1, dtype=dtype, device=DEVICE))
+    shapes = LayerShapes(1, heads, kv_heads, dim, torch.zeros(1, dtype=dtype, device=DEVICE))
+    assert is_right(PagedKernel(), shapes)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 200])
 @pytest.mark.parametrize("limits", [Limits(), Limits(window=100), Limits(softcap=20.0)], ids=str)
 def test_the_kernel_finds_it_for_many_rows_and_long_ones(num_rows, limits):
     pytest.importorskip("triton")
-    pool = BlockPool(9000, 32, 1, 4, 64, torch.zeros(1, dtype=torch.float32, device=DEVICE))
+    cache = KVCache(9000, LayerShapes(1, 8, 4, 64, torch.zeros(1, dtype=torch.float32, device=DEVICE)))
+    manager = BlockManager(9000)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    for memory in (pool.keys, pool.values):
+    for memory in (cache.keys, cache.values):
         memory.normal_(generator=generator)
     lengths = [*(1 + 37 * row % 1200 for row in range(num_rows)), 60_000 if num_rows == 1 else 1200]
-    rows = [(1, length - 1, [pool.private() for _ in range(-(-length // 32))]) for length in lengths]
+    rows = [(1, length - 1, [manager.allocate() for _ in range(-(-length // 32))]) for length in lengths]
     states = torch.randn(16, len(rows), 64, device=DEVICE, generator=generator).transpose(0, 1)
     found, expected = (
-        PagedRows(pool, Queries.of(rows, 32), kernel=kernel).attend(
+        PagedAttention(cache, AttentionMetadata.of(rows), kernel=kernel).attend(
             0, states[:, :8], states[:, 8:12], states[:, 12:], 0.125, limits
         )
-        for kernel in (PageKernel(), None)
+        for kernel in (PagedKernel(), None)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -144,7 +145,7 @@ def test_captured_steps_draw_what_steps_draw(folder, prompts, dtype, caplog):
     found = []
     for capture in (None, refuse):
         with caplog.at_level(logging.WARNING):
-            engine = NativeEngine(model, passes=Passes(model, is_exact=False, capture=capture))
+            engine = NativeEngine(model, backend=AcceleratorBackend(model, capture))
             found.append(responses(generate(engine, prompts, PARAMS, version=0)))
             lines = [line for line in caplog.messages if "captured one failed" in line]
             assert (lines == []) is (capture is None)

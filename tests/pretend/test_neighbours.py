@@ -6,7 +6,7 @@ import torch
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
 from rallypoint.errors import CacheError
-from rallypoint.generation.native.kv_cache import CacheRoom
+from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.roles.colocated import Turns, make_room_for_neighbour
 from rallypoint.roles.engines import _has_a_device_alone, _memory_share, planned_cache
 
@@ -75,12 +75,12 @@ def test_rollouts_keep_their_memory_only_where_no_other_role_or_process_may_be_o
 @pytest.mark.parametrize(
     ("room", "num_tokens"),
     [
-        (CacheRoom(800, 100), 800),
-        (CacheRoom(5_000, 100), 900),
-        (CacheRoom(5_000, 100, spared_bytes=500_000), 400),
-        (CacheRoom(5_000, 100, spared_bytes=2_000_000), 100),
-        (CacheRoom(5_000, 100, share=0.5), 450),
-        (CacheRoom.of(5_000), 5_000),
+        (CacheSize(800, 100), 800),
+        (CacheSize(5_000, 100), 900),
+        (CacheSize(5_000, 100, spared_bytes=500_000), 400),
+        (CacheSize(5_000, 100, spared_bytes=2_000_000), 100),
+        (CacheSize(5_000, 100, share=0.5), 450),
+        (CacheSize.of(5_000), 5_000),
     ],
     ids=["all", "what is left", "less what is spared", "never less than a row", "of a part", "as it was said"],
 )
@@ -92,7 +92,7 @@ def test_a_cache_takes_what_is_free_between_its_two_sizes(pretend, room, num_tok
 def test_what_others_hold_is_theirs(pretend):
     with pretend.limited(LIMIT):
         held = torch.empty(300_000, dtype=torch.uint8, device=DEVICE)
-        assert CacheRoom(5_000, 100).num_tokens(TOKEN_BYTES, DEVICE) == (LEFT - held.numel()) // TOKEN_BYTES
+        assert CacheSize(5_000, 100).num_tokens(TOKEN_BYTES, DEVICE) == (LEFT - held.numel()) // TOKEN_BYTES
 
 
 def test_a_device_without_room_for_one_row_is_refused_with_the_keys_that_help(pretend):
@@ -100,7 +100,7 @@ def test_a_device_without_room_for_one_row_is_refused_with_the_keys_that_help(pr
         pretend.limited(LIMIT),
         pytest.raises(CacheError, match=r"1,000 tokens, take 1 MiB, but the device has 1 MiB .*engine\.sleep=true"),
     ):
-        CacheRoom(5_000, 1_000).num_tokens(TOKEN_BYTES, DEVICE)
+        CacheSize(5_000, 1_000).num_tokens(TOKEN_BYTES, DEVICE)
 
 
 def test_a_server_gets_the_cache_that_the_plan_leaves_room_for(pretend):

@@ -5,30 +5,32 @@ import sys
 
 import torch
 
-from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
-from rallypoint.generation.native.accelerator.kernel import PageKernel
-from rallypoint.generation.native.block_manager import BlockPool
-from rallypoint.generation.native.block_tables import Queries
+from rallypoint.generation.native.accelerator.backend import PagedAttention, is_right
+from rallypoint.generation.native.accelerator.kernel import PagedKernel
+from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager
+from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.models.attention import Limits
 
 LIMITS = {"all": Limits(), "window": Limits(window=9), "softcap": Limits(softcap=1.5), "both": Limits(70, 2.0)}
 
 
 @torch.no_grad()
-def difference(lengths, heads, kv_heads, dim, limits, dtype, num_slots) -> float:
+def difference(lengths, heads, kv_heads, dim, limits, dtype, num_columns) -> float:
     """The largest one over two layers and three steps, of which the last is in another block, and of what is stored."""
     generator = torch.Generator().manual_seed(len(lengths) + dim)
     found = []
-    for kernel in (PageKernel(), None):
+    for kernel in (PagedKernel(), None):
         generator.manual_seed(7)
-        pool = BlockPool(40, 32, 2, kv_heads, dim, torch.zeros(0, dtype=dtype))
-        for memory in (pool.keys, pool.values):
+        manager, shapes = BlockManager(40), LayerShapes(2, heads, kv_heads, dim, torch.zeros(0, dtype=dtype))
+        cache = KVCache(40, shapes)
+        for memory in (cache.keys, cache.values):
             memory.copy_(torch.randn(memory.shape, generator=generator))
         rows = []
         for length in lengths:  # a prompt of some tokens ends within a block
-            prompt = [pool.shared(None, (length, *range(length % 7)))]
-            rows.append((3, length - 1, prompt + [pool.private() for _ in range(length // 32 + 2)]))
-        layout = PagedRows(pool, Queries.of(rows, 32), tile=4, num_slots=num_slots, num_steps=3, kernel=kernel)
+            prompt = [manager.allocate_shared(None, (length, *range(length % 7)))]
+            rows.append((3, length - 1, prompt + [manager.allocate() for _ in range(length // 32 + 2)]))
+        metadata = AttentionMetadata.of(rows)
+        layout = PagedAttention(cache, metadata, num_rows=4, num_columns=num_columns, num_steps=3, kernel=kernel)
         outs = []
         for _ in range(3):
             for layer in range(2):
@@ -36,7 +38,7 @@ def difference(lengths, heads, kv_heads, dim, limits, dtype, num_slots) -> float
                 states = torch.randn(len(layout.tokens), heads + 2 * kv_heads, dim, generator=generator).to(dtype)
                 outs.append(layout.attend(layer, *states.split([heads, kv_heads, kv_heads], 1), dim**-0.5, limits))
             layout.advance(torch.zeros(len(lengths), dtype=torch.int64))
-        found.append([*outs, pool.keys, pool.values])
+        found.append([*outs, cache.keys, cache.values])
     return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
 
 
@@ -44,7 +46,7 @@ def main() -> None:
     for case in map(json.loads, sys.argv[1:]):
         case["limits"], case["dtype"] = LIMITS[case["limits"]], getattr(torch, case["dtype"])
         print(difference(**case), flush=True)
-    print(json.dumps(is_right(PageKernel(), 4, 2, 16, torch.zeros(1))))
+    print(json.dumps(is_right(PagedKernel(), LayerShapes(1, 4, 2, 16, torch.zeros(1)))))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Tape(NoLooks):
 
 
 class Tapes:
-    """Captures steps as tapes, see `rallypoint.generation.native.accelerator.graphs.Capture`."""
+    """Captures steps as tapes, see `accelerator.graphs.Capture`."""
 
     def __init__(self, spoil: Callable[[Tape], None] | None = None) -> None:
         self.made: list[Tape] = []

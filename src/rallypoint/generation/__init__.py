@@ -5,11 +5,9 @@ from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
 from rallypoint.generation.offline import generate, stream
 from rallypoint.generation.protocol import FinishReason, GenerationEngine, Output, Request, SamplingParams
-from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.sampler import Draws, Rules, penalise, sample
+from rallypoint.generation.sampler import SampledTokens, SamplingMetadata, penalise, rollout_keys, sample, uniform
 
 __all__ = [
-    "Draws",
     "EngineThread",
     "FinishReason",
     "GenerationEngine",
@@ -17,7 +15,8 @@ __all__ = [
     "NativeEngine",
     "Output",
     "Request",
-    "Rules",
+    "SampledTokens",
+    "SamplingMetadata",
     "SamplingParams",
     "generate",
     "penalise",

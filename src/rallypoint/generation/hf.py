@@ -15,10 +15,16 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.protocol import FinishReason, Output, Request
-from rallypoint.generation.randomness import rollout_keys, uniform
-from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
-from rallypoint.generation.sampler import Raw, Rules, penalise, sample
-from rallypoint.generation.stopping import StopStrings
+from rallypoint.generation.requests import (
+    Decode,
+    StopChecker,
+    check_request,
+    max_positions,
+    not_finite,
+    take_over,
+    vocabulary_of,
+)
+from rallypoint.generation.sampler import RawLogits, SamplingMetadata, penalise, rollout_keys, sample, uniform
 from rallypoint.models import ATTENTION
 
 
@@ -128,8 +134,8 @@ class _Draw(LogitsProcessor):
         self.sampled_logprobs: list[float] = []
         self.stopped = False
         self._request, self._params = request, request.params
-        self._rules = Rules.of([request.params], torch.device("cpu"))
-        self._stops = StopStrings(request.params, decode)
+        self._metadata = SamplingMetadata.of([request.params], torch.device("cpu"))
+        self._stops = StopChecker(request.params, decode)
         self._key = rollout_keys(
             request.params.seed, torch.tensor([request.prompt_index]), torch.tensor([request.sample_index])
         )
@@ -142,15 +148,15 @@ class _Draw(LogitsProcessor):
             logits = penalise(logits, input_ids.cpu(), torch.tensor([[params.repetition_penalty]]))
         if position < params.min_new_tokens and params.stop_tokens:
             logits = logits.index_fill(1, torch.tensor(params.stop_tokens), float("-inf"))
-        before = None if logits is raw else Raw(torch.tensor([0]), raw)
-        draws = sample(logits, self._rules, uniform(self._key, position), before)
+        before = None if logits is raw else RawLogits(torch.tensor([0]), raw)
+        draws = sample(logits, self._metadata, uniform(self._key, position), before)
         if bool(draws.logprobs.isnan()):
             raise not_finite(self._request, position)
         token = int(draws.tokens)
         self.tokens.append(token)
         self.logprobs.append(float(draws.logprobs))
         self.sampled_logprobs.append(float(draws.sampled_logprobs))
-        self.stopped = self._stops.end_with(self.tokens)
+        self.stopped = self._stops.ends(self.tokens)
         return torch.full_like(scores, float("-inf")).index_fill_(1, torch.tensor([token], device=scores.device), 0.0)
 
     def has_stopped(self, input_ids: Tensor, scores: Tensor, **options: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""What engines that run in this process ask of a request, a model, and its weights."""
+"""What all engines ask of a request, a model and its weights, and where a response ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rallypoint.errors import NotFiniteError, RequestError, WeightsMismatchError
-from rallypoint.generation.protocol import Request
+from rallypoint.generation.protocol import Request, SamplingParams
 from rallypoint.models import named_weights
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
+
+_CONTEXT = 8
+"""Characters before a stop string that are decoded too: some decoders treat a text's first token in their own way."""
 
 
 def max_positions(model: PreTrainedModel) -> int:
@@ -110,3 +113,42 @@ def check_weights(version: int, weights: Mapping[str, Tensor], into: Mapping[str
     ]
     if wrong:
         raise WeightsMismatchError(f"version {version} is of another model: {', '.join(wrong[:5])}")
+
+
+class StopChecker:
+    """Finds the end of one response: a stop token, or a stop string.
+
+    >>> params = SamplingParams(max_new_tokens=9, stop_tokens=(0,), stop_strings=("cd",), min_new_tokens=3)
+    >>> stops = StopChecker(params, lambda tokens: "".join("?abcd"[token] for token in tokens))
+    >>> [stops.ends(tokens) for tokens in ([1, 3], [1, 3, 4], [0], [1, 1, 0])]
+    [False, True, False, True]
+
+    A string that was complete before the minimum length does not count:
+
+    >>> stops.ends([3, 4]), stops.ends([3, 4, 1]), stops.ends([3, 4, 1, 3, 4])
+    (False, False, True)
+    """
+
+    def __init__(self, params: SamplingParams, decode: Callable[[Sequence[int]], str] | None) -> None:
+        self._tokens, self._strings = frozenset(params.stop_tokens), params.stop_strings
+        self._min_new_tokens, self._decode = params.min_new_tokens, decode
+        # Text before the last token, in which a string that this token completes may begin.
+        self._num_characters = max(map(len, params.stop_strings), default=0) + _CONTEXT
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether a response ends with its last token, given that it had not ended before."""
+        if len(tokens) < self._min_new_tokens:
+            return False
+        if tokens[-1] in self._tokens:
+            return True
+        if not self._strings or self._decode is None:
+            return False
+        window = self._num_characters + 1
+        before = self._decode(tokens[-window:-1])
+        # Special tokens have no text, and a character may take several tokens.
+        while len(before) < self._num_characters and window < len(tokens):
+            window *= 2
+            before = self._decode(tokens[-window:-1])
+        text = self._decode(tokens[-window:])
+        # What was there without the last token came before the minimum length.
+        return any(text.rfind(string) > before.rfind(string) for string in self._strings)

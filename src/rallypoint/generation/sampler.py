@@ -1,9 +1,14 @@
-"""From logits to a token, given one random number.
+"""From logits to tokens: random numbers, what narrows a distribution, and the sampler of a batch.
 
-Owns: what narrows a distribution, and in which order (that of transformers). Must not know: models, requests.
-Invariant: a row's token and logprobs depend on its own logits, rules and number only.
+Owns: the order of what narrows a distribution (that of transformers) and the random numbers. Must not know: models or
+engines. Imported by vLLM's processes, too, so it needs torch alone.
 
-On a CPU `sample` computes without Python, see `rallypoint.generation.script`.
+Invariants: a row's token and logprobs depend on its own logits, parameters and random number only. The random number of
+a token is a hash of (seed, prompt, sample, position), so it does not matter which worker samples a rollout, when,
+beside which others, or how often after a crash. The hash is splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable
+Pseudorandom Number Generators, 2014).
+
+On a CPU `sample` runs as TorchScript, see `rallypoint.generation.script`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,16 +21,18 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 
 from rallypoint.cpu.forms import computes_in_pieces
-from rallypoint.generation.protocol import SamplingParams
+from rallypoint.generation.protocol import Request, SamplingParams
 from rallypoint.generation.script import without_python
 
 _CHUNK_BYTES = 2**20
-"""Of the float64 numbers that exist at once; more would leave the cache."""
+"""Size of the float64 numbers that exist at once; more would leave the CPU's cache."""
 _BLOCK = 256
 """Tokens whose probabilities are summed before the block with the drawn one is searched."""
+_NUMBERS_AHEAD = 16
+"""Tokens of a row whose random numbers are made at once; at least as many as a backend decodes in one call."""
 
 
-class Draws(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token of each row; all are [B]."""
 
     tokens: Tensor
@@ -37,15 +44,15 @@ class Draws(NamedTuple):
     """float32: in the distribution that was drawn from; 0 for temperature 0."""
 
 
-class Rules(NamedTuple):
-    """How each of some rows is drawn from, as tensors on the device of the logits."""
+class SamplingMetadata(NamedTuple):
+    """How the tokens of a batch are sampled, as tensors on the device of the logits."""
 
     temperature: Tensor | None
     """[B, 1] float32, or [1, 1] if all have the same; 1 for greedy rows; None for 1 everywhere."""
     greedy: Tensor | None
-    """[n] int64: rows that take the likeliest token; None for none."""
+    """[n] int64: rows that take the likeliest token; None if no row does."""
     filtered: Tensor | None
-    """[n] int64: rows whose tail is cut off; None for none."""
+    """[n] int64: rows with top-k, top-p or min-p; None if no row has one."""
     top_k: Tensor
     """[n, 1] int64, of the filtered rows, or [1, 1] if all have the same."""
     top_p: Tensor
@@ -55,7 +62,7 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
-        """Collect the rules of some rows."""
+        """Return the metadata of rows with these parameters."""
         alike = all(one is params[0] for one in params)
         kinds = params[:1] if alike else params
         rows = [range(len(params))] if alike else [[row] for row in range(len(params))]
@@ -79,8 +86,8 @@ class Rules(NamedTuple):
         )
 
 
-class Raw(NamedTuple):
-    """Some rows of logits as they were before penalties and bans; the other rows have none."""
+class RawLogits(NamedTuple):
+    """The logits, before penalties and bans, of those rows that have any."""
 
     rows: Tensor
     """[n] int64."""
@@ -88,7 +95,7 @@ class Raw(NamedTuple):
     """[n, V]."""
 
 
-def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None = None) -> Draws:
+def sample(logits: Tensor, metadata: SamplingMetadata, numbers: Tensor, raw: RawLogits | None = None) -> SampledTokens:
     """Draw one token per row, or take the likeliest where the temperature is 0.
 
     The token is where the cumulative distribution passes the random number. It is summed in float64,
@@ -96,21 +103,23 @@ def sample(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None = None
 
     Args:
         logits: [B, V], any float type.
-        rules: of the rows.
+        metadata: of the rows.
         numbers: [B] float64 in [0, 1).
-        raw: where there are penalties or bans.
+        raw: logits of the rows with penalties or bans, as they were before.
     """
-    return Draws(*without_python(draw, logits.device)(logits, rules, numbers, raw))
+    return SampledTokens(*without_python(sample_tokens, logits.device)(logits, metadata, numbers, raw))
 
 
-def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `sample` does, in Python; return the fields of `Draws`, of which TorchScript would make a new class."""
-    filtered, greedy = rules.filtered, rules.greedy
-    whole = _shares(logits, rules.temperature)
+def sample_tokens(
+    logits: Tensor, metadata: SamplingMetadata, numbers: Tensor, raw: RawLogits | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `sample` does, in Python; return a tuple, of which TorchScript makes no class of its own."""
+    filtered, greedy = metadata.filtered, metadata.greedy
+    whole = _shares(logits, metadata.temperature)
     total = _block_sums(whole)
     shares, sums = whole, total
     if filtered is not None:
-        kept = _cut(shares.index_select(0, filtered), rules)
+        kept = _cut(shares.index_select(0, filtered), metadata)
         shares = shares.index_copy(0, filtered, kept)
         sums = sums.index_copy(0, filtered, _block_sums(kept))
     tokens = _invert(shares, sums, numbers).clamp_(max=logits.shape[1] - 1)  # a row of NaN has no token
@@ -120,8 +129,8 @@ def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None) -> tupl
     logprobs = _logprobs(whole, total, chosen)
     if raw is None and filtered is None and greedy is None:
         return tokens, logprobs, logprobs
-    if raw is not None:  # there a token may be less likely than the smallest share that is not 0
-        changed, temperature = raw.rows, rules.temperature
+    if raw is not None:  # a token sampled there may have a probability that underflows
+        changed, temperature = raw.rows, metadata.temperature
         if temperature is not None and len(temperature) != 1:
             temperature = temperature.index_select(0, changed)
         own = _scaled(raw.logits, temperature).log_softmax(-1).gather(1, chosen.index_select(0, changed))
@@ -133,14 +142,14 @@ def draw(logits: Tensor, rules: Rules, numbers: Tensor, raw: Raw | None) -> tupl
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Return logits [B, V] with those of tokens that a row has already made less likely (arXiv 1909.05858).
+    """Return logits [B, V] in which the tokens that a row already has are less likely (arXiv 1909.05858).
 
     >>> penalise(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0, 1, 1]]), torch.tensor([[2.0]]))
     tensor([[ 1., -4.,  1.]])
 
     Args:
         logits: [B, V].
-        seen: [B, L] int64, token ids; the same one may stand there many times.
+        seen: [B, L] int64, token ids; repetitions count once.
         penalty: [B, 1] float32.
     """
     chosen = logits.gather(1, seen)
@@ -153,7 +162,7 @@ def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> Tensor:
-    """Return the probabilities of all tokens, filled up with zeros: [B, V] -> [B, blocks * 256] float32."""
+    """Return the probabilities of all tokens, padded with zeros: [B, V] -> [B, blocks * 256] float32."""
     shares = _scaled(logits, temperature).softmax(-1)
     padding = -shares.shape[1] % block
     return functional.pad(shares, (0, padding)) if padding else shares
@@ -161,7 +170,7 @@ def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> 
 
 def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
-    # Kernels of accelerators turn numbers into others while they add them up.
+    # Kernels of accelerators convert while they sum.
     if not is_scripting() and not computes_in_pieces(shares.device):
         return shares.view(len(shares), -1, block).sum(-1, dtype=torch.float64)
     rows_at_once = min(len(shares), max(1, chunk_bytes // (8 * shares.shape[1])))
@@ -181,26 +190,147 @@ def _invert(shares: Tensor, sums: Tensor, numbers: Tensor, block: int = _BLOCK) 
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the first place at which a cumulative sum exceeds its target, [B, 1]; never one that adds nothing."""
+    """Return the first index at which a cumulative sum exceeds its target, [B, 1]; never one that adds nothing."""
     # Rounding may push the target below all, or onto the end.
     end = cumulative[:, -1:]
     below_end = torch.nextafter(end, torch.zeros_like(end))
     found = torch.searchsorted(cumulative, torch.minimum(target.clamp(min=0.0), below_end), right=True)
-    # In a row of NaN it is behind the last place.
+    # In a row of NaN it is behind the last index.
     return found.clamp_(max=cumulative.shape[1] - 1)
 
 
-def _cut(shares: Tensor, rules: Rules) -> Tensor:
-    """Return the shares of the filtered rows, zero for what top-k, top-p and min-p leave out."""
+def _cut(shares: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Return the shares of the filtered rows, 0 for tokens that top-k, top-p or min-p leave out."""
     ordered, tokens = shares.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(shares.shape[1], device=shares.device)
-    ordered = ordered.double() * (rank < rules.top_k)
+    ordered = ordered.double() * (rank < metadata.top_k)
     before = ordered.cumsum(-1) - ordered
-    kept = (before < rules.top_p * ordered.sum(-1, keepdim=True)) & (ordered >= rules.min_p * ordered[:, :1])
+    kept = (before < metadata.top_p * ordered.sum(-1, keepdim=True)) & (ordered >= metadata.min_p * ordered[:, :1])
     kept |= rank == 0
     return shares * torch.zeros_like(kept).scatter_(1, tokens, kept)
 
 
 def _logprobs(shares: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
-    """Return the logarithm of the share of a token of each row, [B, 1], among all that are summed: [B]."""
+    """Return the logarithm of the share of one token of each row, [B, 1], in the sums of its row: [B]."""
     return (shares.gather(1, tokens).squeeze(1) / sums.sum(-1)).log_().float()
+
+
+class Sampler:
+    """Samples a token for each row of a batch, step after step."""
+
+    def __init__(self, rows: Sequence[tuple[Request, Sequence[int]]], device: torch.device) -> None:
+        """Take the requests of the batch, each with its response so far."""
+        requests = [request for request, _ in rows]
+        self._params = [request.params for request in requests]
+        self.metadata = SamplingMetadata.of(self._params, device)
+        self._keys = rollout_keys(
+            torch.tensor([request.params.seed for request in requests]),
+            torch.tensor([request.prompt_index for request in requests]),
+            torch.tensor([request.sample_index for request in requests]),
+        ).to(device)
+        self._positions = torch.tensor([len(response) for _, response in rows], device=device)
+        self._numbers = torch.empty(0, len(rows), dtype=torch.float64, device=device)
+        """[n, B]: random numbers of the next tokens."""
+        penalised = [row for row, params in enumerate(self._params) if params.repetition_penalty != 1]
+        self._penalised = torch.tensor(penalised, device=device) if penalised else None
+        if penalised:
+            seen = [(*rows[row][0].tokens, *rows[row][1]) for row in penalised]
+            longest = max(map(len, seen))
+            # Repetitions count once, so rows are padded with their own first token.
+            filled = [[*tokens, *([tokens[0]] * (longest - len(tokens)))] for tokens in seen]
+            self._seen = torch.tensor(filled, device=device)
+            self._penalty = torch.tensor(
+                [[self._params[row].repetition_penalty] for row in penalised], device=device, dtype=torch.float32
+            )
+        # Rows below their minimum length, with the number of tokens that they still need.
+        self._bans = {
+            row: params.min_new_tokens - len(rows[row][1])
+            for row, params in enumerate(self._params)
+            if params.stop_tokens and params.min_new_tokens > len(rows[row][1])
+        }
+        self._find_changed()
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether earlier tokens change how the next one is sampled only through the logits."""
+        return self._penalised is None and not self._bans
+
+    def numbers(self, num_tokens: int) -> Tensor:
+        """Take the random numbers of the next tokens of every row: [tokens, B]."""
+        if len(self._numbers) < num_tokens:
+            coming = self._positions + torch.arange(_NUMBERS_AHEAD, device=self._positions.device).unsqueeze(1)
+            self._numbers = torch.cat([self._numbers, uniform(self._keys, coming)])
+            self._positions += _NUMBERS_AHEAD
+        numbers, self._numbers = self._numbers.split([num_tokens, len(self._numbers) - num_tokens])
+        return numbers
+
+    def sample(self, logits: Tensor) -> SampledTokens:
+        """Sample the next token of every row: [B, V] -> [B]."""
+        adjusted, raw = logits, None
+        if self._changed is not None:
+            # Only these rows: the logprobs of the others must not depend on them.
+            raw = RawLogits(self._changed, logits.index_select(0, self._changed))
+        if self._penalised is not None:
+            chosen = logits.index_select(0, self._penalised).float()
+            adjusted = logits.float().index_copy(0, self._penalised, penalise(chosen, self._seen, self._penalty))
+        if self._bans:
+            adjusted = adjusted.clone()
+            for row in self._bans:
+                adjusted[row, list(self._params[row].stop_tokens)] = float("-inf")
+        sampled = sample(adjusted, self.metadata, self.numbers(1)[0], raw)
+        if self._penalised is not None:
+            self._seen = torch.cat([self._seen, sampled.tokens[self._penalised].unsqueeze(1)], 1)
+        if self._bans:
+            num_bans = len(self._bans)
+            self._bans = {row: left - 1 for row, left in self._bans.items() if left > 1}
+            if len(self._bans) != num_bans:
+                self._find_changed()
+        return sampled
+
+    def _find_changed(self) -> None:
+        """Find the rows whose logits are changed before the next token is sampled."""
+        changed = [row for row, one in enumerate(self._params) if one.repetition_penalty != 1 or row in self._bans]
+        self._changed = torch.tensor(changed, device=self._positions.device) if changed else None
+
+
+def _signed(value: int) -> int:
+    """Return the 64 bits as the signed integer that torch holds them in."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Shift right and fill with zeros; torch's own shift would repeat the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Hash 64 bits to 64 bits, one to one; int64 products wrap around, as they should."""
+    bits = (bits ^ _shifted(bits, 30)) * _FIRST
+    bits = (bits ^ _shifted(bits, 27)) * _SECOND
+    return bits ^ _shifted(bits, 31)
+
+
+def rollout_keys(seed: int | Tensor, prompt_index: Tensor, sample_index: Tensor) -> Tensor:
+    """Return one key for each rollout: one seed for all or [B], [B], [B] -> [B] int64."""
+    key = _mix(torch.zeros_like(prompt_index) + seed + _GOLDEN)
+    key = _mix((key ^ prompt_index) + _GOLDEN)
+    return _mix((key ^ sample_index) + _GOLDEN)
+
+
+def uniform(keys: Tensor, position: int | Tensor) -> Tensor:
+    """Return a number in [0, 1) for each rollout's token at a position of its response: [B] float64.
+
+    The position is the same for all, or [B] int64.
+
+    >>> keys = rollout_keys(0, torch.tensor([3, 4]), torch.tensor([0, 0]))
+    >>> both, alone = uniform(keys, 7), uniform(keys[1:], 7)
+    >>> bool(both[1] == alone[0])
+    True
+    """
+    step = torch.as_tensor(position + 1, device=keys.device) * _GOLDEN
+    return _shifted(_mix(keys + step), 11).to(torch.float64) * 2.0**-53

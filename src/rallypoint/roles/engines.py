@@ -13,8 +13,8 @@ from rallypoint.config.check_vllm import MOST_VLLM_RANK
 from rallypoint.config.shape import parse_shape
 from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
-from rallypoint.generation.native.kv_cache import CacheRoom
-from rallypoint.generation.native.sequence import BLOCK_TOKENS
+from rallypoint.generation.native.block_manager import BLOCK_TOKENS
+from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
@@ -146,14 +146,14 @@ def make_guest_engine(
     return engine
 
 
-def _cache_room(config: RunConfig, model: PreTrainedModel, most_tokens: int) -> CacheRoom | int:
+def _cache_room(config: RunConfig, model: PreTrainedModel, most_tokens: int) -> CacheSize | int:
     """Return the size of a cache; off the CPU one that follows from free memory, unless it was said."""
     least = least_tokens(config)
     if least >= most_tokens or config.cluster.device == "cpu":
         return most_tokens
     shape = parse_shape(model.config.to_dict())
     spared = sampling_bytes(config, shape) if shape is not None else 0
-    return CacheRoom(most_tokens, least, spared, min(1.0, config.cluster.num_gpus_per_process))
+    return CacheSize(most_tokens, least, spared, min(1.0, config.cluster.num_gpus_per_process))
 
 
 def _has_a_device_alone(config: RunConfig) -> bool:

@@ -6,16 +6,16 @@ import torch
 
 from rallypoint.config.limits import MAX_TOP_K
 from rallypoint.errors import RequestError
-from rallypoint.generation import Request, Rules, SamplingParams
+from rallypoint.generation import Request, SamplingMetadata, SamplingParams
 from rallypoint.generation import sample as sample_with_rules
-from rallypoint.generation.drawing import Drawing
 from rallypoint.generation.requests import check_request
+from rallypoint.generation.sampler import Sampler
 
 
 def sample(logits, temperature, numbers):
     """Draw from the whole distribution."""
     params = SamplingParams(max_new_tokens=1, temperature=temperature)
-    draws = sample_with_rules(logits, Rules.of([params] * len(logits), logits.device), numbers)
+    draws = sample_with_rules(logits, SamplingMetadata.of([params] * len(logits), logits.device), numbers)
     return draws.tokens, draws.logprobs
 
 
@@ -145,7 +145,7 @@ def test_the_largest_numbers_that_are_taken_can_be_drawn_with(params):
         (Request(tokens=(1,), params=one, prompt_index=2**63 - 1, sample_index=-(2**63)), ())
         for one in (params, largest, dataclasses.replace(largest, seed=-(2**63)))
     ]
-    tokens = Drawing(rows, torch.device("cpu")).draw(torch.zeros(3, 20)).tokens
+    tokens = Sampler(rows, torch.device("cpu")).sample(torch.zeros(3, 20)).tokens
     assert ((tokens >= 0) & (tokens < 20)).all()
 
 

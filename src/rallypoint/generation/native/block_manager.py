@@ -1,194 +1,226 @@
-"""Memory for keys and values, in blocks of a fixed number of tokens.
+"""Which blocks of the KV cache are free, who uses the others, and which prompts can be found again.
 
-Owns: which block is free, who looks at it, and which prompts can be found again. Must not know: requests, models.
+Owns: blocks, block tables and the attention metadata made of them. Must not know: requests, models, or the tensors.
 
-Two kinds lie in one pool. A private block holds a part of one response. A shared one holds a part of a prompt and is
-looked at by every rollout of it, and by longer prompts that begin alike. A prompt's blocks stay when its last rollout
-has gone, until their memory is needed: the oldest go first.
+A block belongs to one response (private), or to a prompt (shared): then every rollout of that prompt uses it, and so do
+longer prompts that begin alike. Shared blocks are the prefix cache: they stay when their last sequence has gone, until
+their memory is needed. The least recently used go first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections import abc
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from rallypoint.cpu.pages import reserve
-from rallypoint.errors import CacheError
+BLOCK_TOKENS = 32
+"""Tokens of a block."""
+
+Integers = npt.NDArray[np.int64]
 
 
 class Block:
-    """Some consecutive tokens of one row, or of several rows that begin alike."""
+    """Some consecutive tokens of one sequence, or of several that begin alike."""
 
-    __slots__ = ("index", "last_state", "num_rows", "parent", "tokens")
+    __slots__ = ("index", "last_state", "num_users", "parent", "tokens")
 
     def __init__(self, index: int, parent: Block | None = None, tokens: tuple[int, ...] = ()) -> None:
         self.index = index
-        """Its place in the pool."""
+        """Index in the KV cache."""
         self.parent, self.tokens = parent, tokens
-        """Of a shared block: what precedes it, and what it holds; together they are its name. () if it is private."""
-        self.num_rows = 0
-        """Running rows that look at it."""
+        """Name of a shared block: the block before it, and the tokens that it holds. () if it is private."""
+        self.num_users = 0
+        """Running sequences that use it."""
         self.last_state: Tensor | None = None
-        """[E]: the hidden state of its last token, where a prompt ends here."""
+        """[E]: the hidden state of its last token, if a prompt ends here."""
 
 
-class BlockPool:
-    """All blocks of an engine."""
+class BlockManager:
+    """All blocks of a KV cache."""
 
-    def __init__(
-        self, num_blocks: int, block_tokens: int, num_layers: int, kv_heads: int, head_dim: int, like: Tensor
-    ) -> None:
-        """Reserve memory; on a CPU, pages that were never written to take none.
-
-        Args:
-            num_blocks: of the pool.
-            block_tokens: tokens of a block.
-            num_layers: that have keys and values.
-            kv_heads: key/value heads of a layer.
-            head_dim: their width.
-            like: a tensor of the type and on the device of keys and values.
-
-        Raises:
-            CacheError: there is not as much memory.
-        """
-        self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        num_bytes = 2 * num_layers * kv_heads * head_dim * num_blocks * block_tokens * like.element_size()
-        with _counted(num_bytes, num_blocks * block_tokens, like.device):
-            self.keys = reserve(num_layers, num_blocks, kv_heads, head_dim, block_tokens, like=like)
-            """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
-            self.values = reserve(num_layers, num_blocks, kv_heads, block_tokens, head_dim, like=like)
-            """[layers, blocks, K, tokens, D]."""
-        self.key_numbers = self.keys.view(torch.int16) if like.dtype.itemsize == 2 else self.keys
-        """See `Bags`."""
+    def __init__(self, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
         self._shared: dict[tuple[Block | None, tuple[int, ...]], Block] = {}
-        """Every shared block, by name; those that nobody looks at in the order in which they were left."""
-        self._num_idle = 0
+        """Every shared block, by name; unused ones in the order in which they were released."""
+        self._num_unused = 0
         self._free = list(reversed(range(num_blocks)))
-        self._taken: list[int] = []
-        """Places that were given out since `clean`."""
+        self._new: list[int] = []
+        """Indices that were allocated since `take_new`."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or would be if prompts that nobody looks at were forgotten."""
-        return len(self._free) + self._num_idle
+        """Blocks that are free, or would be if unused prompts were evicted."""
+        return len(self._free) + self._num_unused
 
-    def private(self) -> Block | None:
-        """Return a new private block, looked at by one row; None when there is no memory left."""
-        if not self._make_room():
+    def allocate(self) -> Block | None:
+        """Return a new private block, used by one sequence; None if there is no memory left."""
+        if not self._has_free():
             return None
-        block = Block(self._take())
-        block.num_rows = 1
+        block = Block(self._pop())
+        block.num_users = 1
         return block
 
-    def shared(self, parent: Block | None, tokens: tuple[int, ...]) -> Block | None:
-        """Return a new shared block with tokens after those of its parent; None when there is no memory left."""
-        if not self._make_room():
+    def allocate_shared(self, parent: Block | None, tokens: tuple[int, ...]) -> Block | None:
+        """Return a new shared block with the tokens after those of its parent; None if there is no memory left."""
+        if not self._has_free():
             return None
-        block = self._shared[parent, tokens] = Block(self._take(), parent, tokens)
-        self._num_idle += 1
+        block = self._shared[parent, tokens] = Block(self._pop(), parent, tokens)
+        self._num_unused += 1
         return block
 
-    def clean(self) -> None:
-        """Make blocks that are new hold finite numbers: what lies behind the end of a row is multiplied by 0."""
-        if self._taken:
-            places = torch.tensor(self._taken, device=self.keys.device)
-            self.keys.index_fill_(1, places, 0.0)
-            self.values.index_fill_(1, places, 0.0)
-            self._taken = []
+    def take_new(self) -> list[int]:
+        """Return the indices that were allocated since the last call."""
+        new, self._new = self._new, []
+        return new
 
-    def write(self, layer: int, blocks: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store keys and values of a layer, [T, K, D] both.
-
-        Args:
-            layer: its index.
-            blocks: [T] int64, of each token.
-            places: [T] int64, in there.
-            key: of T tokens.
-            value: of the same.
-        """
-        self.keys[layer].permute(0, 3, 1, 2).index_put_((blocks, places), key)
-        self.values[layer].transpose(1, 2).index_put_((blocks, places), value)
-
-    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of some blocks, end to end: [tokens, K, D] both."""
-        keys, values = self.keys[layer].index_select(0, places), self.values[layer].index_select(0, places)
-        return keys.permute(0, 3, 1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1)
-
-    def find(self, tokens: Sequence[int]) -> list[Block]:
-        """Return the shared blocks that hold the beginning of a prompt: whole ones, and the end if it is there too."""
+    def find(self, tokens: abc.Sequence[int]) -> list[Block]:
+        """Return the shared blocks that hold the beginning of a prompt: full ones, and its last one if it is there."""
         found: list[Block] = []
         parent: Block | None = None
-        for start in range(0, len(tokens), self.block_tokens):
-            block = self._shared.get((parent, tuple(tokens[start : start + self.block_tokens])))
+        for start in range(0, len(tokens), self._block_tokens):
+            block = self._shared.get((parent, tuple(tokens[start : start + self._block_tokens])))
             if block is None:
                 break
             found.append(block)
             parent = block
         return found
 
-    def hold(self, blocks: Iterable[Block]) -> None:
-        """Note that one more row looks at shared blocks."""
+    def acquire(self, blocks: abc.Iterable[Block]) -> None:
+        """Note that one more sequence uses shared blocks."""
         for block in blocks:
-            self._num_idle -= block.num_rows == 0
-            block.num_rows += 1
+            self._num_unused -= block.num_users == 0
+            block.num_users += 1
 
-    def leave(self, blocks: Iterable[Block]) -> None:
-        """Note that a row is gone: its private blocks become free, its shared ones stay until memory is needed."""
+    def release(self, blocks: abc.Iterable[Block]) -> None:
+        """Note that a sequence is gone: its private blocks become free, shared ones stay until memory is needed."""
         for block in blocks:
-            block.num_rows -= 1
-            if block.num_rows:
+            block.num_users -= 1
+            if block.num_users:
                 continue
             name = block.parent, block.tokens
             if self._shared.get(name) is block:
-                self._shared[name] = self._shared.pop(name)  # the newest of those that may go
-                self._num_idle += 1
+                self._shared[name] = self._shared.pop(name)  # the most recently used
+                self._num_unused += 1
             else:
                 self._free.append(block.index)
 
-    def forget(self) -> None:
-        """Make all prompts unknown, as under new weights; rows that run keep theirs."""
-        self._free += [block.index for block in self._shared.values() if not block.num_rows]
+    def forget_prompts(self) -> None:
+        """Empty the prefix cache, as under new weights; running sequences keep their blocks."""
+        self._free += [block.index for block in self._shared.values() if not block.num_users]
         self._shared.clear()
-        self._num_idle = 0
+        self._num_unused = 0
 
-    def _make_room(self) -> bool:
-        """Have a free place, if need be that of the prompt nobody has looked at for longest, its end first."""
+    def _has_free(self) -> bool:
+        """Have a free block, if need be by evicting the end of the least recently used prompt."""
         if self._free:
             return True
         parents = {block.parent for block in self._shared.values()}
         for name, block in self._shared.items():
-            if not block.num_rows and block not in parents:
+            if not block.num_users and block not in parents:
                 del self._shared[name]
-                self._num_idle -= 1
+                self._num_unused -= 1
                 self._free.append(block.index)
                 return True
         return False
 
-    def _take(self) -> int:
-        place = self._free.pop()
-        self._taken.append(place)
-        return place
+    def _pop(self) -> int:
+        index = self._free.pop()
+        self._new.append(index)
+        return index
 
 
-@contextlib.contextmanager
-def _counted(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[None]:
-    """Say what was asked for, and what there is, when so many bytes cannot be reserved."""
-    try:
-        yield
-    except (RuntimeError, OSError, OverflowError) as error:  # of torch; of the system; a size beyond any address
-        if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
-            raise  # a kernel of before failed
-        if device.type == "cpu":
-            there = f"this machine has {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**20:,.0f} MiB"
-        else:
-            free, total = torch.accelerator.get_memory_info(device)
-            there = f"{device} has {free / 2**20:,.0f} of its {total / 2**20:,.0f} MiB left"
-        raise CacheError(
-            f"the keys and values of {num_tokens:,} tokens take {num_bytes / 2**20:,.0f} MiB, but {there}; ask for "
-            "fewer tokens with rollout.cache_tokens (rally serve: --cache-tokens), which may be much fewer than all "
-            "rows have: those that find no memory wait"
-        ) from error
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where B tokens stand in their sequences, and which blocks they attend to; there is at least one."""
+
+    tokens: Integers
+    """[B]."""
+    positions: Integers
+    """[B]: a token's own keys and values go there, and it attends to everything up to there."""
+    blocks: Integers
+    """[B, S]: the block table, indices in order."""
+    sizes: Integers
+    """[B, S]: how many tokens each block is for."""
+    num_blocks: Integers
+    """[B]: blocks of each sequence; the last ones may be for tokens that come later."""
+
+    @classmethod
+    def of(
+        cls, queries: abc.Sequence[tuple[int, int, abc.Sequence[Block]]], block_tokens: int = BLOCK_TOKENS
+    ) -> AttentionMetadata:
+        """Return the metadata of (token, position, blocks) of each."""
+        num_blocks = np.array([len(blocks) for _, _, blocks in queries])
+        blocks, sizes = np.zeros((2, len(queries), num_blocks.max()), dtype=np.int64)
+        for line, (_, _, seen) in enumerate(queries):
+            blocks[line, : len(seen)] = [block.index for block in seen]
+            sizes[line, : len(seen)] = [len(block.tokens) or block_tokens for block in seen]
+        tokens, positions = (np.array([query[column] for query in queries]) for column in (0, 1))
+        return cls(tokens, positions, blocks, sizes, num_blocks)
+
+    @property
+    def first_positions(self) -> Integers:
+        """[B, S]: position of the first token of each block."""
+        return self.sizes.cumsum(1) - self.sizes
+
+    def write_slots(self, num_steps: int) -> tuple[Integers, Integers]:
+        """Return where each sequence writes at every step: the column of its block, and the offset there, [steps, B].
+
+        A sequence without a block for what comes stays at its last offset.
+        """
+        lines, first = np.arange(len(self.tokens)), self.first_positions
+        is_there = np.arange(self.blocks.shape[1]) < self.num_blocks[:, None]
+        own = ((first <= self.positions[:, None]) & is_there).sum(1) - 1
+        last = (first + self.sizes)[lines, self.num_blocks - 1] - 1
+        positions = np.minimum(self.positions + np.arange(num_steps)[:, None], last)
+        columns = own + (positions >= (first + self.sizes)[lines, own])
+        return columns, positions - first[lines, columns]
+
+    def lines(self, lines: slice | Integers) -> AttentionMetadata:
+        """Return the metadata of some of the tokens."""
+        return AttentionMetadata(*(getattr(self, field.name)[lines] for field in dataclasses.fields(self)))
+
+    def padded(self, num: int) -> AttentionMetadata:
+        """Return metadata of at least so many tokens, filled up with copies of the last one."""
+        missing = num - len(self.tokens)
+        return self.lines(np.minimum(np.arange(num), len(self.tokens) - 1)) if missing > 0 else self
+
+
+class BlockTables:
+    """The block tables of all running sequences, as arrays; a sequence keeps its line as long as it runs."""
+
+    def __init__(self, num_lines: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
+        self._free = list(reversed(range(num_lines)))
+        self._blocks = np.zeros((num_lines, 8), dtype=np.int64)
+        self._sizes = np.zeros((num_lines, 8), dtype=np.int64)
+        self._num_blocks = np.zeros(num_lines, dtype=np.int64)
+
+    def take_line(self) -> int:
+        """Return a free line, without blocks."""
+        line = self._free.pop()
+        self._num_blocks[line] = 0
+        return line
+
+    def free_line(self, line: int) -> None:
+        """Make a line free."""
+        self._free.append(line)
+
+    def append(self, line: int, blocks: abc.Sequence[Block]) -> None:
+        """Add blocks to a sequence, behind those that it has."""
+        start = int(self._num_blocks[line])
+        stop = self._num_blocks[line] = start + len(blocks)
+        while stop > self._blocks.shape[1]:
+            self._blocks, self._sizes = (np.hstack([old, np.zeros_like(old)]) for old in (self._blocks, self._sizes))
+        self._blocks[line, start:stop] = [block.index for block in blocks]
+        self._sizes[line, start:stop] = [len(block.tokens) or self._block_tokens for block in blocks]
+
+    def metadata(self, lines: Integers, tokens: Integers, positions: Integers) -> AttentionMetadata:
+        """Return the attention metadata of one token of some sequences; all arguments are [B]."""
+        num_blocks = self._num_blocks[lines]
+        longest = num_blocks.max()
+        return AttentionMetadata(
+            tokens, positions, self._blocks[lines, :longest], self._sizes[lines, :longest], num_blocks
+        )

@@ -1,44 +1,42 @@
-"""The ways of tokens through the backbone of a model: its own code, or the plain arithmetic of a Llama or Qwen.
+"""The model as the engine runs it: tokens to last hidden states, and states to logits.
 
-Owns: which models of a family that says so are plain, and where their weights are. The plain way is compared with the
-model's own code whenever it is made, and whatever is not exactly of transformers' classes goes through its own code.
+Owns: which models are plain decoders, their arithmetic, and where their weights are. Decoding is so many small
+operations that what stands around the matrix products takes longer than they do. So models of plain families (Llama,
+Qwen) run on arithmetic in about half the operations of their own code, and are compared with that code when an engine
+begins. Whatever is not exactly of transformers' classes runs its own code.
+
+TorchScript reads the functions of `Network` (see `rallypoint.generation.script`), so annotations must be types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
+from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
-from rallypoint.generation.native.cpu.bags import Bags
-from rallypoint.generation.native.plain import (
-    Layer,
-    Linear,
-    Network,
-    after_attention,
-    before_attention,
-    decode,
-    enter,
-    norm,
-)
-from rallypoint.generation.script import without_python
-from rallypoint.models import Rows
+from rallypoint.generation.native.kv_cache import LayerShapes
+from rallypoint.generation.requests import vocabulary_of
+from rallypoint.models import Rows, lm_head
 from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.layers import joined
 from rallypoint.models.norm import RMSNorm
 
-_MOVING_ROTATIONS = ("dynamic", "longrope")
-"""Whose frequencies depend on the length of what is computed."""
+_ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
+"""Least rows and width of states for products on a CPU in bfloat16 to be computed as weights times states. What stands
+on the right is packed by oneDNN at every call: that should be the smaller one. For small ones it does not matter, and
+results that lie column by column cost more than that saves."""
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
-"""As a part of the largest number."""
+"""Differences from a model's own code, as a part of the largest number."""
 
 
-class RowsWithIds(Rows, Protocol):
+class DecoderRows(Rows, Protocol):
     """Rows that say which tokens they are at; see `rallypoint.models.Rows`."""
 
     @property
@@ -51,10 +49,175 @@ class RowsWithIds(Rows, Protocol):
         """[1, B] int64."""
         ...
 
+
+class Linear(NamedTuple):
+    """Linear layers of one input."""
+
+    weights: list[Tensor]
+    """[outputs, inputs] each; one for all where they lie behind one another."""
+    biases: list[Tensor]
+    """[outputs] each; none, or one for each layer."""
+
+
+class Layer(NamedTuple):
+    """The weights of one layer; a norm's are [E], those of a head [D]."""
+
+    attention_norm: Tensor
+    query_key_value: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Network(NamedTuple):
+    """A model without its head."""
+
+    embeddings: Tensor
+    """[V, E]."""
+    frequencies: Tensor
+    """[D] float32; those of the first half of a head are negative: it is turned against the second."""
+    wave_height: float
+    layers: list[Layer]
+    norm: Tensor
+    """[E]."""
+    eps: float
+    """Of all norms."""
+    num_heads: int
+    """Of queries."""
+    num_turned: int
+    """Heads of queries and keys."""
+    scaling: float
+
+
+def enter(network: Network, tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return states, [B, E], and how heads are turned at their places: cosines and sines, [B, turned heads * D]."""
+    states = functional.embedding(tokens, network.embeddings)
+    angles = position_ids.view(-1, 1) * network.frequencies
+    cos, sin = angles.cos(), angles.sin()  # cos(-a) = cos(a), sin(-a) = -sin(a)
+    if network.wave_height != 1.0:
+        cos, sin = cos * network.wave_height, sin * network.wave_height
+    heads = (1, network.num_turned)
+    return states, cos.to(states.dtype).repeat(heads), sin.to(states.dtype).repeat(heads)
+
+
+def before_attention(network: Network, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, [B, H + K, D], turned, and values, [B, K, D]."""
+    dim = network.frequencies.shape[0]
+    heads = linear(layer.query_key_value, norm(states, layer.attention_norm, network.eps))
+    heads = heads.contiguous().view(states.shape[0], -1, dim)
+    turned, value = heads[:, : network.num_turned], heads[:, network.num_turned :]
+    query_norm, key_norm = layer.query_norm, layer.key_norm
+    if query_norm is not None and key_norm is not None:
+        query = norm(turned[:, : network.num_heads], query_norm, network.eps)
+        turned = torch.cat([query, norm(turned[:, network.num_heads :], key_norm, network.eps)], 1)
+    swapped = turned.roll(dim // 2, -1)
+    turned = (turned.reshape(cos.shape) * cos).addcmul_(swapped.view(sin.shape), sin)
+    return turned.view(states.shape[0], -1, dim), value
+
+
+def after_attention(network: Network, layer: Layer, states: Tensor, attended: Tensor) -> Tensor:
+    """Add to states what attention has found, [B, H * D], and what the MLP makes of both: [B, E]."""
+    states = linear(layer.out, attended).add_(states)
+    gate_up = linear(layer.gate_up, norm(states, layer.mlp_norm, network.eps))
+    gate, up = gate_up.chunk(2, -1)
+    return linear(layer.down, functional.silu(gate).mul_(up)).add_(states)
+
+
+def linear(
+    layers: Linear, states: Tensor, min_rows: int = _ROWS_BY_COLUMNS, min_width: int = _WIDTH_BY_COLUMNS
+) -> Tensor:
+    """[B, E] -> [B, outputs of all], which may lie in memory column by column."""
+    bias: Tensor | None = None
+    if len(layers.biases) > 0:
+        bias = layers.biases[0] if len(layers.biases) == 1 else torch.cat(layers.biases)
+    parts: list[Tensor] = []
+    if not is_scripting() and not computes_in_pieces(states.device):
+        min_rows = states.shape[0] + 1  # accelerators need no such detour
+    if states.dtype == torch.bfloat16 and states.shape[0] >= min_rows and states.shape[1] >= min_width:
+        for weight in layers.weights:
+            parts.append(torch.mm(weight, states.t()))
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
+        return out if bias is None else out.add_(bias)
+    if len(layers.weights) == 1:
+        return functional.linear(states, layers.weights[0], bias)
+    for weight in layers.weights:
+        parts.append(functional.linear(states, weight))
+    out = torch.cat(parts, -1)
+    return out if bias is None else out.add_(bias)
+
+
+def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `rallypoint.models.norm.RMSNorm`, whose bits these are: [..., E] -> [..., E]."""
+    # Accelerators have a kernel of their own.
+    if not is_scripting() and not computes_in_pieces(states.device):
+        return functional.rms_norm(states, weight.shape, weight, eps)
+    wide = states if states.dtype == torch.float64 else states.float().contiguous()
+    length = torch.linalg.vector_norm(wide, 2.0, [-1], True)
+    length = length.square_().mul_(1 / states.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(wide, length).mul_(weight).to(states.dtype)
+
+
+class Decoder:
+    """A model without a cache: through its own code, or by plain arithmetic where it is plain."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take a model whose weights may change, and move, but are parameters of the same modules for good."""
+        self.model = model
+        self._plain: PlainDecoder | None = None
+
     @property
-    def bags(self) -> Bags | None:
-        """What they look at, where that is all that attention needs: then `attend` need not be called."""
-        ...
+    def is_plain(self) -> bool:
+        """Whether it runs on plain arithmetic; False before `probe`."""
+        return self._plain is not None
+
+    @property
+    def network(self) -> Network | None:
+        """The weights of a plain decoder; None if it is not plain."""
+        return None if self._plain is None else self._plain.network
+
+    @property
+    def plain_head(self) -> Linear | None:
+        """The head, if it is a linear layer, whole and without adapters."""
+        head = lm_head(self.model)
+        return _linear(cast("nn.Linear", head)) if is_plain(head) else None
+
+    @property
+    def hidden_size(self) -> int:
+        """E: width of the hidden states."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    def __call__(self, rows: DecoderRows) -> Tensor:
+        """Return the last hidden state of each token: [B, E]."""
+        return run_own_code(self.model, rows) if self._plain is None else self._plain(rows)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[B, E] -> [B, V]."""
+        return soft_capped(lm_head(self.model)(states), logit_softcap(self.model.config))
+
+    def probe(self) -> LayerShapes:
+        """Find out whether the model is plain, and ask it for the shapes of its layers.
+
+        Raises:
+            ModelError: see `check_decoder`.
+        """
+        if self._plain is None and PlainDecoder.fits(self.model):
+            plain = PlainDecoder(self.model)
+            check_decoder(self.model, plain)
+            self._plain = plain
+        probe = _Probe(self.model)
+        run_own_code(self.model, probe)
+        assert len(set(probe.layers)) == 1, "layers are alike"
+        return LayerShapes(len(probe.layers), *probe.layers[0], probe.like)
+
+
+def run_own_code(model: PreTrainedModel, rows: DecoderRows) -> Tensor:
+    """Send tokens through a model by its own code: [B] -> [B, E]."""
+    input_ids = rows.tokens.unsqueeze(0)
+    output = model.base_model(input_ids=input_ids, position_ids=rows.position_ids, use_cache=False, rows=rows)
+    return output.last_hidden_state.squeeze(0)
 
 
 class _Rotary(Protocol):
@@ -78,42 +241,26 @@ class _MLP(Protocol):
     down_proj: nn.Linear
 
 
-class _DecoderLayer(Protocol):
+class _Layer(Protocol):
     self_attn: _Attention
     mlp: _MLP
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
 
 
-class _Decoder(Protocol):
-    """What the models of families that are plain have in common."""
-
+class _Base(Protocol):
     embed_tokens: nn.Embedding
     rotary_emb: _Rotary
-    layers: Sequence[_DecoderLayer]
+    layers: Sequence[_Layer]
     norm: RMSNorm
 
 
-class Backbone:
-    """Sends tokens through a model by its own code: [B] -> [B, E]."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model.base_model
-
-    def __call__(self, rows: RowsWithIds) -> Tensor:
-        """Return the last hidden state of each token."""
-        output = self._model(
-            input_ids=rows.tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows
-        )
-        return output.last_hidden_state.squeeze(0)
-
-
 class PlainDecoder:
-    """The same for plain decoders, in fewer operations; see `rallypoint.generation.native.plain`."""
+    """The same for plain decoders, in fewer operations."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model that `fits`."""
-        self._base = cast("_Decoder", model.base_model)
+        self._base = cast("_Base", model.base_model)
         self._found = self._addresses(), _network(self._base)
 
     @staticmethod
@@ -130,17 +277,15 @@ class PlainDecoder:
             and kind.__name__.endswith("ForCausalLM")
             and kinds == {"full_attention"}
             and model.config.hidden_act == "silu"
-            and cast("_Decoder", model.base_model).rotary_emb.rope_type not in _MOVING_ROTATIONS
+            and cast("_Base", model.base_model).rotary_emb.rope_type not in ("dynamic", "longrope")
             and all(map(is_plain, linears))
             and all(isinstance(part, RMSNorm) and part.offset == 0 for part in norms)
             and not any(map(_has_hooks, model.base_model.modules()))
         )
 
-    def __call__(self, rows: RowsWithIds) -> Tensor:
+    def __call__(self, rows: DecoderRows) -> Tensor:
         """Return the last hidden state of each token."""
         network = self.network
-        if rows.bags is not None:
-            return without_python(decode, rows.tokens.device)(network, rows.bags)
         states, cos, sin = enter(network, rows.tokens, rows.position_ids)
         for index, layer in enumerate(network.layers):
             turned, value = before_attention(network, layer, states, cos, sin)
@@ -160,18 +305,15 @@ class PlainDecoder:
 
     def _addresses(self) -> list[int]:
         """Return where weights are that may lie behind one another, and so be in `network` by a view of them all."""
-        linears = (
-            linear
-            for layer in self._base.layers
-            for linear in (
-                *(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-                *(layer.mlp.gate_proj, layer.mlp.up_proj),
-            )
-        )
-        return [linear.weight.data_ptr() for linear in linears]
+        addresses: list[int] = []
+        for layer in self._base.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            linears = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+            addresses += [linear.weight.data_ptr() for linear in linears]
+        return addresses
 
 
-def _network(base: _Decoder) -> Network:
+def _network(base: _Base) -> Network:
     attention = base.layers[0].self_attn  # as in all layers
     num_heads, num_kv_heads = (part.out_features // attention.head_dim for part in (attention.q_proj, attention.k_proj))
     frequencies = base.rotary_emb.inv_freq.float()
@@ -188,7 +330,7 @@ def _network(base: _Decoder) -> Network:
     )
 
 
-def _layer(layer: _DecoderLayer) -> Layer:
+def _layer(layer: _Layer) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = {
         name: part.weight for name, part in cast("nn.Module", attention).named_children() if isinstance(part, RMSNorm)
@@ -229,8 +371,7 @@ def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
     Raises:
         ModelError: they differ.
     """
-    tokens = torch.arange(5, device=model.device) % model.config.vocab_size
-    ours, theirs = (way(_NoCache(tokens)) for way in (decoder, Backbone(model)))
+    ours, theirs = decoder(_Probe(model)), run_own_code(model, _Probe(model))
     difference, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= _TOLERANCES[model.dtype] * scale and bool(theirs.isfinite().all()):
         raise ModelError(
@@ -239,32 +380,20 @@ def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
         )
 
 
-class _NoCache:
-    """A stand-in for attention that needs all of query, key and value."""
+class _Probe:
+    """Rows without a cache: attention that needs all of query, key and value, and remembers their shapes."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens, self.position_ids, self.bags = tokens, 3 * tokens.unsqueeze(0), None
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tokens = torch.arange(5, device=model.device) % vocabulary_of(model)
+        self.position_ids = 3 * self.tokens.unsqueeze(0)
+        self.layers: list[tuple[int, int, int]] = []
+        self.like = self.tokens
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
         del limits
-        share = query.shape[1] // key.shape[1]
-        seen = (key * scaling + value / (layer + 1)).repeat_interleave(share, 1)
-        return query + seen
-
-
-class ShapeProbe(Rows):
-    """See `Rows`; asks a model for the shapes of its layers."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[int, int, int, Tensor]] = []
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
-    ) -> Tensor:
-        """See `Rows.attend`."""
-        del layer, value, scaling, limits
-        self.layers.append((query.shape[1], key.shape[1], key.shape[2], key))
-        return query
+        self.layers.append((query.shape[1], key.shape[1], key.shape[2]))
+        self.like = key
+        return query + (key * scaling + value / (layer + 1)).repeat_interleave(query.shape[1] // key.shape[1], 1)

@@ -1,47 +1,104 @@
-"""How much memory a cache takes of a device that others are on, too.
+"""The keys and values of all layers, in blocks, and how much of a device's memory they take.
 
-Owns: a cache between two sizes. Must not know: what lies in it.
+Owns: the tensors and their size. Must not know: which block is whose (`block_manager`), or sequences.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
+from rallypoint.generation.native.block_manager import BLOCK_TOKENS
 from rallypoint.plan.role_memory import CACHE_MARGIN
 
 _MIB = 2**20
 
 
+class LayerShapes(NamedTuple):
+    """What the cache and the backends know of a model; all layers are alike."""
+
+    num_layers: int
+    heads: int
+    """Query heads of a layer."""
+    kv_heads: int
+    head_dim: int
+    like: Tensor
+    """A tensor of the type and on the device of keys and values."""
+
+
+class KVCache:
+    """Keys and values of an engine."""
+
+    def __init__(self, num_blocks: int, shapes: LayerShapes, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Reserve memory; on a CPU, pages that were never written to take none.
+
+        Raises:
+            CacheError: there is too little.
+        """
+        self.num_blocks, self.block_tokens, self.shapes = num_blocks, block_tokens, shapes
+        layers, _, kv_heads, head_dim, like = shapes
+        num_bytes = 2 * layers * kv_heads * head_dim * num_blocks * block_tokens * like.element_size()
+        with _explained(num_bytes, num_blocks * block_tokens, like.device):
+            self.keys = reserve(layers, num_blocks, kv_heads, head_dim, block_tokens, like=like)
+            """[layers, blocks, K, D, tokens]: one number of all tokens of a block side by side."""
+            self.values = reserve(layers, num_blocks, kv_heads, block_tokens, head_dim, like=like)
+            """[layers, blocks, K, tokens, D]."""
+        self.key_numbers = self.keys.view(torch.int16) if like.dtype.itemsize == 2 else self.keys
+        """The keys as `Bags` writes them."""
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Clear new blocks: what lies behind the end of a sequence is multiplied by 0, so it must be finite."""
+        if blocks:
+            index = torch.tensor(blocks, device=self.keys.device)
+            self.keys.index_fill_(1, index, 0.0)
+            self.values.index_fill_(1, index, 0.0)
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store keys and values of T tokens, [T, K, D] both; each has a block and an offset in it, [T] int64 both."""
+        self.keys[layer].permute(0, 3, 1, 2).index_put_((blocks, offsets), key)
+        self.values[layer].transpose(1, 2).index_put_((blocks, offsets), value)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some blocks, end to end: [tokens, K, D] both."""
+        keys, values = self.keys[layer].index_select(0, blocks), self.values[layer].index_select(0, blocks)
+        return keys.permute(0, 3, 1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class CacheRoom:
-    """Sizes that a cache may have; which it gets is decided when it is reserved, and anew after every sleep."""
+class CacheSize:
+    """Sizes that a cache may have; the choice is made when it is reserved, and again after every sleep."""
 
     most_tokens: int
-    """All that are of use."""
+    """Tokens beyond which more memory would be of no use."""
     least_tokens: int
-    """No request can have more."""
+    """Tokens of the longest request."""
     spared_bytes: int = 0
-    """Left free for what else there will be beside the cache."""
+    """Memory left for what will lie beside the cache."""
     share: float = 1.0
-    """Of the device's memory, this process's."""
+    """Part of the device's memory that belongs to this process."""
 
     @classmethod
-    def of(cls, size: int | CacheRoom) -> CacheRoom:
+    def of(cls, size: int | CacheSize) -> CacheSize:
         """Return a size as it is, and a number of tokens as one without choice."""
-        return size if isinstance(size, CacheRoom) else cls(size, size)
+        return size if isinstance(size, CacheSize) else cls(size, size)
 
     def num_tokens(self, token_bytes: int, device: torch.device | None) -> int:
         """Return how many tokens to reserve memory for now.
 
         Args:
-            token_bytes: of the keys and values of one.
+            token_bytes: size of the keys and values of one token.
             device: where they will lie, the current one if None; not a CPU if there is a choice.
 
         Raises:
-            CacheError: one row has no room, whatever is spared.
+            CacheError: the longest request does not fit, even if nothing is spared.
         """
         if self.least_tokens >= self.most_tokens:
             return self.most_tokens
@@ -63,3 +120,23 @@ class CacheRoom:
         free, total = torch.accelerator.get_memory_info(device)
         mine = self.share * total - torch.accelerator.memory_reserved(device)
         return int(min(free, mine) - CACHE_MARGIN * self.share * total)
+
+
+@contextlib.contextmanager
+def _explained(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[None]:
+    """Say what was asked for, and what there is, when memory cannot be reserved."""
+    try:
+        yield
+    except (RuntimeError, OSError, OverflowError) as error:  # of torch; of the system; a size beyond any address
+        if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            raise  # an earlier kernel failed
+        if device.type == "cpu":
+            there = f"this machine has {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / _MIB:,.0f} MiB"
+        else:
+            free, total = torch.accelerator.get_memory_info(device)
+            there = f"{device} has {free / _MIB:,.0f} of its {total / _MIB:,.0f} MiB left"
+        raise CacheError(
+            f"the keys and values of {num_tokens:,} tokens take {num_bytes / _MIB:,.0f} MiB, but {there}; ask for "
+            "fewer tokens with rollout.cache_tokens (rally serve: --cache-tokens), which may be much fewer than all "
+            "rows have: those that find no memory wait"
+        ) from error

@@ -1,245 +1,337 @@
-"""How tokens go through the model of an engine: many of a prompt, or one of each row that runs.
+"""Runs the model for the sequences that the scheduler chose: prefill, first tokens, and steps of decoding.
 
-Owns: in which parts they go, over which code. Must not know: requests, or who runs.
-
-In the mode `fast` what is computed together has any shape, or one of few (`models.sizes`). In the mode `exact` every
-product has the same one: 32 tokens go through the model together, in one thread, so that the bits of each do not depend
-on the others.
+Owns: the KV cache, the batches that decode, tokens that were sampled ahead of need, and how work is cut over cores.
+Must not know: requests that wait, or why a sequence ends. What is particular to a kind of device is behind `Backend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections import abc, deque
+from functools import partial
+from typing import Protocol
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from rallypoint.cpu.forms import computes_in_pieces
-from rallypoint.cpu.onednn import filled_up
-from rallypoint.generation.native.accelerator.backend import PagedRows, is_right
-from rallypoint.generation.native.accelerator.graphs import Capture, Steps, captures_on, num_filled_up
-from rallypoint.generation.native.accelerator.kernel import PageKernel, find_kernel
-from rallypoint.generation.native.block_manager import Block, BlockPool
-from rallypoint.generation.native.block_tables import Queries
-from rallypoint.generation.native.cpu.ahead import draw_ahead
-from rallypoint.generation.native.cpu.backend import QueryRows
-from rallypoint.generation.native.decoder import (
-    Backbone,
-    PlainDecoder,
-    RowsWithIds,
-    ShapeProbe,
-    check_decoder,
-    is_plain,
-)
-from rallypoint.generation.native.kv_cache import CacheRoom
-from rallypoint.generation.native.plain import Linear, Network
-from rallypoint.generation.native.prefill import Stretch, StretchRows
-from rallypoint.generation.sampler import Draws, Rules
-from rallypoint.generation.script import without_python
-from rallypoint.models import lm_head
-from rallypoint.models.head import logit_softcap, soft_capped
-
-_TILE = 32
-"""Tokens that go through the model together in the mode `exact`."""
-_NUMBERS_OF_A_LANE = 4_000
-"""Of hidden states, at least, of rows that are computed beside others; with fewer, to hand work to another thread costs
-what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
-_WIDTH_OF_SEVERAL_THREADS = 1024
-"""Of hidden states, at least, for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
-_STEPS_AT_ONCE = 8
-"""Tokens of each row that are drawn without a look at them, of models below that width: their steps are short, so that
-nobody waits long, and what Python does between two of them counts. Of all models on accelerators, which wait while the
-host looks."""
+from rallypoint.cpu.threads import Lanes
+from rallypoint.generation.native.block_manager import BLOCK_TOKENS, AttentionMetadata, BlockTables
+from rallypoint.generation.native.decoder import Decoder, DecoderRows
+from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShapes
+from rallypoint.generation.native.sequence import PrefillChunk, Sequence
+from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
+from rallypoint.models import PackedRows
+from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.fused import attend_fused
+from rallypoint.models.head import soft_capped
+from rallypoint.types import offsets_from_lengths
 
 _WASTE, _WIDTH_OF_WASTE = 1 / 16, 128
-"""Of a step's rows, see `waste_that_pays`. To make cohorts takes about as long for any model. At 1M it is worth as many
-rows as a step has; the model's own code takes longer for each row."""
+"""Rows that may be wasted, as a part of a step's rows. To make batches takes about as long for any model: at 1M, whose
+hidden states have 128 numbers, as long as a whole step. A model's own code takes longer for each row."""
 
 
-class Passes:
-    """The ways through one model."""
+class DecodeAttention(DecoderRows, Protocol):
+    """What one token of each of B sequences attends to, laid out for several steps; B is at least `num_queries`."""
+
+    num_queries: int
+    """Tokens without padding."""
+
+    @property
+    def has_next(self) -> bool:
+        """Whether it was laid out for another step."""
+        ...
+
+    def advance(self, tokens: Tensor) -> None:
+        """Go on to the next token of every sequence: [num_queries] int64."""
+        ...
+
+
+class Backend(Protocol):
+    """How a kind of device runs the model: `CPUBackend`, `ExactBackend` or `AcceleratorBackend`."""
+
+    decoder: Decoder
+    min_steps: int
+    """Fewest steps that `decode_steps` should make in one call; fewer are made one by one."""
+
+    @property
+    def max_steps(self) -> int:
+        """Most steps that `decode_steps` should make in one call: nobody sees their tokens before its end."""
+        ...
+
+    def prepare(self, shapes: LayerShapes) -> None:
+        """Get ready for a model whose layers have these shapes; called before every reservation of a cache."""
+        ...
+
+    def parts(self, num_tokens: int, num_lanes: int) -> tuple[int, int | None]:
+        """Return into how many parts that run side by side to cut so many tokens, and the threads of each.
+
+        Threads are None if each part has its share of them.
+        """
+        ...
+
+    def prefill(self, cache: KVCache, chunks: abc.Sequence[PrefillChunk]) -> Tensor:
+        """Store keys and values of chunks, those without a past first; return the last state of each: [chunks, E]."""
+        ...
+
+    def attention(self, cache: KVCache, metadata: AttentionMetadata, num_steps: int) -> abc.Sequence[DecodeAttention]:
+        """Lay out what tokens attend to for so many steps, in parts that go through the model one after the other."""
+        ...
+
+    def decode(self, attention: abc.Sequence[DecodeAttention]) -> Tensor:
+        """Send the tokens of a layout through the model, and return their last hidden states: [B, E]."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of last hidden states: [B, E] -> [B, V]."""
+        ...
+
+    def decode_steps(
+        self, attention: abc.Sequence[DecodeAttention], sampling: SamplingMetadata, numbers: Tensor
+    ) -> list[SampledTokens]:
+        """Decode a step for each line of random numbers, [steps, B], without a look of the host in between."""
+        ...
+
+    def release(self) -> None:
+        """Let go of all memory that belongs to a cache."""
+        ...
+
+
+class DecodeBatch:
+    """Sequences that decode together for some steps, those that have ended meanwhile included."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        is_exact: bool,
-        in_pages: bool | None = None,
-        capture: Capture | None = None,
+        self, sequences: abc.Sequence[Sequence], attention: abc.Sequence[DecodeAttention], backend: Backend
     ) -> None:
-        """Take a model whose weights may change, and move, but are parameters of the same modules for good.
-
-        Args:
-            model: through which tokens go.
-            is_exact: see the module.
-            in_pages: see `native.accelerator.backend`; None: as the model's device is, and the mode.
-            capture: captures steps of decoding; None: as torch does on the model's device.
-        """
-        self._model, self._is_exact = model, is_exact
-        self.is_in_pages = (not computes_in_pieces(model.device) and not is_exact) if in_pages is None else in_pages
-        """Whether rows that run are laid out as accelerators like it."""
-        self._capture = capture
-        self._steps: Steps | None = None
-        self._kernel: PageKernel | None = None
-        self._weights: list[Tensor] = []
-        self._network: Network | None = None
-        self._own_code = Backbone(model)
-        self._plain: PlainDecoder | None = None
-        self._heads = 0
-
-    def parts(self, num_rows: int, num_lanes: int) -> tuple[int, int | None]:
-        """Say into how many parts to cut rows, or prompts of so many tokens, and how many threads each may use.
-
-        None is its share. The model's own code is one part, as it may keep a state, and ranks that compute together
-        need one order.
-        """
-        if self.is_in_pages:
-            return 1, None
-        if self._is_exact:  # in several threads, a product might round in another way
-            return (min(num_lanes, -(-num_rows // _TILE)) if self._is_plain else 1), 1
-        size = self._size
-        if self._is_plain and num_rows * size >= num_lanes * _NUMBERS_OF_A_LANE:
-            return min(num_lanes, num_rows), None
-        return 1, None if size >= _WIDTH_OF_SEVERAL_THREADS or not self._is_plain else 1
+        self.sequences = sequences
+        self._attention, self._backend = attention, backend
+        device = attention[0].tokens.device
+        self._sampler = Sampler([(sequence.request, sequence.tokens) for sequence in sequences], device)
 
     @property
-    def _is_plain(self) -> bool:
-        return self._plain is not None
+    def max_steps(self) -> int:
+        """Most steps to make before anybody sees their tokens."""
+        is_streamed = any(sequence.request.streamed for sequence in self.sequences)
+        return self._backend.max_steps if self._sampler.is_stateless and not is_streamed else 1
+
+    def decode(self, num_steps: int) -> list[SampledTokens]:
+        """Send the newest token of every sequence through the model and sample the next one, so many times."""
+        sampler, backend = self._sampler, self._backend
+        if num_steps >= backend.min_steps and sampler.is_stateless:
+            return backend.decode_steps(self._attention, sampler.metadata, sampler.numbers(num_steps))
+        assert num_steps == 1, "`max_steps` said so"
+        sampled = sampler.sample(backend.logits(backend.decode(self._attention)))
+        newest = sampled.tokens.split([part.num_queries for part in self._attention])
+        for part, tokens in zip(self._attention, newest, strict=True):
+            if part.has_next:
+                part.advance(tokens)
+        return [sampled]
+
+
+class ModelRunner:
+    """One model, its cache and its batches."""
+
+    def __init__(self, backend: Backend, cache_size: CacheSize) -> None:
+        self.cache: KVCache | None = None
+        self._backend, self._cache_size = backend, cache_size
+        self._lanes = Lanes(backend.decoder.model.device)
+        self._batches: list[DecodeBatch] = []
+        self._num_threads_each: int | None = None
+        self._ahead: deque[tuple[SampledTokens, ...]] = deque()
+        """Tokens of the next steps, of all batches."""
 
     @property
-    def _decode(self) -> Callable[[RowsWithIds], Tensor]:
-        return self._plain or self._own_code
+    def num_sampled_ahead(self) -> int:
+        """Steps whose tokens have been sampled already."""
+        return len(self._ahead)
 
     @property
-    def _size(self) -> int:
-        return int(self._model.config.get_text_config().hidden_size)
+    def max_waste(self) -> float:
+        """Rows that may be computed in vain before new batches pay, as a part of those of a step."""
+        decoder = self._backend.decoder
+        return min(1.0, _WIDTH_OF_WASTE / decoder.hidden_size) if decoder.is_plain else _WASTE
 
-    @property
-    def max_steps_at_once(self) -> int:
-        """How many tokens of each row `draw_ahead` should draw at most."""
-        if self.is_in_pages:
-            return _STEPS_AT_ONCE
-        is_short = self._is_plain and not self._is_exact and self._size < _WIDTH_OF_SEVERAL_THREADS
-        return _STEPS_AT_ONCE if is_short and computes_in_pieces(self._model.device) and is_plain(self._head) else 1
-
-    def forget(self) -> None:
-        """Let go of memory of a pool that is no longer used, and of steps that were captured with it."""
-        if self._steps is not None:
-            self._steps.forget()
-
-    @property
-    def waste_that_pays(self) -> float:
-        """How many rows, as a part of those of a step, may be computed or wait in vain until new cohorts are made."""
-        return min(1.0, _WIDTH_OF_WASTE / self._size) if self._is_plain else _WASTE
-
-    @property
-    def _head(self) -> nn.Module:
-        return lm_head(self._model)
-
-    def make_pool(self, room: CacheRoom, block_tokens: int) -> BlockPool:
+    def reserve_cache(self) -> KVCache:
         """Ask the model for the shapes of its layers, and reserve memory for their keys and values.
 
         Raises:
             CacheError: there is not enough.
-            ModelError: see `check_decoder`.
+            ModelError: see `Decoder.probe`.
         """
-        if PlainDecoder.fits(self._model) and not self._is_plain:
-            decoder = PlainDecoder(self._model)
-            check_decoder(self._model, decoder)
-            self._plain = decoder
-        probe = ShapeProbe()
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
-        self._model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, rows=probe)
-        (self._heads, kv_heads, head_dim, like), *others = probe.layers
-        assert all(other[:3] == (self._heads, kv_heads, head_dim) for other in others), "layers are alike"
-        self._prepare_pages(like)
-        token_bytes = 2 * len(probe.layers) * kv_heads * head_dim * like.element_size()
-        num_blocks = -(-room.num_tokens(token_bytes, like.device) // block_tokens)
-        return BlockPool(num_blocks, block_tokens, len(probe.layers), kv_heads, head_dim, like)
+        shapes = self._backend.decoder.probe()
+        self._backend.prepare(shapes)
+        token_bytes = 2 * shapes.num_layers * shapes.kv_heads * shapes.head_dim * shapes.like.element_size()
+        num_tokens = self._cache_size.num_tokens(token_bytes, shapes.like.device)
+        self.cache = KVCache(-(-num_tokens // BLOCK_TOKENS), shapes)
+        return self.cache
 
-    def _prepare_pages(self, like: Tensor) -> None:
-        """Find out once what there is for rows in pages: a kernel, and whether steps can be captured."""
-        if not self.is_in_pages or self._steps is not None:
-            return
-        heads, kv_heads, head_dim = self._heads, like.shape[-2], like.shape[-1]
-        self._kernel = find_kernel(
-            like.device, like.dtype, lambda kernel: is_right(kernel, heads, kv_heads, head_dim, like)
+    def release_cache(self) -> None:
+        """Let go of the cache, and of all that belongs to it."""
+        self.end_batches()
+        self.cache = None
+        self._backend.release()
+
+    def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
+        """Store keys and values of chunks, and the last state of each that ends in a prompt's block."""
+        assert self.cache is not None, "sequences were admitted"
+        num, num_threads = self._backend.parts(sum(len(chunk.tokens) for chunk in chunks), self._lanes.num)
+        parts = deal_out(chunks, num)
+        jobs = [partial(self._backend.prefill, self.cache, part) for part in parts]
+        for part, states in zip(parts, self._lanes.run(jobs, num_threads), strict=True):
+            for chunk, state in zip(part, states, strict=True):
+                block = chunk.slots[-1][0]
+                if block.tokens:
+                    block.last_state = state
+
+    def sample_first(self, sequences: abc.Sequence[Sequence]) -> list[tuple[abc.Sequence[Sequence], SampledTokens]]:
+        """Sample the first token of sequences whose prompts have been computed; return parts, with their tokens."""
+        num, num_threads = self._backend.parts(len(sequences), self._lanes.num)
+        parts = [sequences[first::num] for first in range(num)]
+        sampled = self._lanes.run([partial(self._sample_first, part) for part in parts], num_threads)
+        return list(zip(parts, sampled, strict=True))
+
+    def _sample_first(self, sequences: abc.Sequence[Sequence]) -> SampledTokens:
+        states: list[Tensor] = []
+        for sequence in sequences:
+            state = sequence.prompt_blocks[-1].last_state
+            assert state is not None, "prompts are prefilled first"
+            states.append(state)
+        logits = self._backend.logits(torch.stack(states))
+        return Sampler([(sequence.request, sequence.tokens) for sequence in sequences], logits.device).sample(logits)
+
+    def make_batches(self, sequences: abc.Sequence[Sequence], tables: BlockTables, num_steps: int) -> None:
+        """Make batches of sequences that have tokens, to decode so many steps, instead of those there are."""
+        self._ahead.clear()
+        num, self._num_threads_each = self._backend.parts(len(sequences), self._lanes.num)
+        parts = [sequences[first::num] for first in range(num)]
+        jobs = [partial(self._make_batch, tables, num_steps, part) for part in parts]
+        self._batches = self._lanes.run(jobs, self._num_threads_each)
+
+    def _make_batch(self, tables: BlockTables, num_steps: int, sequences: abc.Sequence[Sequence]) -> DecodeBatch:
+        assert self.cache is not None, "sequences run"
+        lines, tokens, positions = np.array(
+            [(one.line, one.tokens[-1], len(one.request.tokens) + len(one.tokens) - 1) for one in sequences]
+        ).T
+        metadata = tables.metadata(lines, tokens, positions)
+        return DecodeBatch(sequences, self._backend.attention(self.cache, metadata, num_steps), self._backend)
+
+    def decode(
+        self, running: abc.Iterable[Sequence], num_steps_left: int
+    ) -> list[tuple[abc.Sequence[Sequence], SampledTokens]]:
+        """Return the next token of every sequence, batch by batch; if it pays, more steps are sampled with it."""
+        if not self._ahead:
+            most = min(num_steps_left, *(batch.max_steps for batch in self._batches))
+            num_steps = steps_worth_sampling([one.max_new_tokens - len(one.tokens) for one in running], most)
+            jobs = [partial(batch.decode, num_steps) for batch in self._batches]
+            self._ahead += zip(*self._lanes.run(jobs, self._num_threads_each), strict=True)
+        return [(batch.sequences, sampled) for batch, sampled in zip(self._batches, self._ahead.popleft(), strict=True)]
+
+    def end_batches(self) -> None:
+        """Let go of the batches, and of what was sampled ahead."""
+        self._batches = []
+        self._ahead.clear()
+
+
+def deal_out(chunks: abc.Sequence[PrefillChunk], num_parts: int) -> list[abc.Sequence[PrefillChunk]]:
+    """Cut chunks into at most so many parts that can run side by side, each in the order of `PrefillAttention`.
+
+    There is one part if a chunk's past may be computed in another chunk, or two write to one block. Chunks with a past
+    stay in their order, as each may attend to one before it.
+    """
+    ordered = sorted(chunks, key=lambda chunk: (bool(chunk.past), 0 if chunk.past else -len(chunk.tokens)))
+    blocks = [block for chunk in ordered for block in {block for block, _ in chunk.slots}]
+    if ordered[-1].past or len(set(blocks)) < len(blocks):
+        num_parts = 1
+    return [ordered[first::num_parts] for first in range(min(num_parts, len(ordered)))]
+
+
+def steps_worth_sampling(left: abc.Sequence[int], most: int) -> int:
+    """Return how many steps to sample at once, given how many tokens each sequence may still have: [B].
+
+    A sixteenth of what is computed may be for sequences that have ended.
+
+    >>> steps_worth_sampling([8, 8, 8], 8), steps_worth_sampling([2, 9], 8), steps_worth_sampling([1] + [9] * 99, 8)
+    (8, 2, 8)
+    """
+    steps = np.arange(1, most + 1)
+    wasted = (steps[:, None] - np.array(left)).clip(0).sum(1)
+    return int(steps[wasted <= steps * len(left) / 16][-1])
+
+
+def prefill_packed(decoder: Decoder, cache: KVCache, chunks: abc.Sequence[PrefillChunk], num_tokens: int) -> Tensor:
+    """Prefill chunks in one packed pass over so many tokens, at least theirs; see `Backend.prefill`."""
+    attention = PrefillAttention(cache, chunks, num_tokens)
+    return decoder(attention).index_select(0, attention.ends.to(attention.tokens.device))
+
+
+class PrefillAttention:
+    """See `rallypoint.models.Rows`; the stream is the chunks, end to end, those without a past first, and padding."""
+
+    def __init__(self, cache: KVCache, chunks: abc.Sequence[PrefillChunk], num_tokens: int) -> None:
+        """Lay chunks out in a stream of so many tokens, at least theirs."""
+        self._cache = cache
+        device = cache.keys.device
+        fresh = [chunk for chunk in chunks if not chunk.past]
+        self._later = chunks[len(fresh) :]
+        assert all(chunk.past for chunk in self._later), "those without a past come first"
+        self._offsets = offsets_from_lengths(torch.tensor([len(chunk.tokens) for chunk in chunks]))
+        self._packed = PackedRows(self._offsets[: len(fresh) + 1], device) if fresh else None
+        self._num_fresh = len(fresh)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        self._num_padding = num_tokens - len(tokens)
+        self.tokens = torch.tensor(tokens + [0] * self._num_padding, device=device)
+        """[T] int64."""
+        # The first token of each chunk stands behind its past.
+        behind = self._offsets[:-1] - torch.tensor([chunk.num_past for chunk in chunks])
+        positions = torch.arange(len(tokens)) - behind.repeat_interleave(self._offsets.diff())
+        self.position_ids = functional.pad(positions, (0, self._num_padding)).to(device).unsqueeze(0)
+        """[1, T] int64."""
+        slots = [slot for chunk in chunks for slot in chunk.slots]
+        self._blocks = torch.tensor([block.index for block, _ in slots], device=device)
+        self._block_offsets = torch.tensor([offset for _, offset in slots], device=device)
+
+    @property
+    def ends(self) -> Tensor:
+        """[chunks] int64: index of the last token of each chunk."""
+        return self._offsets[1:] - 1
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
+        """See `Rows.attend`."""
+        num_tokens = int(self._offsets[-1])
+        self._cache.write(layer, self._blocks, self._block_offsets, key[:num_tokens], value[:num_tokens])
+        parts: list[Tensor] = []
+        if self._packed is not None:
+            part = slice(0, int(self._offsets[self._num_fresh]))
+            parts.append(self._packed.attend(layer, query[part], key[part], value[part], scaling, limits))
+        for at, chunk in enumerate(self._later, self._num_fresh):
+            part = slice(int(self._offsets[at]), int(self._offsets[at + 1]))
+            parts.append(self._attend_to_past(layer, chunk, query[part], key[part], value[part], scaling, limits))
+        if self._num_padding:
+            parts.append(query.new_zeros(self._num_padding, *query.shape[1:]))
+        return torch.cat(parts)
+
+    def _attend_to_past(
+        self, layer: int, chunk: PrefillChunk, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits
+    ) -> Tensor:
+        """Return the attention of one chunk to its past and to itself: [T, H, D]."""
+        index = torch.tensor([block.index for block in chunk.past], device=query.device)
+        past = self._cache.read(layer, index)
+        keys, values = (
+            torch.cat([old[: chunk.num_past], new]).transpose(0, 1).unsqueeze(0)
+            for old, new in zip(past, (key, value), strict=True)
         )
-        # Only of what launches the same kernels in every step: a model's own code may look at numbers.
-        may_capture = self._is_plain and is_plain(self._head)
-        self._steps = Steps(self._logits, (self._capture or captures_on(like.device)) if may_capture else None)
-        self._weights = [*self._model.parameters(), *self._model.buffers()]
-
-    def lay_out(self, pool: BlockPool, queries: Queries, num_steps: int = 1) -> Sequence[QueryRows | PagedRows]:
-        """Return layouts for some tokens of a clean pool, in parts that go through the model together."""
-        if self.is_in_pages:
-            tile = num_slots = 1
-            if self._steps is not None and self._steps.captures:
-                tile = num_filled_up(len(queries.tokens))
-                num_slots = 1 << (int(queries.num_blocks.max()) - 1).bit_length()
-            options = {"tile": tile, "num_slots": num_slots, "num_steps": num_steps}
-            return [PagedRows(pool, queries, kernel=self._kernel, **options)]
-        tile = _TILE if self._is_exact else self._filled_up(len(queries.tokens))
-        return [QueryRows(pool, part, self._heads, tile=tile, num_steps=num_steps) for part in queries.parts(tile)]
-
-    def _filled_up(self, num_tokens: int) -> int:
-        return filled_up(num_tokens, self._model.dtype, self._model.device)
-
-    def decode(self, layouts: Sequence[QueryRows | PagedRows]) -> Tensor:
-        """Send the tokens of layouts through the model: their last hidden states, [B, E]."""
-        states = [self._decode(layout)[: layout.num_queries] for layout in layouts]
-        return states[0] if len(states) == 1 else torch.cat(states)
-
-    def draw_ahead(self, layouts: Sequence[QueryRows | PagedRows], rules: Rules, numbers: Tensor) -> list[Draws]:
-        """Draw the next tokens of all rows of a layout, given the random numbers of each: [steps, B]."""
-        (layout,), head = layouts, cast("nn.Linear", self._head)
-        if isinstance(layout, PagedRows):
-            assert self._steps is not None, "it lies in a pool"
-            # Kept, as what it has made itself has an address too, and another one's may be the same later.
-            network = self._network = None if self._plain is None else self._plain.network
-            addresses = id(network), layout.pool.keys.data_ptr(), *(weight.data_ptr() for weight in self._weights)
-            return self._steps.draw(layout, rules, numbers, addresses)
-        assert self._plain is not None, "`max_steps_at_once` said so"
-        last = Linear([head.weight], [] if head.bias is None else [head.bias])
-        draw = without_python(draw_ahead, head.weight.device)
-        found = draw(self._plain.network, last, layout.bags, layout.moves, layout.num_moves, rules, numbers)
-        layout.num_moves = min(layout.num_moves + len(numbers), len(layout.moves.distances[0]))
-        return [Draws(*draws) for draws in zip(*found, strict=True)]
-
-    def prefill(self, pool: BlockPool, stretches: Sequence[Stretch]) -> Tensor:
-        """Compute keys and values of stretches, those without a past first; return the last state of each, [R, E]."""
-        if self._is_exact:
-            return self._in_tiles(pool, stretches)
-        rows = StretchRows(pool, stretches, self._filled_up(sum(len(stretch.tokens) for stretch in stretches)))
-        return self._decode(rows).index_select(0, rows.ends.to(rows.tokens.device))
-
-    def _in_tiles(self, pool: BlockPool, stretches: Sequence[Stretch]) -> Tensor:
-        """Do the same in products of one shape."""
-        queries: list[tuple[int, int, Sequence[Block]]] = []
-        ends: list[int] = []
-        for stretch in stretches:
-            blocks = list(stretch.past)
-            for position, (token, (block, _)) in enumerate(
-                zip(stretch.tokens, stretch.into, strict=True), stretch.num_past
-            ):
-                if not blocks or blocks[-1] is not block:
-                    blocks = [*blocks, block]
-                queries.append((token, position, blocks))
-            ends.append(len(queries) - 1)
-        return self.decode(self.lay_out(pool, Queries.of(queries, pool.block_tokens)))[ends]
-
-    def _logits(self, rows: PagedRows) -> Tensor:
-        """Return the logits of all rows, filler included: [B, V]."""
-        return soft_capped(self._head(self._decode(rows)), logit_softcap(self._model.config))
-
-    def logits(self, states: Tensor) -> Tensor:
-        """[B, E] -> [B, V]."""
-        head, softcap = self._head, logit_softcap(self._model.config)
-        if not self._is_exact:
-            num_filler = self._filled_up(len(states)) - len(states)
-            return soft_capped(head(functional.pad(states, (0, 0, 0, num_filler))), softcap)[: len(states)]
-        tiles = functional.pad(states, (0, 0, 0, -len(states) % _TILE)).split(_TILE)
-        return soft_capped(torch.cat([head(tile) for tile in tiles]), softcap)[: len(states)]
+        length = len(query)
+        visible = torch.ones(length, length + chunk.num_past, dtype=torch.bool, device=query.device)
+        visible = visible.tril(chunk.num_past)
+        if limits.window is not None:
+            visible = visible.triu(chunk.num_past - limits.window + 1)
+        if limits.softcap is not None:
+            share = query.shape[1] // key.shape[1]
+            keys, values = (states.squeeze(0).repeat_interleave(share, 0) for states in (keys, values))
+            scores = soft_capped((query.transpose(0, 1) @ keys.transpose(1, 2)) * scaling, limits.softcap)
+            return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+        out = attend_fused(query.transpose(0, 1).unsqueeze(0), keys, values, scaling, visible)
+        return out.squeeze(0).transpose(0, 1)

@@ -1,44 +1,62 @@
-"""A request on its way: what it has drawn, and the memory that it has while it runs."""
+"""A request while the engine answers it, and the parts of it that are prefilled."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import abc
+
 from rallypoint.errors import NotFiniteError
-from rallypoint.generation.native.block_manager import Block
+from rallypoint.generation.native.block_manager import BLOCK_TOKENS, Block
 from rallypoint.generation.protocol import FinishReason, Output, Request
-from rallypoint.generation.requests import Decode
-from rallypoint.generation.stopping import StopStrings
-
-BLOCK_TOKENS = 32
-"""Tokens of a block of keys and values."""
+from rallypoint.generation.requests import Decode, StopChecker
 
 
-class Row:
-    """A request on its way."""
+class Sequence:
+    """A request and its response so far, with the memory that it has while it runs."""
 
     def __init__(self, request_id: int, request: Request, max_new_tokens: int, decode: Decode | None) -> None:
         self.id, self.request, self.max_new_tokens = request_id, request, max_new_tokens
         self.tokens: list[int] = []
-        """Of the response; all but the newest have keys and values while the row runs."""
+        """The response; all but the newest token have keys and values while the sequence runs."""
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
         self.num_delivered = 0
-        """Tokens that have been handed out."""
+        """Tokens that outputs have returned."""
         self.prompt_blocks: list[Block] = []
         self.own_blocks: list[Block] = []
-        self.seat = -1
-        """Its line in `Seats`; -1 while it does not run."""
+        self.line = -1
+        """Line in the block tables; -1 while it does not run."""
         may_stop = request.params.stop_tokens or request.params.stop_strings
-        self.stops = StopStrings(request.params, decode) if may_stop else None
+        self.stop_checker = StopChecker(request.params, decode) if may_stop else None
 
     @property
-    def room(self) -> int:
+    def is_running(self) -> bool:
+        """Whether it has memory."""
+        return self.line >= 0
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All its blocks, in order."""
+        return [*self.prompt_blocks, *self.own_blocks]
+
+    @property
+    def num_steps_in_memory(self) -> int:
         """Steps for which it has memory; as many as a block has tokens if it ends before it needs more."""
         num_stored = len(self.tokens) - 1
         fits = len(self.own_blocks) * BLOCK_TOKENS - num_stored
         return BLOCK_TOKENS if len(self.tokens) + fits >= self.max_new_tokens else fits
 
+    def append(self, token: int, logprob: float, sampled_logprob: float) -> FinishReason | None:
+        """Add a token, and return why the response ends with it; None if it goes on."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.sampled_logprobs.append(sampled_logprob)
+        if self.stop_checker is not None and self.stop_checker.ends(self.tokens):
+            return "stop"
+        return "length" if len(self.tokens) == self.max_new_tokens else None
+
     def output(self, version: int, reason: FinishReason | None = None, error: NotFiniteError | None = None) -> Output:
-        """Hand out what is new."""
+        """Return the tokens that no output has returned yet."""
         new = slice(self.num_delivered, None)
         self.num_delivered = len(self.tokens)
         return Output(
@@ -50,3 +68,20 @@ class Row:
             finish_reason=reason,
             error=error,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Consecutive tokens of one sequence that are computed together."""
+
+    past: abc.Sequence[Block]
+    """Blocks before them, from the beginning of the sequence, whose keys and values are there already."""
+    tokens: abc.Sequence[int]
+    """At least one."""
+    slots: abc.Sequence[tuple[Block, int]]
+    """For each token its block, and its offset there."""
+
+    @property
+    def num_past(self) -> int:
+        """Tokens of `past`."""
+        return sum(len(block.tokens) for block in self.past)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from rallypoint.errors import RallyError
 from rallypoint.generation.protocol import FinishReason, Output, Request
-from rallypoint.generation.stopping import StopStrings
+from rallypoint.generation.requests import StopChecker
 from rallypoint.generation.vllm.answers import Drawn
 
 
@@ -23,7 +23,7 @@ class Asked:
     request: Request
     limit: int
     """Tokens that the response may have."""
-    stops: StopStrings
+    stops: StopChecker
     drawn: list[tuple[Drawn, int]] = dataclasses.field(default_factory=list)
     """With the version of the weights that each is from."""
     num_given: int = 0

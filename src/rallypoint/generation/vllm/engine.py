@@ -26,8 +26,7 @@ from torch import Tensor
 
 from rallypoint.errors import GenerationError, NotFiniteError, RallyError, WeightsMismatchError
 from rallypoint.generation.protocol import FinishReason, Output, Request
-from rallypoint.generation.requests import Decode, check_request
-from rallypoint.generation.stopping import StopStrings
+from rallypoint.generation.requests import Decode, StopChecker, check_request
 from rallypoint.generation.vllm.answers import Said, ask_for, read
 from rallypoint.generation.vllm.asked import Asked
 from rallypoint.generation.vllm.client import LostError, ask, events
@@ -114,7 +113,7 @@ class VLLMEngine:
         limit = min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens))
         with self._lock:
             request_id = next(self._ids)
-            self._open[request_id] = Asked(request_id, request, limit, StopStrings(request.params, self._decode))
+            self._open[request_id] = Asked(request_id, request, limit, StopChecker(request.params, self._decode))
             self._waiting.append(request_id)
         return request_id
 
@@ -270,7 +269,7 @@ class VLLMEngine:
         reason = news.finish_reason
         for drawn, version in zip(news.drawn, versions, strict=True):
             asked.drawn.append((drawn, version))
-            if asked.is_stream and asked.stops.end_with([drawn.token for drawn, _ in asked.drawn]):
+            if asked.is_stream and asked.stops.ends([drawn.token for drawn, _ in asked.drawn]):
                 reason = "stop"
                 break
         if reason is None:

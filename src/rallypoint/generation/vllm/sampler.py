@@ -19,8 +19,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from rallypoint.generation.drawing import Drawing
 from rallypoint.generation.protocol import Request, SamplingParams
+from rallypoint.generation.sampler import Sampler
 
 
 class Encoded(TypedDict):
@@ -61,20 +61,20 @@ class _Row:
     """What came since; vLLM appends to it."""
 
 
-class DrawnRows:
+class BatchSampler:
     """Draws for those rows of a batch that ask for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rows: dict[int, _Row] = {}
-        self._drawing: Drawing | None = None
+        self._sampler: Sampler | None = None
         self._places: list[int] = []
         self._lengths: list[int] = []
-        """Of the responses that `_drawing` draws the next token for."""
+        """Of the responses that `_sampler` draws the next token for."""
 
     def add(self, place: int, asked: Encoded | None, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Let a request have a row of the batch, in the place of whatever was there."""
-        self._drawing = None
+        self._sampler = None
         self._rows.pop(place, None)
         if asked is None:
             return
@@ -91,12 +91,12 @@ class DrawnRows:
 
     def remove(self, place: int) -> None:
         """Forget a row."""
-        self._drawing = None
+        self._sampler = None
         self._rows.pop(place, None)
 
     def move(self, start: int, end: int, *, swap: bool) -> None:
         """Let a row have another place; the one that was there has its place, or is forgotten."""
-        self._drawing = None
+        self._sampler = None
         moved, replaced = self._rows.pop(start, None), self._rows.pop(end, None)
         if moved is not None:
             self._rows[end] = moved
@@ -108,13 +108,13 @@ class DrawnRows:
         if not self._rows:
             return logits
         lengths = [len(row.response) for row in self._rows.values()]
-        if self._drawing is None or lengths != self._lengths:
+        if self._sampler is None or lengths != self._lengths:
             rows = [(row.request, (*row.done, *row.response)) for row in self._rows.values()]
-            self._drawing, self._places = Drawing(rows, self._device), list(self._rows)
+            self._sampler, self._places = Sampler(rows, self._device), list(self._rows)
         self._lengths = [length + 1 for length in lengths]
         everything = self._places == list(range(len(logits)))
         places = torch.tensor(self._places, device=logits.device)
-        draws = self._drawing.draw(logits if everything else logits.index_select(0, places))
+        draws = self._sampler.sample(logits if everything else logits.index_select(0, places))
         surprisals = draws.logprobs.neg().nan_to_num(nan=NOT_FINITE, posinf=NOT_FINITE)
         logits.index_fill_(0, places, float("-inf"))
         logits[places, draws.tokens] = surprisals

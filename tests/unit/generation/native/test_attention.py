@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.generation.native.accelerator.backend import PagedRows
-from rallypoint.generation.native.block_manager import BlockPool
-from rallypoint.generation.native.block_tables import Queries, Seats
-from rallypoint.generation.native.cpu.backend import QueryRows
+from rallypoint.generation.native.accelerator.backend import PagedAttention
+from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager, BlockTables
+from rallypoint.generation.native.cpu.backend import BagAttention
+from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.models.attention import Limits
 
 SIZE, DIM, LAYERS = 4, 8, 2
@@ -37,42 +37,44 @@ def reference(query, keys, values, scaling, limits):
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.booleans()), min_size=1, max_size=6),
     share=st.sampled_from([1, 3]),
     tile=st.sampled_from([1, 8]),
-    num_slots=st.sampled_from([1, 16]),
+    num_columns=st.sampled_from([1, 16]),
     seed=st.integers(0, 99),
 )
-def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, share, tile, num_slots, seed):
+def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, share, tile, num_columns, seed):
     """Rows of all lengths, whose prompts end within a block, for two tokens each, in two layers."""
     torch.manual_seed(seed)
     kv_heads, heads = 2, 2 * share
     like = torch.zeros(0, dtype=torch.float64)
-    pool = BlockPool(100, SIZE, LAYERS, kv_heads, DIM, like)
-    seats = Seats(len(lengths), SIZE)
+    cache = KVCache(100, LayerShapes(LAYERS, heads, kv_heads, DIM, like), SIZE)
+    manager, tables = BlockManager(100, SIZE), BlockTables(len(lengths), SIZE)
     stored = torch.randn(LAYERS, 2, len(lengths), 50, kv_heads, DIM, dtype=torch.float64)
-    own_seats, has_memory = [], []
+    own_lines, has_memory = [], []
     for row, (num_prompt, num_response, has_room) in enumerate(lengths):
-        prompt, seat = tuple(range(num_prompt)), seats.take()
+        prompt, line = tuple(range(num_prompt)), tables.take_line()
         blocks = []
         for start in range(0, num_prompt, SIZE):
-            blocks.append(pool.shared(blocks[-1] if blocks else None, (row, *prompt[start + 1 : start + SIZE])))
+            blocks.append(
+                manager.allocate_shared(blocks[-1] if blocks else None, (row, *prompt[start + 1 : start + SIZE]))
+            )
         num_blocks = len(blocks)
-        blocks += [pool.private() for _ in range(-(-(num_response + 1) // SIZE))]
-        pool.clean()
+        blocks += [manager.allocate() for _ in range(-(-(num_response + 1) // SIZE))]
+        cache.zero(manager.take_new())
         places = [(blocks[n // SIZE], n % SIZE) for n in range(num_prompt)]
         places += [(blocks[num_blocks + n // SIZE], n % SIZE) for n in range(num_response - 1)]
         for layer in range(LAYERS):
             for token, (block, place) in enumerate(places):
-                pool.keys[layer, block.index, :, :, place] = stored[layer, 0, row, token]
-                pool.values[layer, block.index, :, place] = stored[layer, 1, row, token]
+                cache.keys[layer, block.index, :, :, place] = stored[layer, 0, row, token]
+                cache.values[layer, block.index, :, place] = stored[layer, 1, row, token]
         # Nobody looks at the second token of a row that has no memory for it.
-        seats.add(seat, blocks[: num_blocks + -(-(num_response + has_room) // SIZE)])
-        own_seats.append(seat)
+        tables.append(line, blocks[: num_blocks + -(-(num_response + has_room) // SIZE)])
+        own_lines.append(line)
         has_memory.append(has_room or num_response % SIZE > 0)
     positions = np.array([sum(both[:2]) - 1 for both in lengths])
-    lines = seats.queries(np.array(own_seats), positions, positions)
+    metadata = tables.metadata(np.array(own_lines), positions, positions)
     if in_bags:
-        rows = QueryRows(pool, lines, heads, tile=tile, num_steps=2)
+        rows = BagAttention(cache, metadata, heads, num_rows=tile, num_steps=2)
     else:
-        rows = PagedRows(pool, lines, tile=tile, num_slots=num_slots, num_steps=2)
+        rows = PagedAttention(cache, metadata, num_rows=tile, num_columns=num_columns, num_steps=2)
     for step in range(2):
         if step:
             rows.advance(torch.from_numpy(positions) + 1)
@@ -93,17 +95,17 @@ def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, sh
                 torch.testing.assert_close(out[row], expected)
 
 
-def test_queries_of_single_tokens_are_those_of_seats():
-    pool, seats = BlockPool(20, SIZE, 1, 1, DIM, torch.zeros(0)), Seats(3, SIZE)
-    rows = [[pool.shared(None, (row,)), *(pool.private() for _ in range(row * 5))] for row in (1, 2)]
+def test_metadata_of_single_tokens_is_that_of_block_tables():
+    manager, tables = BlockManager(20, SIZE), BlockTables(3, SIZE)
+    rows = [[manager.allocate_shared(None, (row,)), *(manager.allocate() for _ in range(row * 5))] for row in (1, 2)]
     taken = []
     for blocks in rows:
-        taken.append(seats.take())
-        seats.add(taken[-1], blocks[:1])
-        seats.add(taken[-1], blocks[1:])
-    found = seats.queries(np.array(taken), np.array([7, 8]), np.array([9, 10]))
-    expected = Queries.of([(7, 9, rows[0]), (8, 10, rows[1])], SIZE)
-    for name in Queries.__slots__:
+        taken.append(tables.take_line())
+        tables.append(taken[-1], blocks[:1])
+        tables.append(taken[-1], blocks[1:])
+    found = tables.metadata(np.array(taken), np.array([7, 8]), np.array([9, 10]))
+    expected = AttentionMetadata.of([(7, 9, rows[0]), (8, 10, rows[1])], SIZE)
+    for name in AttentionMetadata.__slots__:
         inside = np.arange(found.blocks.shape[1]) < found.num_blocks[:, None]
         one, other = getattr(found, name), getattr(expected, name)
         assert (np.where(inside, one, 0) == np.where(inside, other, 0)).all() if one.ndim == 2 else (one == other).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sampling_cases import CHANGES
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams
-from rallypoint.generation.drawing import Drawing
+from rallypoint.generation.sampler import Sampler
 
 NUM_PROMPTS, NUM_SAMPLES = 6, 4
 COMPANY = st.fixed_dictionaries(
@@ -102,9 +102,9 @@ def test_what_is_said_of_a_row_has_the_same_bits_beside_rows_with_penalties_and_
         )
     ]
     logits = torch.randn(3, len(rows), vocabulary, generator=torch.Generator().manual_seed(1)).mul_(3)
-    together = Drawing(rows, torch.device("cpu"))
-    alone = [Drawing([row], torch.device("cpu")) for row in rows]
+    together = Sampler(rows, torch.device("cpu"))
+    alone = [Sampler([row], torch.device("cpu")) for row in rows]
     for step in logits:
-        drawn = together.draw(step)
-        each = [drawing.draw(step[row : row + 1]) for row, drawing in enumerate(alone)]
+        drawn = together.sample(step)
+        each = [sampler.sample(step[row : row + 1]) for row, sampler in enumerate(alone)]
         assert all(torch.equal(a, torch.cat(b)) for a, b in zip(drawn, zip(*each, strict=True), strict=True))

@@ -273,8 +273,8 @@ def test_a_request_whose_memory_is_taken_is_computed_again_and_ends_the_same(mak
     plenty, little = (NativeEngine(make_policy(), mode=mode, cache_tokens=n * 32) for n in (100, 12))
     expected = rollouts(through(plenty, prompts, long, version=0))
     assert_same(rollouts(through(little, prompts, long, version=0)), expected)
-    assert plenty.num_set_back == 0
-    assert little.num_set_back > 0
+    assert plenty.num_preempted == 0
+    assert little.num_preempted > 0
 
 
 def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_policy, params):
@@ -285,7 +285,7 @@ def test_requests_that_are_set_back_keep_the_stamps_of_what_they_have(make_polic
         for place in range(3):
             engine.submit(Request(tokens=(3 + place,) * 40, params=long, streamed=streamed))
         outputs = []
-        while not engine.num_set_back:
+        while not engine.num_preempted:
             assert engine.has_work
             outputs += engine.step()
         engine.load(4, None)
@@ -318,7 +318,7 @@ def test_the_mode_exact_has_the_same_bits_with_any_number_of_threads(
         engine = NativeEngine(model, mode="exact", cache_tokens=num_blocks * 32)
         found.append(through(engine, prompts, long, version=0))
         assert torch.get_num_threads() == num_threads
-        assert (engine.num_set_back > 0) is (num_blocks < 1000)
+        assert (engine.num_preempted > 0) is (num_blocks < 1000)
     for other in found[1:]:
         assert torch.equal(other.tokens, found[0].tokens)
         assert torch.equal(other.rollout_logprobs, found[0].rollout_logprobs)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rallypoint.generation import Request, SamplingParams
-from rallypoint.generation.drawing import Drawing
-from rallypoint.generation.vllm.sampler import DrawnRows, encode, needs_companion
+from rallypoint.generation.sampler import Sampler
+from rallypoint.generation.vllm.sampler import BatchSampler, encode, needs_companion
 
 NUM_IDS = 20
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def expected_of(request, num_tokens=9):
     response = []
     drawn = []
     for _ in range(num_tokens):
-        draws = Drawing([(request, response)], CPU).draw(logits_of((*request.tokens, *response)).unsqueeze(0))
+        draws = Sampler([(request, response)], CPU).sample(logits_of((*request.tokens, *response)).unsqueeze(0))
         response.append(int(draws.tokens))
         drawn.append((int(draws.tokens), float(draws.logprobs), float(draws.sampled_logprobs)))
     return drawn
@@ -71,7 +71,7 @@ def sent(request, num_done=0):
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: str(request.sample_index))
 def test_a_row_says_token_and_both_logprobs(request_):
-    rows, response = DrawnRows(CPU), []
+    rows, response = BatchSampler(CPU), []
     rows.add(0, sent(request_), request_.tokens, response)
     for expected in expected_of(request_):
         logits = rows.draw(logits_of((*request_.tokens, *response)).unsqueeze(0))
@@ -83,7 +83,7 @@ def test_a_row_says_token_and_both_logprobs(request_):
 
 def test_rows_that_come_go_and_move_are_drawn_as_each_is_alone():
     chance = random.Random(0)
-    rows = DrawnRows(CPU)
+    rows = BatchSampler(CPU)
     batch, found, waiting = [], {}, list(enumerate(REQUESTS))
     while waiting or batch:
         places = list(range(len(batch)))
@@ -118,7 +118,7 @@ def test_rows_that_come_go_and_move_are_drawn_as_each_is_alone():
 def test_a_response_that_is_sent_again_goes_on_where_it_was():
     for request in REQUESTS:
         expected = [token for token, _, _ in expected_of(request)]
-        rows, response = DrawnRows(CPU), []
+        rows, response = BatchSampler(CPU), []
         rows.add(0, sent(request, num_done=4), (*request.tokens, *expected[:4]), response)
         while len(response) < 5:
             logits = rows.draw(logits_of((*request.tokens, *expected[:4], *response)).unsqueeze(0))
@@ -127,7 +127,7 @@ def test_a_response_that_is_sent_again_goes_on_where_it_was():
 
 
 def test_rows_of_others_are_left_as_they_are():
-    rows = DrawnRows(CPU)
+    rows = BatchSampler(CPU)
     logits = torch.randn(3, NUM_IDS)
     assert rows.draw(logits.clone()).equal(logits)
     rows.add(0, None, (1, 2), [])
@@ -141,7 +141,7 @@ def test_rows_of_others_are_left_as_they_are():
 
 
 def test_logits_that_are_not_finite_are_reported_as_such():
-    rows = DrawnRows(CPU)
+    rows = BatchSampler(CPU)
     request = dataclasses.replace(REQUESTS[0])
     rows.add(0, sent(request), request.tokens, [])
     logits = rows.draw(torch.full((1, NUM_IDS), float("nan")))

@@ -31,7 +31,7 @@ except ImportError:
     triton = None
 
 if TYPE_CHECKING:
-    from rallypoint.generation.native.accelerator.backend import Pages
+    from rallypoint.generation.native.accelerator.backend import PagedMetadata
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _LEAST = 16
 """Rows, columns and terms of a product have at least so many."""
 
 
-class PageKernel:
+class PagedKernel:
     """Stores keys and values in blocks, and lets queries look at them."""
 
     def __init__(self) -> None:
@@ -52,26 +52,26 @@ class PageKernel:
         assert triton is not None, "there is a kernel only where there is Triton"
         self._write, self._attend, self._join = (triton.jit(kernel) for kernel in (_write, _attend, _join))
 
-    def write(self, pages: Pages, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, metadata: PagedMetadata, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """Store keys and values of T tokens, [T, K, D] both, in those of one layer; see `gathered`."""
         kv_heads, dim, size = keys.shape[1:]
         key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (key, value))
         with _launching_on(keys.device):
             self._write[len(key), kv_heads](
-                *(pages.step, pages.places, keys, values, key, value),
+                *(metadata.step, metadata.slot_mapping, keys, values, key, value),
                 *(len(key), kv_heads, dim, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
                 SIZE=size,
                 DIM=_power_of_two(dim),
             )
 
     def attend(
-        self, pages: Pages, keys: Tensor, values: Tensor, query: Tensor, scaling: float, limits: Limits
+        self, metadata: PagedMetadata, keys: Tensor, values: Tensor, query: Tensor, scaling: float, limits: Limits
     ) -> Tensor:
         """Return what queries find, [B, H, D]; see `gathered`."""
         query = query if query.stride(2) == 1 else query.contiguous()
         num, heads, dim = query.shape
         kv_heads, _, size = keys.shape[1:]
-        num_slots = pages.table.shape[1]
+        num_slots = metadata.block_table.shape[1]
         parts = num_parts(num * kv_heads, num_slots)
         out = query.new_empty(query.shape)
         numbers = {"DIM": _power_of_two(dim), "PARTS": parts}
@@ -80,7 +80,13 @@ class PageKernel:
         with _launching_on(keys.device):
             self._attend[num, kv_heads, parts](
                 *(out, room, tops, sums, query, keys, values),
-                *(pages.table, pages.num_blocks, pages.first_positions, pages.sizes, pages.position_ids),
+                *(
+                    metadata.block_table,
+                    metadata.num_blocks,
+                    metadata.first_positions,
+                    metadata.sizes,
+                    metadata.position_ids,
+                ),
                 *(scaling, limits.softcap or 0.0, limits.window or 0),
                 *(
                     num_slots,
@@ -110,9 +116,9 @@ def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[obj
 def find_kernel(
     device: torch.device,
     dtype: torch.dtype,
-    is_right: Callable[[PageKernel], bool],
-    make: Callable[[], PageKernel] | None = None if triton is None else PageKernel,
-) -> PageKernel | None:
+    is_right: Callable[[PagedKernel], bool],
+    make: Callable[[], PagedKernel] | None = None if triton is None else PagedKernel,
+) -> PagedKernel | None:
     """Return the kernel where there is one for a device and a type, and it computes there what it should.
 
     Args:

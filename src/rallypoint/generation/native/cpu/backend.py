@@ -1,93 +1,222 @@
-"""What the newest tokens of rows look at, laid out for attention over blocks of keys and values.
+"""Decoding on CPUs: attention in bags, and steps without Python in between.
 
-Owns: which numbers each query looks at, and how that moves from step to step. They are bags, see
-`bags`; accelerators are slow at short ones, see `rallypoint.generation.native.accelerator`.
+Owns: which numbers each query attends to, and how that moves from step to step (`BagAttention`); in which parts and
+over how many threads tokens go through the model (`CPUBackend`); and products of one shape, for bits that do not depend
+on what else is in the batch (`ExactBackend`, on every device).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
 
-from rallypoint.generation.native.block_manager import BlockPool
-from rallypoint.generation.native.block_tables import Integers, Queries
-from rallypoint.generation.native.cpu.bags import Bags, Moves, advance, attend
+from rallypoint.cpu.onednn import filled_up
+from rallypoint.generation.native.block_manager import AttentionMetadata, Block, Integers
+from rallypoint.generation.native.cpu.bags import Bags, Moves, advance, attend, decode, decode_steps
+from rallypoint.generation.native.decoder import Decoder
+from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
+from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed
+from rallypoint.generation.native.sequence import PrefillChunk
+from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
+from rallypoint.generation.script import without_python
 from rallypoint.models.attention import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64
 """Blocks of one head that may be computed for nothing; another class of lengths costs about as much."""
+_NUMBERS_OF_A_LANE = 4_000
+"""Least numbers of hidden states, of rows that are computed beside others; with fewer, to hand work to another thread
+costs what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
+_WIDTH_OF_SEVERAL_THREADS = 1024
+"""Least width of hidden states for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
+_STEPS_AT_ONCE = 8
+"""Steps in one call, of models below that width: their steps are short, so nobody waits long, and what Python does
+between two of them counts."""
+_TILE = 32
+"""Tokens that go through the model together in the mode `exact`."""
 
 
-class QueryRows:
-    """See `rallypoint.models.Rows`; T is the number of queries.
+class CPUBackend:
+    """See `Backend`."""
 
-    Args of the constructor:
-        pool: of the blocks.
-        queries: what they look at; no two have a place in common that they are written to.
-        heads: of a layer's queries.
-        tile: fill up to so many queries with the last one.
-        num_steps: for how many tokens of each row, the first included. They lie in the block of the first one and in
-            the one behind it; for rows whose blocks end before, what is computed is of no use.
+    min_steps = 2
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.decoder = Decoder(model)
+        self._heads = 0
+
+    @property
+    def max_steps(self) -> int:
+        """See `Backend.max_steps`."""
+        decoder = self.decoder
+        is_short = decoder.is_plain and decoder.hidden_size < _WIDTH_OF_SEVERAL_THREADS
+        return _STEPS_AT_ONCE if is_short and decoder.plain_head is not None else 1
+
+    def prepare(self, shapes: LayerShapes) -> None:
+        """See `Backend.prepare`."""
+        self._heads = shapes.heads
+
+    def parts(self, num_tokens: int, num_lanes: int) -> tuple[int, int | None]:
+        """See `Backend.parts`.
+
+        A model's own code is one part, as it may keep a state, and ranks that compute together need one order.
+        """
+        size, is_plain = self.decoder.hidden_size, self.decoder.is_plain
+        if is_plain and num_tokens * size >= num_lanes * _NUMBERS_OF_A_LANE:
+            return min(num_lanes, num_tokens), None
+        return 1, None if size >= _WIDTH_OF_SEVERAL_THREADS or not is_plain else 1
+
+    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Tensor:
+        """See `Backend.prefill`."""
+        return prefill_packed(self.decoder, cache, chunks, self._padded(sum(len(chunk.tokens) for chunk in chunks)))
+
+    def attention(self, cache: KVCache, metadata: AttentionMetadata, num_steps: int) -> Sequence[BagAttention]:
+        """See `Backend.attention`."""
+        num_rows = self._padded(len(metadata.tokens))
+        return [BagAttention(cache, metadata, self._heads, num_rows=num_rows, num_steps=num_steps)]
+
+    def decode(self, attention: Sequence[DecodeAttention]) -> Tensor:
+        """See `Backend.decode`."""
+        network = self.decoder.network
+        if network is None:
+            states = [self.decoder(part)[: part.num_queries] for part in attention]
+        else:
+            parts = cast("Sequence[BagAttention]", attention)
+            run = without_python(decode, parts[0].tokens.device)
+            states = [run(network, part.bags)[: part.num_queries] for part in parts]
+        return states[0] if len(states) == 1 else torch.cat(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `Backend.logits`."""
+        padding = self._padded(len(states)) - len(states)
+        return self.decoder.logits(functional.pad(states, (0, 0, 0, padding)))[: len(states)]
+
+    def decode_steps(
+        self, attention: Sequence[DecodeAttention], sampling: SamplingMetadata, numbers: Tensor
+    ) -> list[SampledTokens]:
+        """See `Backend.decode_steps`."""
+        (part,) = cast("Sequence[BagAttention]", attention)
+        network, head = self.decoder.network, self.decoder.plain_head
+        assert network is not None, "`max_steps` said so"
+        assert head is not None, "`max_steps` said so"
+        run = without_python(decode_steps, numbers.device)
+        found = run(network, head, part.bags, part.moves, part.num_moves, sampling, numbers)
+        part.num_moves = min(part.num_moves + len(numbers), len(part.moves.distances[0]))
+        return [SampledTokens(*step) for step in zip(*found, strict=True)]
+
+    def release(self) -> None:
+        """See `Backend.release`; nothing belongs to a cache here."""
+
+    def _padded(self, num_tokens: int) -> int:
+        model = self.decoder.model
+        return filled_up(num_tokens, model.dtype, model.device)
+
+
+class ExactBackend(CPUBackend):
+    """See `Backend`: 32 tokens go through the model at a time, prompts too, in one thread.
+
+    Matrix products round by their size. Here all have the same, so that the bits of a token do not depend on others.
     """
 
-    def __init__(self, pool: BlockPool, queries: Queries, heads: int, *, tile: int, num_steps: int = 1) -> None:
-        self.num_queries = len(queries.tokens)
-        """Without what fills up a tile."""
-        if tile > self.num_queries:
-            queries = queries.lines(np.minimum(np.arange(tile), self.num_queries - 1))
-        self._pool, self._device = pool, pool.keys.device
-        self._heads, self._share = heads, heads // pool.keys.shape[2]
+    @property
+    def max_steps(self) -> int:
+        """See `Backend.max_steps`."""
+        return 1
+
+    def parts(self, num_tokens: int, num_lanes: int) -> tuple[int, int | None]:
+        """See `Backend.parts`; in several threads, a product might round in another way."""
+        return (min(num_lanes, -(-num_tokens // _TILE)) if self.decoder.is_plain else 1), 1
+
+    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Tensor:
+        """See `Backend.prefill`."""
+        queries: list[tuple[int, int, Sequence[Block]]] = []
+        ends: list[int] = []
+        for chunk in chunks:
+            blocks = list(chunk.past)
+            slots = zip(chunk.tokens, chunk.slots, strict=True)
+            for position, (token, (block, _)) in enumerate(slots, chunk.num_past):
+                if not blocks or blocks[-1] is not block:
+                    blocks = [*blocks, block]
+                queries.append((token, position, blocks))
+            ends.append(len(queries) - 1)
+        return self.decode(self.attention(cache, AttentionMetadata.of(queries, cache.block_tokens), 1))[ends]
+
+    def attention(self, cache: KVCache, metadata: AttentionMetadata, num_steps: int) -> Sequence[BagAttention]:
+        """See `Backend.attention`."""
+        tiles = [metadata.lines(slice(start, start + _TILE)) for start in range(0, len(metadata.tokens), _TILE)]
+        return [BagAttention(cache, tile, self._heads, num_rows=_TILE, num_steps=num_steps) for tile in tiles]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `Backend.logits`."""
+        tiles = functional.pad(states, (0, 0, 0, -len(states) % _TILE)).split(_TILE)
+        return torch.cat([self.decoder.logits(tile) for tile in tiles])[: len(states)]
+
+
+class BagAttention:
+    """See `DecodeAttention`: bags for single tokens, which move from step to step.
+
+    Args of the constructor:
+        cache: keys and values.
+        metadata: of the tokens; no two write to the same place.
+        heads: query heads of a layer.
+        num_rows: pad to so many tokens with copies of the last one.
+        num_steps: steps to lay out, the first included. They lie in the block of the first one and in the one behind
+            it; for sequences whose blocks end before, what is computed is of no use.
+    """
+
+    def __init__(
+        self, cache: KVCache, metadata: AttentionMetadata, heads: int, *, num_rows: int = 1, num_steps: int = 1
+    ) -> None:
+        self.num_queries = len(metadata.tokens)
+        metadata = metadata.padded(num_rows)
+        self._cache, self._device = cache, cache.keys.device
+        self._heads, self._share = heads, heads // cache.keys.shape[2]
         self._windows: dict[int, Tensor] = {}
         self._moving: list[tuple[Tensor, Tensor]] = []
         self.num_moves = 0
-        """From step to step, that have been made."""
-        slots, places = queries.ways(num_steps)
-        lines = np.arange(len(queries.tokens))
-        order = np.argsort(-queries.num_blocks, kind="stable")
-        self._bags = Bags(
+        """Moves to the next step that have been made."""
+        columns, offsets = metadata.write_slots(num_steps)
+        order = np.argsort(-metadata.num_blocks, kind="stable")
+        self.bags = Bags(
             # Copies, as they change.
-            tokens=self._tensor(queries.tokens.copy()),
-            position_ids=self._tensor(queries.positions.copy()).unsqueeze(0),
-            keys=pool.keys,
-            key_numbers=pool.key_numbers,
-            values=pool.values,
-            back=None if np.array_equal(order, lines) else self._tensor(np.argsort(order)),
-            **self._write(queries, slots, places),
-            **self._look(queries.lines(order), order, slots[:, order], places[:, order]),
+            tokens=self._tensor(metadata.tokens.copy()),
+            position_ids=self._tensor(metadata.positions.copy()).unsqueeze(0),
+            keys=cache.keys,
+            key_numbers=cache.key_numbers,
+            values=cache.values,
+            back=None if np.array_equal(order, np.arange(len(order))) else self._tensor(np.argsort(order)),
+            **self._written(metadata, columns, offsets),
+            **self._read(metadata.lines(order), order, columns[:, order], offsets[:, order]),
         )
         places_that_move, distances = map(list, zip(*self._moving, strict=True))
         self.moves = Moves(places_that_move, distances, self._newest)
-        """From step to step, all of them."""
-
-    @property
-    def bags(self) -> Bags:
-        """What `attend` works with."""
-        return self._bags
+        """Moves to the next step, all of them."""
 
     @property
     def tokens(self) -> Tensor:
         """[B] int64."""
-        return self._bags.tokens
+        return self.bags.tokens
 
     @property
     def position_ids(self) -> Tensor:
         """[1, B] int64."""
-        return self._bags.position_ids
+        return self.bags.position_ids
 
     @property
-    def has_moves(self) -> bool:
-        """Whether there is a step after this one."""
+    def has_next(self) -> bool:
+        """See `DecodeAttention.has_next`."""
         return self.num_moves < len(self.moves.distances[0])
 
     def advance(self, tokens: Tensor) -> None:
-        """Take the next token of every row: [B] int64."""
+        """See `DecodeAttention.advance`."""
         missing = len(self.tokens) - len(tokens)
-        filled_up = torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
-        advance(self._bags, self.moves, self.num_moves, filled_up)
+        padded = torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
+        advance(self.bags, self.moves, self.num_moves, padded)
         self.num_moves += 1
         self._windows.clear()
 
@@ -95,51 +224,53 @@ class QueryRows:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
         """See `Rows.attend`."""
-        bags, bias = self._bags, self._bias_of(limits.window)
+        bags, bias = self.bags, self._bias_of(limits.window)
         return attend(bags, layer, query, key, value, scaling, limits.softcap, bias).view(query.shape)
 
     def _bias_of(self, window: int | None) -> Tensor:
-        """Return what is added to the scores, [slots of all heads, tokens]: -inf where a query may not look, else 0."""
+        """Return what is added to the scores, [slots of all heads, tokens]: -inf or 0."""
         if window is None:
-            return self._bags.bias
+            return self.bags.bias
         if window not in self._windows:
-            asked = self._bags.asked[self._bags.scored]
+            asked = self.bags.asked[self.bags.scored]
             first = self.position_ids.view(-1)[asked // self._heads].unsqueeze(1) - window + 1
-            places = self._first_positions + torch.arange(self._pool.block_tokens, device=self._device)
-            self._windows[window] = self._bags.bias.masked_fill(places < first, float("-inf"))
+            places = self._first_positions + torch.arange(self._cache.block_tokens, device=self._device)
+            self._windows[window] = self.bags.bias.masked_fill(places < first, float("-inf"))
         return self._windows[window]
 
-    def _write(self, queries: Queries, slots: Integers, places: Integers) -> dict[str, Tensor]:
-        """Say where keys and values go: fields of `Bags`."""
-        kv_heads, dim, size = self._pool.keys.shape[2:]
-        blocks = queries.blocks[np.arange(len(queries.tokens)), slots]
+    def _written(self, metadata: AttentionMetadata, columns: Integers, offsets: Integers) -> dict[str, Tensor]:
+        """Return where keys and values are written to, as fields of `Bags`."""
+        kv_heads, dim, size = self._cache.keys.shape[2:]
+        blocks = metadata.blocks[np.arange(len(metadata.tokens)), columns]
         head = self._tensor(blocks[0])[:, None] * kv_heads + torch.arange(kv_heads, device=self._device)
         number = head[:, :, None] * dim + torch.arange(dim, device=self._device)
-        place = self._tensor(places[0])
-        key_places = (number * size + place[:, None, None]).flatten()
-        value_places = (head * size + place[:, None]).flatten()
+        offset = self._tensor(offsets[0])
+        key_places = (number * size + offset[:, None, None]).flatten()
+        value_places = (head * size + offset[:, None]).flatten()
         self._moving += [
-            (key_places, self._distances(blocks * (kv_heads * dim * size) + places)),
-            (value_places, self._distances(blocks * (kv_heads * size) + places)),
+            (key_places, self._distances(blocks * (kv_heads * dim * size) + offsets)),
+            (value_places, self._distances(blocks * (kv_heads * size) + offsets)),
         ]
         return {"key_places": key_places, "value_places": value_places}
 
-    def _look(self, queries: Queries, lines: Integers, slots: Integers, places: Integers) -> dict[str, Any]:
-        """Lay out what is looked at, in the order (query, head, slot), the longest first, as fields of `Bags`.
+    def _read(
+        self, metadata: AttentionMetadata, lines: Integers, columns: Integers, offsets: Integers
+    ) -> dict[str, Any]:
+        """Return what is attended to, in the order (query, head, slot), the longest first, as fields of `Bags`.
 
-        `lines` says which query each is.
+        `lines` has the number of each query among those of the batch.
         """
-        kv_heads, dim, size = self._pool.keys.shape[2:]
+        kv_heads, dim, size = self._cache.keys.shape[2:]
         heads, head = self._heads, np.arange(self._heads)
-        classes = list(_classes(queries.num_blocks, heads))
-        widths = [int(queries.num_blocks[start:stop].max()) for start, stop in classes]
+        classes = list(_classes(metadata.num_blocks, heads))
+        widths = [int(metadata.num_blocks[start:stop].max()) for start, stop in classes]
         slot = np.arange(max(widths))
-        fills_up = slot >= queries.num_blocks[:, None]
-        # What fills up must be finite too, so it is of the query itself.
-        blocks = np.where(fills_up, queries.blocks[:, :1], queries.blocks[:, : len(slot)])
-        first_positions = queries.first_positions[:, : len(slot)]
-        seen = (queries.positions[:, None] + 1 - first_positions).clip(0, queries.sizes[:, : len(slot)])
-        visible = np.where(fills_up, 0, seen)
+        is_padding = slot >= metadata.num_blocks[:, None]
+        # Padding must be finite, too, so it is of the query's own sequence.
+        blocks = np.where(is_padding, metadata.blocks[:, :1], metadata.blocks[:, : len(slot)])
+        first_positions = metadata.first_positions[:, : len(slot)]
+        seen = (metadata.positions[:, None] + 1 - first_positions).clip(0, metadata.sizes[:, : len(slot)])
+        visible = np.where(is_padding, 0, seen)
 
         def of_slots(numbers: Integers) -> Tensor:
             """[B, slots] or [B, H, slots] -> [slots of all heads, 1] int32, without those that a class has not."""
@@ -155,11 +286,11 @@ class QueryRows:
         counts = np.repeat(widths, [(stop - start) * heads for start, stop in classes])
         ends = counts.cumsum()
         starts = ends - counts
-        bias = self._pool.keys.new_zeros(len(tables), size)
+        bias = self._cache.keys.new_zeros(len(tables), size)
         bias.masked_fill_(within[:size] >= of_slots(visible), float("-inf"))
         self._first_positions = of_slots(first_positions)
-        self._newest = self._tensor((starts + np.repeat(slots[0], heads)) * size + np.repeat(places[0], heads))
-        self._moving.append((self._newest, self._distances(slots * size + places)))
+        self._newest = self._tensor((starts + np.repeat(columns[0], heads)) * size + np.repeat(offsets[0], heads))
+        self._moving.append((self._newest, self._distances(columns * size + offsets)))
         return {
             "asked": self._tensor(np.repeat((lines[:, None] * heads + head).flatten(), counts))[in_memory],
             "key_rows": (tables[in_memory] * dim + within[:dim]).flatten(),

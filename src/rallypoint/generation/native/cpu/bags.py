@@ -9,7 +9,9 @@ rectangles: queries with about as many blocks form a class, whose shorter ones a
     blocks of a     P0 P1 R4          scores     a: P0 P1 R4 --    b: P0 P1 R5 R6           bags of D, a block each
     blocks of b     P0 P1 R5 R6       outputs    a: P0 P1 R4 --    b: P0 P1 R5 R6           a bag for a query each
 
-All of it can be computed without Python, see `rallypoint.generation.script`.
+Here are also whole steps of a plain decoder that work on bags. What Python does between two steps of a small model
+takes as long as half a step, and none of it changes the next token, unless sampling depends on earlier tokens. So all
+of this runs as TorchScript, see `rallypoint.generation.script`.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rallypoint.generation.native.decoder import Linear, Network, after_attention, before_attention, enter, linear, norm
+from rallypoint.generation.sampler import SamplingMetadata, sample_tokens
 from rallypoint.models.head import soft_capped
 
 
@@ -121,3 +125,50 @@ def attend(
 def _sums(table: Tensor, rows: Tensor, bags: Tensor, weights: Tensor) -> Tensor:
     """Return weighted sums of rows of a table; `bags` says where the rows of each begin: [bags, numbers of a row]."""
     return torch.embedding_bag(table, rows, bags, False, 0, False, weights.view(-1))[0]
+
+
+def decode(network: Network, bags: Bags) -> Tensor:
+    """Send one token of each row through a network: its last hidden states, [B, E]."""
+    states, cos, sin = enter(network, bags.tokens, bags.position_ids)
+    for index, layer in enumerate(network.layers):
+        turned, value = before_attention(network, layer, states, cos, sin)
+        query, key = turned[:, : network.num_heads], turned[:, network.num_heads :]
+        attended = attend(bags, index, query, key, value, network.scaling, None, bags.bias)
+        states = after_attention(network, layer, states, attended)
+    return norm(states, network.norm, network.eps)
+
+
+def decode_steps(
+    network: Network,
+    head: Linear,
+    bags: Bags,
+    moves: Moves,
+    num_moves: int,
+    sampling: SamplingMetadata,
+    numbers: Tensor,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Sample some tokens of each row; return the fields of `SampledTokens`, for each step.
+
+    Args:
+        network: without its head.
+        head: the layer behind it.
+        bags: what the rows attend to now, padded with the last row; they are advanced as long as there are moves.
+        moves: of the bags, from step to step.
+        num_moves: moves that have been made.
+        sampling: of the rows.
+        numbers: [steps, B] float64 in [0, 1).
+    """
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    sampled_logprobs: list[Tensor] = []
+    num_rows = numbers.shape[1]
+    num_padding = bags.tokens.shape[0] - num_rows
+    for step in range(numbers.shape[0]):
+        logits = linear(head, decode(network, bags))[:num_rows]
+        drawn, logprob, sampled_logprob = sample_tokens(logits, sampling, numbers[step], None)
+        tokens.append(drawn)
+        logprobs.append(logprob)
+        sampled_logprobs.append(sampled_logprob)
+        if num_moves + step < moves.distances[0].shape[0]:
+            advance(bags, moves, num_moves + step, torch.cat([drawn, drawn[-1:].expand(num_padding)]))
+    return tokens, logprobs, sampled_logprobs

@@ -43,15 +43,15 @@ _borrow("rallypoint.config", _PACKAGE / "config")
 _borrow("rallypoint.generation", _PACKAGE / "generation")
 _borrow("rallypoint.generation.vllm", _PACKAGE / "generation" / "vllm")
 
-from rallypoint.generation.vllm.sampler import DrawnRows  # noqa: E402 - only now can it be found
+from rallypoint.generation.vllm.sampler import BatchSampler  # noqa: E402 - only now can it be found
 
 
 class Drawn(LogitsProcessor):
-    """Draws the token of every request by the request's own random numbers; see `rows.DrawnRows`."""
+    """Draws the token of every request by the request's own random numbers; see `sampler.BatchSampler`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
-        self._rows = DrawnRows(device)
+        self._rows = BatchSampler(device)
         self._beat = _heartbeat()
 
     @classmethod

@@ -13,10 +13,10 @@ from recorded import NoLooks, Tapes
 from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from rallypoint.generation import NativeEngine, Request, Rules, SamplingParams, generate, stream
-from rallypoint.generation.native.block_tables import Queries
-from rallypoint.generation.native.kv_cache import CacheRoom
-from rallypoint.generation.native.model_runner import Passes
+from rallypoint.generation import NativeEngine, Request, SamplingMetadata, SamplingParams, generate, stream
+from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
+from rallypoint.generation.native.block_manager import AttentionMetadata, Block, BlockManager
+from rallypoint.generation.native.kv_cache import KVCache
 from rallypoint.model_files import load_policy
 
 LENGTHS = [3, 9, 1, 40, 5, 33]
@@ -45,10 +45,6 @@ def assert_same(found, expected, tolerance=1e-5):
         torch.testing.assert_close(found[name][1], logprobs, rtol=1e-4, atol=tolerance)
 
 
-def in_pages(model, capture=None):
-    return Passes(model, is_exact=False, in_pages=True, capture=capture)
-
-
 @pytest.fixture(scope="module", params=["gemma2", "llama", "qwen3"])
 def model(request, tmp_path_factory):
     """Of Gemma 2, layers have windows and softcaps, and it goes through its own code."""
@@ -74,18 +70,20 @@ def test_tokens_are_those_of_the_usual_way(model, make_prompts, params, dtype, w
     model = copy.deepcopy(model).to(dtype)
     prompts, asked = make_prompts(LENGTHS), dataclasses.replace(params, max_new_tokens=45, **way)
     expected = generate(NativeEngine(model), prompts, asked, version=0)
-    assert_same(generate(NativeEngine(model, passes=in_pages(model)), prompts, asked, version=0), expected)
-    little = NativeEngine(model, passes=in_pages(model), max_rows=5, cache_tokens=480)
+    assert_same(generate(NativeEngine(model, backend=AcceleratorBackend(model)), prompts, asked, version=0), expected)
+    little = NativeEngine(model, backend=AcceleratorBackend(model), max_rows=5, cache_tokens=480)
     assert_same(generate(little, prompts, asked, version=0), expected)
 
 
-def some_rows(passes, lengths=(3, 40, 9), num_steps=16):
-    """Rows of some lengths in a pool, laid out: each has a block more than its tokens need."""
-    pool = passes.make_pool(CacheRoom.of(1280), 32)
-    rows = [[pool.private() for _ in range(2 + length // 32)] for length in lengths]
-    pool.clean()
+def some_rows(backend, lengths=(3, 40, 9), num_steps=16):
+    """Sequences of some lengths in a cache, laid out: each has a block more than its tokens need."""
+    shapes = backend.decoder.probe()
+    backend.prepare(shapes)
+    cache, manager = KVCache(40, shapes), BlockManager(40)
+    rows = [[manager.allocate() for _ in range(2 + length // 32)] for length in lengths]
+    cache.zero(manager.take_new())
     queries = [(5 + row, lengths[row] - 1, blocks) for row, blocks in enumerate(rows)]
-    (layout,) = passes.lay_out(pool, Queries.of(queries, 32), num_steps)
+    (layout,) = backend.attention(cache, AttentionMetadata.of(queries), num_steps)
     return layout
 
 
@@ -96,10 +94,13 @@ def some_numbers(num_steps, num_rows=3):
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @torch.no_grad()
 def test_the_host_does_not_wait_between_two_tokens(model, way):
-    passes, rules = in_pages(model), Rules.of([SamplingParams(max_new_tokens=9, **way)] * 3, torch.device("cpu"))
-    layout = some_rows(passes)
+    backend, sampling = (
+        AcceleratorBackend(model),
+        SamplingMetadata.of([SamplingParams(max_new_tokens=9, **way)] * 3, torch.device("cpu")),
+    )
+    layout = some_rows(backend)
     with NoLooks() as looks:
-        draws = passes.draw_ahead([layout], rules, some_numbers(8))
+        draws = backend.decode_steps([layout], sampling, some_numbers(8))
     assert looks.num > 8 * 20
     assert len(draws) == 8
     assert layout.num_moves == 8
@@ -112,11 +113,11 @@ def test_replayed_steps_draw_what_steps_draw(plain, way, is_mixed):
     """Five calls of three steps each; the first captures."""
     params = [SamplingParams(max_new_tokens=9, **way)] * 3
     params[2] = dataclasses.replace(params[2], temperature=params[2].temperature and 0.8) if is_mixed else params[2]
-    rules, found, tapes = Rules.of(params, torch.device("cpu")), [], Tapes()
+    sampling, found, tapes = SamplingMetadata.of(params, torch.device("cpu")), [], Tapes()
     for capture in (None, tapes):
-        passes = in_pages(plain, capture)
-        layout = some_rows(passes)
-        draws = [draw for part in some_numbers(15).split(3) for draw in passes.draw_ahead([layout], rules, part)]
+        backend = AcceleratorBackend(plain, capture)
+        layout = some_rows(backend)
+        draws = [draw for part in some_numbers(15).split(3) for draw in backend.decode_steps([layout], sampling, part)]
         found.append([torch.stack(drawn) for drawn in zip(*draws, strict=True)])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert (len(tapes.made), tapes.num_replays) == (1, 2 + 14)
@@ -125,7 +126,7 @@ def test_replayed_steps_draw_what_steps_draw(plain, way, is_mixed):
 def test_what_was_captured_serves_later_rows(plain, make_prompts, params):
     """Rows leave, join, and are set back; those of one number of rows and blocks have one graph."""
     tapes, asked = Tapes(), dataclasses.replace(params, max_new_tokens=60)
-    engine = NativeEngine(plain, passes=in_pages(plain, tapes), cache_tokens=960)
+    engine = NativeEngine(plain, backend=AcceleratorBackend(plain, tapes), cache_tokens=960)
     for first in (7, 20):
         prompts = make_prompts(LENGTHS, first=first)
         assert_same(
@@ -139,7 +140,7 @@ def test_an_engine_that_keeps_its_memory_asleep_captures_no_step_again(plain, ma
     """New weights are in place of the old ones; prompts are unknown when it wakes, as to an engine that begins."""
     model, tapes, prompts = copy.deepcopy(plain), Tapes(), make_prompts(LENGTHS)
     asked = dataclasses.replace(params, stop_tokens=())  # as many rows and blocks in each version
-    engine = NativeEngine(model, passes=in_pages(model, tapes), keeps_memory=keeps_memory)
+    engine = NativeEngine(model, backend=AcceleratorBackend(model, tapes), keeps_memory=keeps_memory)
     num_captured = []
     for version in range(3):
         expected = generate(NativeEngine(model), prompts, asked, version=0)
@@ -158,7 +159,7 @@ def test_an_engine_that_keeps_its_memory_asleep_captures_no_step_again(plain, ma
 def test_weights_that_change_in_place_are_replayed_and_those_that_move_are_captured_anew(plain, make_prompts, params):
     model, tapes, prompts = copy.deepcopy(plain), Tapes(), make_prompts([4, 4])
     asked = dataclasses.replace(params, stop_tokens=(), group_size=1)
-    engine = NativeEngine(model, passes=in_pages(model, tapes))
+    engine = NativeEngine(model, backend=AcceleratorBackend(model, tapes))
     generate(engine, prompts, asked, version=0)
     num = len(tapes.made)
     for version, moves in enumerate((False, True), 1):
@@ -176,16 +177,17 @@ def test_weights_that_change_in_place_are_replayed_and_those_that_move_are_captu
 
 
 @torch.no_grad()
-def test_rows_whose_board_others_take_go_on_by_themselves(plain):
-    tapes, rules = Tapes(), Rules.of([SamplingParams(max_new_tokens=9)] * 3, torch.device("cpu"))
-    alone, passes = in_pages(plain), in_pages(plain, tapes)
-    expected = [alone.draw_ahead([layout], rules, some_numbers(6)) for layout in (some_rows(alone), some_rows(alone))]
-    one = some_rows(passes)
-    found = passes.draw_ahead([one], rules, some_numbers(6)[:3])
-    passes.draw_ahead(
-        [passes.lay_out(one.pool, Queries.of([(1, 0, [one.pool.private()])] * 3, 32), 9)[0]], rules, some_numbers(6)
-    )
-    found += passes.draw_ahead([one], rules, some_numbers(6)[3:])
+def test_a_batch_whose_buffers_another_one_takes_goes_on_by_itself(plain):
+    tapes, sampling = Tapes(), SamplingMetadata.of([SamplingParams(max_new_tokens=9)] * 3, torch.device("cpu"))
+    alone, backend = AcceleratorBackend(plain), AcceleratorBackend(plain, tapes)
+    expected = [
+        alone.decode_steps([layout], sampling, some_numbers(6)) for layout in (some_rows(alone), some_rows(alone))
+    ]
+    one = some_rows(backend)
+    found = backend.decode_steps([one], sampling, some_numbers(6)[:3])
+    other = backend.attention(one.cache, AttentionMetadata.of([(1, 0, [Block(39)])] * 3), 9)
+    backend.decode_steps(other, sampling, some_numbers(6))
+    found += backend.decode_steps([one], sampling, some_numbers(6)[3:])
     assert torch.equal(
         torch.stack([draws.tokens for draws in found]), torch.stack([draws.tokens for draws in expected[0]])
     )
@@ -216,7 +218,7 @@ def test_where_capturing_fails_steps_go_on_as_usual_and_the_log_says_so(
     plain, make_prompts, params, caplog, capture, reason
 ):
     prompts = make_prompts(LENGTHS)
-    engine = NativeEngine(plain, passes=in_pages(plain, capture))
+    engine = NativeEngine(plain, backend=AcceleratorBackend(plain, capture))
     with caplog.at_level(logging.WARNING):
         found = generate(engine, prompts, params, version=0)
     assert_same(found, generate(NativeEngine(plain), prompts, params, version=0))
@@ -225,9 +227,9 @@ def test_where_capturing_fails_steps_go_on_as_usual_and_the_log_says_so(
 
 
 def test_a_sleeping_engine_holds_no_memory_of_its_blocks(plain, make_prompts, params):
-    engine = NativeEngine(plain, passes=in_pages(plain, Tapes()))
+    engine = NativeEngine(plain, backend=AcceleratorBackend(plain, Tapes()))
     generate(engine, make_prompts(LENGTHS), params, version=0)
-    memory = weakref.ref(engine._pool)
+    memory = weakref.ref(engine._runner.cache)
     engine.sleep()
     gc.collect()
     assert memory() is None
@@ -236,7 +238,7 @@ def test_a_sleeping_engine_holds_no_memory_of_its_blocks(plain, make_prompts, pa
 
 
 def test_whoever_reads_along_gets_every_token_by_itself(plain, params):
-    engine = NativeEngine(plain, passes=in_pages(plain, Tapes()))
+    engine = NativeEngine(plain, backend=AcceleratorBackend(plain, Tapes()))
     asked = dataclasses.replace(params, stop_tokens=(), max_new_tokens=9)
     request = Request(tokens=(3, 4, 5), params=asked, streamed=True)
     assert [len(output.tokens) for output in stream(engine, request)] == [1] * 9
