@@ -22,6 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ignored under nohup, and the programs that tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# readline sets them in the process that starts workers, and a program in a terminal would ignore the terminal's size.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # Processes of Ray import the test that they belong to, with what it imports.
 paths = (str(Path(__file__).with_name("shared")), os.environ.get("PYTHONPATH"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import assert_type
 
 from rallypoint.cluster import (
-    Call, Host, Layout, Rule, WorkerContext, WorkerGroup, broadcast, collect, dispatched, first_rank, scatter, shard,
+    Call, Layout, Process, Rule, WorkerContext, WorkerGroup, broadcast, collect, dispatched, first_rank, scatter, shard,
 )
 
 @dataclass
@@ -57,9 +57,9 @@ class Critic:
     @shard
     def train(self, batch: Batch, values: Values) -> None: ...
 
-async def right(hosts: Sequence[Host], batch: Batch) -> None:
-    actor = await WorkerGroup.create(Layout("actor", hosts), Actor, "model", seed=1)
-    critic = await WorkerGroup.create(Layout("critic", hosts), Critic)
+async def right(processes: Sequence[Process], batch: Batch) -> None:
+    actor = await WorkerGroup.create(Layout("actor", processes), Actor, "model", seed=1)
+    critic = await WorkerGroup.create(Layout("critic", processes), Critic)
     assert_type(actor, WorkerGroup[Actor])
     assert_type(actor.call(Actor.logprobs, batch), Call[Values])
     assert_type(await actor.call(Actor.logprobs, batch, temperature=0.5), Values)
@@ -76,7 +76,9 @@ async def right(hosts: Sequence[Host], batch: Batch) -> None:
     await critic.call(Critic.train, batch, values.reference)
     await critic.call(Critic.train, batch, values=await values)
 
-async def wrong(actor: WorkerGroup[Actor], critic: WorkerGroup[Critic], hosts: Sequence[Host], batch: Batch) -> None:
+async def wrong(
+    actor: WorkerGroup[Actor], critic: WorkerGroup[Critic], processes: Sequence[Process], batch: Batch
+) -> None:
     values = actor.call(Actor.logprobs, batch)
     await actor.call(Actor.logprob, batch)  # error: misspelt method
     await actor.call(Actor.logprobs)  # error: missing argument
@@ -94,9 +96,9 @@ async def wrong(actor: WorkerGroup[Actor], critic: WorkerGroup[Critic], hosts: S
     values.numbers  # error: a call has no field of its result
     (await actor.call(Actor.metrics)).keys()  # error: one for each rank
     number: int = await actor.call(Actor.mine, 3)  # error: the result is a str
-    await WorkerGroup.create(Layout("actor", hosts), Actor)  # error: constructor without its argument
-    await WorkerGroup.create(Layout("actor", hosts), Actor, "model", seed="0")  # error: wrong constructor argument
-    await WorkerGroup.create(Layout("actor", hosts), Actor, 3)  # error: wrong constructor argument
+    await WorkerGroup.create(Layout("actor", processes), Actor)  # error: constructor without its argument
+    await WorkerGroup.create(Layout("actor", processes), Actor, "model", seed="0")  # error: wrong constructor argument
+    await WorkerGroup.create(Layout("actor", processes), Actor, 3)  # error: wrong constructor argument
 '''
 
 

@@ -15,6 +15,7 @@ from rallypoint import generation, models
 from rallypoint.config import CreateModelConfig, RunConfig, load_config
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
+from rallypoint.generation import native
 from rallypoint.model_files import create_model, load_critic, load_policy
 from rallypoint.models import PackedRows, trained_weights
 from rallypoint.observability.flops import flops_of
@@ -112,8 +113,8 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(here: Path, changes:
         ("_QUERIES_PER_BLOCK", models, "_QUERIES_PER_BLOCK"),
         ("_QUERIES_PER_BLOCK_IN_HALF", models, "_QUERIES_PER_BLOCK_IN_HALF"),
         ("_ALIGNMENT", models, "_ALIGNMENT"),
-        ("BLOCK_TOKENS", generation, "BLOCK_TOKENS"),
-        ("_PREFILL_TOKENS", generation, "_PREFILL_TOKENS"),
+        ("BLOCK_TOKENS", native, "BLOCK_TOKENS"),
+        ("_PREFILL_TOKENS", native, "_PREFILL_TOKENS"),
         ("_KEPT_LOGITS_BYTES", models, "KEPT_BYTES"),
         ("_KEPT_LOGITS_BYTES_ON_ACCELERATORS", models, "KEPT_BYTES_ON_ACCELERATORS"),
         ("_CHUNK_BYTES_ON_ACCELERATORS", models, "CHUNK_BYTES_ON_ACCELERATORS"),
