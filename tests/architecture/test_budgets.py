@@ -20,7 +20,7 @@ EXCEPTIONS: dict[str, str] = {}
 """`path` or `path:function` -> why it may be longer."""
 
 BROAD: dict[str, str] = {
-    "cluster/process.py:_execute": "whatever a worker raises must reach the driver with its traceback",
+    "cluster/process.py:_work": "whatever a worker raises must reach the driver with its traceback",
     "cluster/ray_cluster.py:start_local": "whatever keeps Ray from starting, nothing of it may stay",
     "cluster/ray_thread.py:_run": "raised again in the thread that asked",
     "cluster/inline.py:_run": "raised again where the result is awaited",

@@ -1,6 +1,7 @@
 """Ray's own processes are stopped and killed under a program; it says which, ends, and with its own status."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,39 @@ if is_held_by_ray():
 sys.exit(7)
 """
 
+STARTS = """
+import asyncio, os, signal, sys, time
+from pathlib import Path
+from rallypoint.cluster import Layout, ResourcePool, WorkerGroup, is_held_by_ray, open_runtime
+from rallypoint.errors import RallyError
+from echoing import Echo
+
+async def main(folder, moment):
+    runtime = open_runtime("ray", log_folder=folder, object_store_gib=0.2, say=print)
+    pid = next(one.pid for one in runtime._cluster.daemons._processes if one.name == "GCS")
+    if moment == "placement":
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        processes = await runtime.processes(ResourcePool([1], num_cpus=0.1))
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        runtime.open_rendezvous("the program")
+    except RallyError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    print("after", round(time.monotonic() - began), "s", flush=True)
+    await runtime.shutdown()
+    try:
+        open_runtime("ray", log_folder=folder)
+    except RallyError as error:
+        print(f"again: {error}", flush=True)
+    await open_runtime("inline", log_folder=folder).shutdown()
+    print("left", flush=True)
+
+asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+os._exit(7 if is_held_by_ray() else 0)
+"""
+
 WORKERS = """
 import numpy as np
 from rallypoint.cluster import WorkerContext, collect
@@ -62,10 +96,15 @@ class Echo:
 
 def run_program(folder: Path, victim: str, how: signal.Signals) -> tuple[int, str]:
     """Run a program that stops or kills one of its Ray's processes; return its status and what it printed."""
-    (folder / "program.py").write_text(PROGRAM)
+    return run(folder, PROGRAM, victim, how.name)
+
+
+def run(folder: Path, program: str, *args: str) -> tuple[int, str]:
+    """Run a program with arguments; return its status and what it printed."""
+    (folder / "program.py").write_text(program)
     (folder / "echoing.py").write_text(WORKERS)
     done = subprocess.run(
-        [sys.executable, "program.py", str(folder / "logs"), victim, how.name],
+        [sys.executable, "program.py", str(folder / "logs"), *args],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
@@ -94,4 +133,16 @@ def test_without_a_gcs_the_work_goes_on_to_its_end_and_that_is_said(tmp_path, ho
     assert printed.count("answered\n") == 5, printed
     assert "Error" not in printed
     assert printed.endswith("left\n"), printed
+    assert status == 7
+
+
+@pytest.mark.parametrize("moment", ["placement", "rendezvous"])
+def test_a_gcs_that_is_lost_while_a_program_starts_is_named_in_seconds_and_a_second_start_is_told_what_to_do(
+    tmp_path, moment
+):
+    status, printed = run(tmp_path, STARTS, moment)
+    assert re.search(r"RayLostError: Ray's GCS \(pid \d+\) was killed by signal 9; this program", printed), printed
+    assert int(printed.partition("after ")[2].split()[0]) < 20
+    assert "again: this process is tied to a Ray that was lost, until it ends: start a new one" in printed
+    assert printed.endswith("left\n"), "without Ray a second run works"
     assert status == 7

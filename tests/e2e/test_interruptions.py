@@ -1,8 +1,10 @@
 """What is killed or interrupted goes on as if nothing had happened."""
 
+import contextlib
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -250,3 +252,36 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
     assert "changed since step 2, the weights are others from here on: actor.clip_low=0.1 (was 0.2)" in printed
     assert load_config(str(run.path)).config.trainer.num_steps == 3
     assert Start.read(run).overrides[-2:] == ("trainer.num_steps=3", "actor.clip_low=0.1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the raylet is looked up in /proc")
+def test_ctrl_c_on_a_raylet_that_is_stopped_is_answered_at_once_and_ends_the_run_in_seconds(runs):
+    process = runs.start("train", "digits", *runs.overrides("stopped", *LONG, "cluster.runtime=ray"))
+    wait_for("stopped", "step  3/12", process)
+    (raylet,) = [pid for pid in children_of(process.pid) if comm_of(pid) == "raylet"]
+    os.kill(raylet, signal.SIGSTOP)
+    time.sleep(5)  # the step under way comes to its next call with data
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    printed = process.stdout.read()
+    assert process.wait(60) == 1
+    assert time.monotonic() - began < 30, "the limit is a minute"
+    assert re.search(r"interrupted: waiting for Ray .*is stopped|Ctrl-C: what is under way", printed), printed
+    assert f"Ray's raylet (pid {raylet}) is stopped" in printed
+    assert "--resume" in printed
+
+
+def children_of(parent):
+    """Process ids of the children of a process."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(name))
+    return found
+
+
+def comm_of(pid):
+    """Name of the program that a process runs."""
+    with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
+        return file.read().strip()

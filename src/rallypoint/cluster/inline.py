@@ -28,6 +28,7 @@ from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse, WorkerProcess
 from rallypoint.cluster.reference import detach
+from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.cluster.watch import Vigil, Watchdog
 from rallypoint.errors import RallyError, WorkerDiedError
 
@@ -196,6 +197,13 @@ class InlineRuntime:
         vigil = Vigil(processes=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder, say=say)
         self.watch = Watchdog(vigil)
         """Looks after the calls of all processes."""
+
+    def hurry(self) -> None:
+        """See `Runtime.hurry`; nothing here waits for anybody else's processes."""
+
+    def open_rendezvous(self, scope: str) -> Rendezvous:
+        """See `Runtime.open_rendezvous`: in memory."""
+        return open_rendezvous("memory", scope)
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`; threads always fit."""

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from rallypoint.cluster.call import Process
+from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import PlacementError
 
 ProcessT = TypeVar("ProcessT")
@@ -215,7 +216,19 @@ class Runtime(Protocol):
 
     @property
     def head(self) -> str | None:
-        """Address of the cluster's head; None when everything is on this machine."""
+        """Address of the cluster's head; None if everything is on this machine."""
+        ...
+
+    def hurry(self) -> None:
+        """Wait only seconds for what does not answer: the user wants the end. Safe in signal handlers."""
+        ...
+
+    def open_rendezvous(self, scope: str) -> Rendezvous:
+        """Open the rendezvous that suits these processes; the driver closes it.
+
+        Args:
+            scope: the run's unique id.
+        """
         ...
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:

@@ -208,23 +208,33 @@ class WorkerProcess:
         with self._lock:
             self._cancelled.add(number)
             if self._running is not None and self._running.number == number:
-                _raise_in(self._thread, CallCancelledError)
+                _raise_in(self._thread, _CancelledError)
 
     def _tick(self) -> None:
         self._progress += 1
 
     def _execute(self, invocation: Invocation, work: Callable[[], ResultT]) -> ResultT:
-        """Say what is being done, do it, and turn what it raises into an error that crosses processes."""
+        """Do some work that the driver can cancel.
+
+        Raises:
+            CallCancelledError: the driver no longer waits for it.
+            WorkerError: it raised.
+        """
+        try:
+            return self._work(invocation, work)
+        except _CancelledError:
+            raise CallCancelledError(str(invocation)) from None
+
+    def _work(self, invocation: Invocation, work: Callable[[], ResultT]) -> ResultT:
+        """Note what is done, do it, and turn what it raises into an error that crosses processes."""
         try:
             with self._lock:
                 if invocation.number in self._cancelled:
-                    raise CallCancelledError  # noqa: TRY301 - as if it had been stopped at its first line
+                    raise _CancelledError  # noqa: TRY301 - as if it had been stopped at its first line
                 self._running, self._thread = invocation, threading.get_ident()
             self._tick()
             return work()
-        except CallCancelledError:
-            raise CallCancelledError(str(invocation)) from None
-        except SystemExit:  # who asks for the end of the process gets it
+        except (_CancelledError, SystemExit):  # a worker that ends its process may do so
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is must reach the driver with its traceback
             raise _report(invocation, error) from None
@@ -234,6 +244,10 @@ class WorkerProcess:
                 self._cancelled.discard(invocation.number)
                 _raise_in(threading.get_ident(), None)  # what did not arrive in time must not hit the next call
             self._tick()
+
+
+class _CancelledError(BaseException):
+    """Thrown into the thread of a cancelled call. No Exception, so that a worker's handlers do not swallow it."""
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

@@ -1,10 +1,9 @@
 """How rallypoint starts, joins and leaves Ray.
 
-Owns every setting of Ray that we make (docs/decisions/0010-ray-settings.md says why) and the promise that a cluster
-of our own leaves nothing behind, and one that we joined is left as it was found. It must not know what runs on the
-cluster: pools, groups and roles come on top.
+Owns every setting of Ray that we make (docs/decisions/0010-ray-settings.md says why) and a promise: a cluster of our
+own leaves nothing behind, and a joined one is left as it was found. Must not know what runs on the cluster.
 
-Better imported before ray is: two of Ray's settings are read when ray is imported.
+Import it before ray: two of Ray's settings are read when ray is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
@@ -32,7 +30,8 @@ from typing import Any, Self
 from rallypoint.cluster import ray_probe, reaper
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.cluster.ray_daemons import RayDaemons
-from rallypoint.cluster.ray_thread import RayThread
+from rallypoint.cluster.ray_thread import RayThread, is_held_by_ray
+from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import ClusterError
 
 
@@ -40,27 +39,22 @@ from rallypoint.errors import ClusterError
 def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables of the environment, or remove those that are None, and put everything back at the end."""
     before = {name: os.environ.get(name) for name in changes}
-    _change_environment(changes)
+    _set(changes)
     try:
         yield
     finally:
-        _change_environment(before)
+        _set(before)
 
 
-def _change_environment(changes: Mapping[str, str | None]) -> None:
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name in variables:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
-_READ_AT_IMPORT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-}
-"""A cluster that Ray starts is for this machine alone, so that everything in it listens on loopback; and no line of
-Ray's own (a worker died, a node was lost) is printed into the user's screen: we say it, where it matters."""
+_READ_AT_IMPORT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+"""A cluster that we start is for this machine alone: everything in it listens on loopback. And Ray prints no lines of
+its own (a worker died, a node was lost) onto the user's screen: we say it where it matters."""
 
 with _environment(_READ_AT_IMPORT), warnings.catch_warnings():
     logging.disable(logging.INFO)  # in a notebook it speaks of widgets
@@ -295,6 +289,11 @@ class _OwnCluster:
 
 
 def _check_that_ray_is_free() -> None:
+    if is_held_by_ray():
+        raise ClusterError(
+            "this process is tied to a Ray that was lost, until it ends: start a new one (in a notebook, restart the "
+            "kernel), or go on without Ray by cluster.runtime=inline"
+        )
     if ray.is_initialized():
         raise ClusterError(
             "this process is in a Ray cluster already, and can be in one only: call ray.shutdown() first"
@@ -351,7 +350,7 @@ def _token_environment() -> dict[str, str | None]:
 
 
 def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: float) -> str:
-    """Have the cluster probed, and return its address; the wait has a voice, and an end."""
+    """Have the cluster probed, and return its address; the wait has an end."""
     with _environment({**_READ_AT_IMPORT, **token}):
         probe = subprocess.Popen(
             [sys.executable, "-P", ray_probe.__file__, address],
@@ -360,22 +359,23 @@ def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: flo
             stderr=subprocess.PIPE,
             text=True,
         )
-    deadline = time.monotonic() + timeout_s
-    voice_every_s = min(_VOICE_EVERY_S, timeout_s / 3)
+    waiting = Wait(
+        f"the Ray cluster at {address} to answer", timeout_s, say, every_s=min(_VOICE_EVERY_S, timeout_s / 3)
+    )
     while True:
         try:
-            said, complaints = probe.communicate(timeout=max(0.0, min(voice_every_s, deadline - time.monotonic())))
+            said, complaints = probe.communicate(timeout=waiting.pause_s)
             break
         except subprocess.TimeoutExpired:
-            left_s = max(0.0, deadline - time.monotonic())
-            state = f"the Ray cluster at {address} has not answered for {timeout_s - left_s:.0f} s"
-            if not left_s:
+            waiting.look()
+            if waiting.is_over:
                 probe.kill()
                 probe.communicate()
                 raise ClusterError(
-                    f"{state}: it is frozen, or the port is somebody else's (the one that ray start names is right)"
+                    f"the Ray cluster at {address} has not answered for {waiting.waited_s:.0f} s: it is frozen, "
+                    "or the port is somebody else's (the one that ray start names is right)"
                 ) from None
-            say(f"{state}; waiting for {left_s:.0f} s more")
+            waiting.say_if_due()
     try:
         answer = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):

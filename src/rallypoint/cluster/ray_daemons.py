@@ -26,14 +26,14 @@ _LOG_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one of Ray's own processes."""
+    """What is wrong with one of Ray's daemons."""
 
     what: str
     """As in "Ray's raylet (pid 12) was killed by signal 9"."""
-    is_fatal: bool
-    """Whether nothing can go on. A process that is stopped may still be continued."""
-    ends_calls: bool
-    """Whether workers need it for their calls; without a GCS those who are there work on."""
+    is_gone: bool
+    """Whether it is gone for good; one that is stopped may still be continued."""
+    is_raylet: bool
+    """Whether it is the raylet, which workers need for their calls; without a GCS those that run work on."""
 
     def __str__(self) -> str:
         return self.what
@@ -72,7 +72,7 @@ class RayDaemons:
                 is_gone = how != "is stopped"
                 reason = self._reason() if one.is_raylet and is_gone else ""
                 what = f"Ray's {one.name} (pid {one.pid}) {how}{reason}"
-                return Fault(what, is_fatal=one.is_raylet and is_gone, ends_calls=one.is_raylet)
+                return Fault(what, is_gone, one.is_raylet)
         return None
 
     def wait_for_raylet(self) -> None:
@@ -91,7 +91,7 @@ class RayDaemons:
     def why_workers_ended(self) -> str:
         """Return why all workers of this machine ended at once, as far as is known."""
         found = self.fault()
-        return found.what if found is not None and found.ends_calls else f"Ray's raylet is ending{self._reason()}"
+        return found.what if found is not None and found.is_raylet else f"Ray's raylet is ending{self._reason()}"
 
     def _reason(self) -> str:
         """Return what the raylet wrote about its end; it ends itself if one of the agents does that it started."""

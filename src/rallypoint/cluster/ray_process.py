@@ -185,15 +185,14 @@ class RayProcess:
         return RayPending(invocation, self, handle)
 
     def _send(self, invocation: Invocation, send: Callable[[], ray.ObjectRef]) -> ray.ObjectRef:
-        return self.runtime.ray_thread.ask(f"Ray to take the arguments of {invocation}", send)
+        return self.runtime.ray_thread.ask(f"Ray to take the arguments of {invocation}", send, needs_gcs=False)
 
     def share(self, value: Any) -> Any:
         """See `Process.share`; what is small travels with the call, which takes Ray less time."""
         if not _is_large(value):
             return value
-        return Fetch(
-            (self.runtime.ray_thread.ask("Ray to take an argument of several ranks", lambda: ray.put(value)),), _only
-        )
+        what = "Ray to take an argument of several ranks"
+        return Fetch((self.runtime.ray_thread.ask(what, lambda: ray.put(value), needs_gcs=False),), _only)
 
     def pulse(self) -> Future[Pulse]:
         """See `Process.pulse`."""

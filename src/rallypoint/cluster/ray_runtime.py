@@ -1,7 +1,7 @@
 """The runtime on Ray: every process of a pool is a Ray actor in a placement group.
 
-Ray places, starts and connects. What is added here: what cannot fit says so at once, waiting has a voice, errors
-name role, rank and call, and what hangs is found.
+Ray places, starts and connects. Added here: a pool that cannot fit is refused at once, waits say what they wait for,
+errors name role, rank and call, and processes that hang are found.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ from rallypoint.cluster.capacity import Node, advice, amounts_text, misfit, tabl
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import ProcessInfo
 from rallypoint.cluster.ray_process import RayActor, RayProcess, luggage, on_node
+from rallypoint.cluster.rendezvous import LEASE_S, Rendezvous
+from rallypoint.cluster.rendezvous.ray import RayRooms
 from rallypoint.cluster.stacks import stacks_of
+from rallypoint.cluster.waiting import Wait
 from rallypoint.cluster.watch import Vigil, Watchdog
 from rallypoint.errors import PlacementError, RayLostError
 
 AnswerT = TypeVar("AnswerT")
 
-_STACKS_TIMEOUT_S = 20.0
+_LOOK_S, _STACKS_TIMEOUT_S = 1.0, 20.0
 _SIGNS_OF_A_LOST_NODE = ("node has died", "node has crashed", "Node died")
 """In what Ray says about the end of a process. It says that the owner, which is the driver, died with its node."""
 
@@ -71,7 +74,7 @@ class RayRuntime:
             silence_s: how long a process may give no sign of life during a call.
             preload: modules that every process imports as soon as it is there.
             say: called, from any thread, with one line or a table about everything that is waited for.
-            voice_every_s: how often a pool that waits says so.
+            voice_every_s: seconds between two lines about a pool that waits.
         """
         self._cluster, self._timeout_s, self._preload, self._say = cluster, placement_timeout_s, tuple(preload), say
         self._voice_every_s = voice_every_s
@@ -96,6 +99,14 @@ class RayRuntime:
     def head(self) -> str | None:
         """See `Runtime.head`."""
         return None if self._cluster.is_local else self._cluster.address.rpartition(":")[0]
+
+    def hurry(self) -> None:
+        """See `Runtime.hurry`."""
+        self.ray_thread.hurry()
+
+    def open_rendezvous(self, scope: str) -> Rendezvous:
+        """See `Runtime.open_rendezvous`: in a named Ray actor."""
+        return Rendezvous(RayRooms.open(scope, LEASE_S, self.ray_thread.ask))
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`."""
@@ -146,27 +157,28 @@ class RayRuntime:
         return processes
 
     async def _describe(self, pool: ResourcePool, processes: Sequence[RayProcess]) -> None:
-        """Wait, with a voice, until processes have a place and have said where they are."""
+        """Wait until processes have a place and have said where they are; say every while what is missing."""
         asked = {asyncio.wrap_future(process.handle.describe.remote().future()): process for process in processes}
         for answer in asked:
             answer.add_done_callback(_take_note)
-        since = spoken = time.monotonic()
+        group, place = self._groups[pool], f"a place for pool {pool.name!r}"
+        wait = Wait(place, self._timeout_s, self._say, every_s=self._voice_every_s)
         while pending := [answer for answer in asked if not answer.done()]:
-            until = min(spoken + self._voice_every_s, since + self._timeout_s)
-            patience_s = max(until - time.monotonic(), 0.01)
-            done, _ = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
+            pause_s = min(max(wait.pause_s, 0.01), _LOOK_S)
+            done, _ = await asyncio.wait(pending, timeout=pause_s, return_when=asyncio.FIRST_EXCEPTION)
+            self.ray_thread.check(place)
             for error in filter(None, (answer.exception() for answer in done)):
                 raise PlacementError(f"pool {pool.name!r}: a process ended while it started: {error}") from error
-            if done:
+            wait.look()
+            if done or not (wait.is_due or wait.is_over):
                 continue
-            spoken = time.monotonic()
-            group = self._groups[pool]
-            missing = await self._asked("Ray to say what is free", lambda group=group: _missing(pool, group))
-            missing = missing or f"{len(pending)} of {len(processes)} processes to start"
-            state = f"pool {pool.name!r} has waited {spoken - since:.0f} s for {missing}"
-            if spoken - since >= self._timeout_s:
-                raise PlacementError(f"{state}\ngave up after cluster.placement_timeout_s={self._timeout_s:g}")
-            self._say(state)
+            missing = await self._asked("Ray to say what is free", lambda: _missing(pool, group))
+            missing = f"missing {missing or f'{len(pending)} of {len(processes)} processes, which start'}"
+            if wait.is_over:
+                raise PlacementError(
+                    f"gave up after cluster.placement_timeout_s={self._timeout_s:g}: {wait.line(missing)}"
+                )
+            wait.say_if_due(missing)
         for answer, process in asked.items():
             process.info = answer.result()
 
@@ -238,7 +250,7 @@ class RayRuntime:
     def node_lost(self, where: ProcessInfo, told: str) -> str | None:
         """See `Home.node_lost`."""
         found = self._cluster.daemons.fault()
-        if not (found is not None and found.ends_calls) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
+        if not (found is not None and found.is_raylet) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
             return None
         if self._cluster.is_local or (found is not None and where.node_id == self._here):
             return self._cluster.daemons.why_workers_ended()

@@ -1,57 +1,55 @@
 """One thread in which Ray is asked whatever it may keep its callers waiting for.
 
-Ray's client waits without a deadline, and deaf to signals, for two processes: the raylet of this machine, which keeps
-the store that data passes, and the GCS of the cluster, which knows places, names and ends. If one of them is stopped or
-gone, the thread that asked does not come back. So it is never one that the driver needs: that one waits for this one,
-with a voice and a limit, and raises.
+Ray's client waits without a deadline, and deaf to signals, for two daemons: the raylet of this machine, which keeps the
+store that data passes, and the GCS of the cluster, which knows places, names and ends. If one of them is stopped or
+gone, the thread that asked does not come back. So the driver's own threads never ask. They wait for this thread, say
+what they wait for, and raise at a limit.
 
-Consumes: questions, one after another. Waits for: Ray. Unblocked by: Ray's answer; those who ask wait no longer than
+Consumes: questions, one after another. Waits for: Ray. Unblocked by: Ray's answer. Those who ask wait no longer than
 the limit, and then nothing is asked any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rallypoint.cluster.ray_daemons import Fault
+from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import RayLostError
 
 AnswerT = TypeVar("AnswerT")
 
 _LOOK_S = 1.0
-_VOICE_EVERY_S = 10.0
+_HURRIED_LIMIT_S = 3.0
+"""Seconds that a Ray with a fault is waited for once the user wants the end."""
 _TIMES_IF_WELL = 10
-"""A store that is full, or a busy machine, may take long with data, and all is well."""
-
+"""Times the limit that Ray may take without a fault: a full store or a busy machine is slow with data."""
 
 _ABANDONED = threading.Event()
 
 
 def is_held_by_ray() -> bool:
-    """Whether this process is tied for good to a Ray that is not well: an orderly end would wait there, or crash."""
+    """Whether this process is tied for good to a Ray that was lost: an orderly end would wait there, or crash."""
     return _ABANDONED.is_set()
 
 
-class Patience:
-    """How long something has been waited for; time in which this process itself stood still does not count."""
+def _note_nothing(number: int) -> None:
+    del number
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin now."""
-        self._clock, self._looked_at = clock, clock()
-        self.waited_s = 0.0
 
-    def look(self) -> float:
-        """Return the seconds so far; call it at least every three times `_LOOK_S`."""
-        now = self._clock()
-        self.waited_s += min(now - self._looked_at, 3 * _LOOK_S)
-        self._looked_at = now
-        return self.waited_s
+class Ask(Protocol):
+    """See `RayThread.ask`."""
+
+    def __call__(self, what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
+        """Have Ray asked, and wait for the answer."""
+        ...
 
 
 class RayThread:
@@ -62,7 +60,7 @@ class RayThread:
         *,
         limit_s: float,
         fault: Callable[[], Fault | None] = lambda: None,
-        note_busy: Callable[[int], None] | None = None,
+        note_busy: Callable[[int], None] = _note_nothing,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
         look_s: float = _LOOK_S,
@@ -70,51 +68,66 @@ class RayThread:
         """Begin with nothing to ask; the thread starts with the first question.
 
         Args:
-            limit_s: how long an answer may take where something is wrong; ten times as long where nothing is seen.
-            fault: looks at Ray's processes; None when nothing is wrong, as far as can be seen.
+            limit_s: seconds that an answer may take while Ray has a fault; ten times as long while none is seen.
+            fault: looks at Ray's daemons; None if nothing is wrong, as far as can be seen.
             note_busy: called with a number when a question begins, and with 0 when it is over.
             say: called, from any thread, with one line about what is waited for.
             clock: seconds that never go back.
-            look_s: how often those who wait look at the clock and at Ray's processes.
+            look_s: seconds between two looks at the clock and at Ray's daemons.
         """
-        self._limit_s, self._ailment, self._say = limit_s, fault, say
-        self._note_busy, self._clock, self._look_s = note_busy or _note_nothing, clock, look_s
+        self._limit_s, self._fault, self._say = limit_s, fault, say
+        self._note_busy, self._clock, self._look_s = note_busy, clock, look_s
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopped: tuple[str, Patience] | None = None
+        self._faulty: Wait | None = None
+        self._is_hurried = False
         self.lost: RayLostError | None = None
         """Why nothing is asked any more."""
 
-    def ask(self, what: str, question: Callable[[], AnswerT]) -> AnswerT:
+    def ask(self, what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
         """Have Ray asked, and wait for the answer.
 
         Args:
             what: what is waited for, in words, as in "Ray to take the arguments of actor.update".
-            question: runs in the lane's thread, and may raise.
+            question: runs in this thread, and may raise.
+            needs_gcs: whether only the GCS can answer; data between processes that run needs the raylet alone.
 
         Raises:
-            RayLostError: a process of Ray's is gone, or there was no answer within the limit.
+            RayLostError: a daemon of Ray's that is needed is gone, or there was no answer within the limit.
+        """
+        self.check(what, needs_gcs=needs_gcs)
+        answer, wait, has_told_user = self.put(question), self._wait(what), False
+        while not _is_over(answer, self._look_s):
+            if self.lost is not None:  # another thread has found that out
+                raise RayLostError(str(self.lost))
+            wait.look()
+            found, is_hurried = self._fault(), self._is_hurried or _is_cancelled()
+            wait.limit_s = self._limit(is_hurried=is_hurried) if found else _TIMES_IF_WELL * self._limit_s
+            if wait.is_over or (found is not None and found.is_gone and (found.is_raylet or needs_gcs)):
+                why = found or "Ray gives no sign of life"
+                raise self.lose(f"{why}; this program has waited {wait.waited_s:.0f} s for {what}")
+            if is_hurried and not has_told_user:
+                has_told_user = True
+                self._say(f"interrupted: {wait.line(str(found or ''))}")
+            wait.say_if_due(str(found or ""))
+        error = answer.exception()
+        if error is not None and (found := self._fault()) is not None and (found.is_raylet or needs_gcs):
+            why = f"{found}; this program waited for {what}"
+            raise (self.lose(why) if found.is_raylet else RayLostError(why)) from error
+        return answer.result()
+
+    def check(self, what: str, *, needs_gcs: bool = True) -> None:
+        """Raise if there is no point in asking.
+
+        Raises:
+            RayLostError: Ray is lost, the raylet is gone, or the GCS is and is needed.
         """
         if self.lost is not None:
             raise RayLostError(str(self.lost))
-        answer = self.put(question)
-        patience, voice_s = Patience(self._clock), _VOICE_EVERY_S
-        while not _is_over(answer, self._look_s):
-            if self.lost is not None:  # somebody else has found that out
-                raise RayLostError(str(self.lost))
-            waited_s, found = patience.look(), self._ailment()
-            limit_s = self._limit_s if found is not None else _TIMES_IF_WELL * self._limit_s
-            if waited_s >= limit_s or (found is not None and found.is_fatal):
-                why = found or "Ray gives no sign of life"
-                raise self.lose(f"{why}; this program has waited {waited_s:.0f} s for {what}")
-            if waited_s >= voice_s:
-                voice_s += _VOICE_EVERY_S
-                self._say(f"waiting for {what} for {waited_s:.0f} s of {limit_s:.0f}{f': {found}' if found else ''}")
-        error = answer.exception()
-        if error is not None and (found := self._ailment()) is not None and found.ends_calls:
-            raise self.lose(f"{found}; this program waited for {what}") from error
-        return answer.result()
+        if (found := self._fault()) is not None and found.is_gone and (found.is_raylet or needs_gcs):
+            why = f"{found}; this program needs it for {what}"
+            raise self.lose(why) if found.is_raylet else RayLostError(why)
 
     def put(self, question: Callable[[], Any]) -> Future[Any]:
         """Have Ray asked when its turn comes; nobody waits for it."""
@@ -125,6 +138,10 @@ class RayThread:
                 self._thread.start()
         self._questions.put((question, answer))
         return answer
+
+    def hurry(self) -> None:
+        """Wait only seconds for a Ray with a fault from now on; safe in a signal handler."""
+        self._is_hurried = True
 
     def abandon(self) -> None:
         """Leave Ray as it is, and the thread where it is."""
@@ -137,19 +154,25 @@ class RayThread:
         return RayLostError(str(self.lost))
 
     def look(self) -> RayLostError | None:
-        """Return why nothing can go on, if that is so; to be called in beats while workers work."""
-        found = self._ailment()
+        """Return why nothing can go on, if that is so; call it once per beat while workers work."""
+        found = self._fault()
         if found is None:
-            self._stopped = None
+            self._faulty = None
             return self.lost
-        if self._stopped is None or self._stopped[0] != found.what:
-            self._stopped = found.what, Patience(self._clock)
-            if not found.ends_calls:
+        if self._faulty is None or self._faulty.what != found.what:
+            self._faulty = self._wait(found.what)
+            if not found.is_raylet:
                 self._say(f"{found}; steps go on, but nothing new can be placed, and Ray does not notice what dies")
-        waited_s = self._stopped[1].look()
-        if found.is_fatal or (found.ends_calls and waited_s >= self._limit_s):
-            self.lose(f"{found}{'' if found.is_fatal else f', for {waited_s:.0f} s'}")
+        waited_s = self._faulty.look()
+        if found.is_raylet and (found.is_gone or waited_s >= self._limit(is_hurried=self._is_hurried)):
+            self.lose(f"{found}{'' if found.is_gone else f', for {waited_s:.0f} s'}")
         return self.lost
+
+    def _wait(self, what: str) -> Wait:
+        return Wait(what, self._limit_s, self._say, longest_gap_s=3 * _LOOK_S, clock=self._clock)
+
+    def _limit(self, *, is_hurried: bool) -> float:
+        return min(self._limit_s, _HURRIED_LIMIT_S) if is_hurried else self._limit_s
 
     def _run(self) -> None:
         number = 0
@@ -159,15 +182,11 @@ class RayThread:
             self._note_busy(number)
             try:
                 answer.set_result(question())
-            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who asked
+            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to whoever asked
                 answer.set_exception(error)
             finally:
                 self._note_busy(0)
                 del question, answer  # arguments may be large
-
-
-def _note_nothing(number: int) -> None:
-    del number
 
 
 def _is_over(answer: Future[Any], look_s: float) -> bool:
@@ -175,3 +194,11 @@ def _is_over(answer: Future[Any], look_s: float) -> bool:
     with contextlib.suppress(TimeoutError):
         answer.exception(look_s)
     return answer.done()
+
+
+def _is_cancelled() -> bool:
+    """Whether the task that asks is being cancelled, as asyncio does at the first Ctrl-C; it cannot hear of it here."""
+    with contextlib.suppress(RuntimeError):  # no event loop runs in this thread
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return False

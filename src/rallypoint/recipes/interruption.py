@@ -18,7 +18,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextlib.contextmanager
-def interruptible(first: Callable[[str], None], second: Callable[[], str]) -> Iterator[asyncio.Event]:
+def interruptible(
+    first: Callable[[str], None], second: Callable[[], str], at_once: Callable[[], None] = lambda: None
+) -> Iterator[asyncio.Event]:
     """Yield an event that the first of these signals sets; the second ends the program at once, whatever it is doing.
 
     They are caught by the process and not by the event loop, so that the second one works while something blocks the
@@ -27,6 +29,7 @@ def interruptible(first: Callable[[str], None], second: Callable[[], str]) -> It
     Args:
         first: called in the event loop with the signal's name when the first has come.
         second: returns the line to end with when another one comes: what is lost.
+        at_once: called in the handler of the first signal, while the event loop may be blocked; only sets a flag.
     """
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
@@ -43,6 +46,7 @@ def interruptible(first: Callable[[str], None], second: Callable[[], str]) -> It
         if asked:
             _end(number, second(), is_terminal=bool(terminals))
         asked = True
+        at_once()
         loop.call_soon_threadsafe(begin, _SIGNALS[signal.Signals(number)])
 
     if threading.current_thread() is not threading.main_thread():

@@ -215,7 +215,7 @@ class _Run:
     async def steps(self, first: int) -> bool:
         """Do the steps after the first so many; return whether all were done."""
         try:
-            with interruptible(self._promise, self._lost) as interrupted:
+            with interruptible(self._promise, self._lost, self.placement.runtime.hurry) as interrupted:
                 await self._begin(first)
                 return await self._steps(first, interrupted)
         finally:

@@ -201,10 +201,8 @@ def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:
     if not publishing and all(config.num_ranks(role) == 1 for role in config.roles):
         return None
     kind, scope = config.cluster.rendezvous, f"rallypoint-{uuid.uuid4().hex}"
-    if kind == "auto":
-        return open_rendezvous("memory" if config.cluster.runtime == "inline" else "ray", scope)
     if "://" in kind:
         return open_rendezvous("etcd", scope, address=kind)
     if kind == "tcp":
         return open_rendezvous("tcp", scope, address=f"{own_address(runtime.head)}:0")
-    return open_rendezvous("ray", scope)
+    return runtime.open_rendezvous(scope)

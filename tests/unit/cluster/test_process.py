@@ -256,6 +256,22 @@ def test_a_loop_in_python_stops_soon_after_it_was_interrupted(process):
     assert driver.do(lambda: "next") == "next"
 
 
+def test_a_worker_that_catches_every_exception_does_not_swallow_a_cancellation(process):
+    driver = Driver(process)
+    worker = process._workers[driver.role]
+
+    def spin_on():
+        try:
+            type(worker).spin(worker)
+        except Exception:  # noqa: BLE001 - as careless workers do
+            return "went on with another way, as after an error of torch's"
+
+    worker.spin = spin_on
+    (error,) = interrupted(process, driver)
+    assert str(error) == "actor.spin"
+    assert driver.do(lambda: "next") == "next"
+
+
 def test_a_call_that_was_cancelled_before_it_began_never_does(process):
     driver = Driver(process)
     done = []

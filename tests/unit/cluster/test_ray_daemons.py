@@ -1,4 +1,4 @@
-"""What is wrong with Ray's own processes is seen without asking Ray; ordinary processes stand in for them."""
+"""What is wrong with Ray's own daemons is seen without asking Ray; ordinary daemons stand in for them."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.cluster.ray_daemons import RayDaemons
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="daemons are looked up in /proc")
 
 
 @pytest.fixture
@@ -35,35 +35,35 @@ def settled(process, how):
 
 
 def test_what_was_killed_or_stopped_is_named_and_what_runs_is_not(ray):
-    processes = RayDaemons(ray.node, ray.logs)
-    assert processes.fault() is None
+    daemons = RayDaemons(ray.node, ray.logs)
+    assert daemons.fault() is None
     settled(ray.gcs, signal.SIGSTOP)
-    found = processes.fault()
-    assert (str(found), found.is_fatal, found.ends_calls) == (
+    found = daemons.fault()
+    assert (str(found), found.is_gone, found.is_raylet) == (
         f"Ray's GCS (pid {ray.gcs.pid}) is stopped",
         False,
         False,
     )
     settled(ray.raylet, signal.SIGSTOP)
-    found = processes.fault()
-    assert (str(found), found.is_fatal, found.ends_calls) == (
+    found = daemons.fault()
+    assert (str(found), found.is_gone, found.is_raylet) == (
         f"Ray's raylet (pid {ray.raylet.pid}) is stopped",
         False,
         True,
     )
     settled(ray.raylet, signal.SIGKILL)
-    found = processes.fault()
-    assert (str(found), found.is_fatal) == (f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 9", True)
-    assert processes.why_workers_ended() == str(found)
+    found = daemons.fault()
+    assert (str(found), found.is_gone) == (f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 9", True)
+    assert daemons.why_workers_ended() == str(found)
 
 
 def test_a_raylet_that_ends_because_of_an_agent_names_it_even_before_it_has_ended(ray):
     reason = "dashboard_agent failed and raylet fate-shares with it."
     (ray.logs / "raylet.out").write_text(f'[info] node death\nreason_message: "{reason}"\n[info] bye\n')
-    processes = RayDaemons(ray.node, ray.logs)
-    assert processes.why_workers_ended() == f"Ray's raylet is ending: {reason}"
+    daemons = RayDaemons(ray.node, ray.logs)
+    assert daemons.why_workers_ended() == f"Ray's raylet is ending: {reason}"
     settled(ray.raylet, signal.SIGTERM)
-    assert str(processes.fault()) == f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 15: {reason}"
+    assert str(daemons.fault()) == f"Ray's raylet (pid {ray.raylet.pid}) was killed by signal 15: {reason}"
 
 
 def test_of_a_cluster_that_was_joined_the_raylet_of_this_machine_is_found_by_its_socket(ray):
@@ -71,7 +71,7 @@ def test_of_a_cluster_that_was_joined_the_raylet_of_this_machine_is_found_by_its
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(ray.node.raylet_socket_name)
         server.listen()
-        processes = RayDaemons(ray.node, None)
-    assert [(one.name, one.pid) for one in processes._processes] == [("raylet", os.getpid())]
-    assert processes.fault() is None
+        daemons = RayDaemons(ray.node, None)
+    assert [(one.name, one.pid) for one in daemons._processes] == [("raylet", os.getpid())]
+    assert daemons.fault() is None
     assert RayDaemons(SimpleNamespace(all_processes={}, raylet_socket_name="/nowhere"), None).fault() is None

@@ -1,5 +1,6 @@
 """What is asked of Ray may be lost; who asked is not."""
 
+import asyncio
 import threading
 
 import pytest
@@ -8,9 +9,9 @@ from rallypoint.cluster.ray_daemons import Fault
 from rallypoint.cluster.ray_thread import RayThread
 from rallypoint.errors import RayLostError
 
-STOPPED = Fault("Ray's raylet (pid 7) is stopped", is_fatal=False, ends_calls=True)
-KILLED = Fault("Ray's raylet (pid 7) was killed by signal 9", is_fatal=True, ends_calls=True)
-WITHOUT_GCS = Fault("Ray's GCS (pid 8) was killed by signal 9", is_fatal=False, ends_calls=False)
+STOPPED = Fault("Ray's raylet (pid 7) is stopped", is_gone=False, is_raylet=True)
+KILLED = Fault("Ray's raylet (pid 7) was killed by signal 9", is_gone=True, is_raylet=True)
+WITHOUT_GCS = Fault("Ray's GCS (pid 8) was killed by signal 9", is_gone=True, is_raylet=False)
 
 
 class Clock:
@@ -25,7 +26,7 @@ class Clock:
 
 
 class Scene:
-    """A lane of which a test plays Ray's processes and the clock."""
+    """A thread of which a test plays Ray's processes and the clock."""
 
     def __init__(self):
         self.fault, self.clock, self.said, self.noted = None, Clock(), [], []
@@ -67,7 +68,7 @@ def test_who_waits_for_a_stopped_process_is_told_of_it_and_let_go_at_the_limit(s
     with pytest.raises(RayLostError, match=r"raylet \(pid 7\) is stopped; this program has waited 30 s for the store"):
         scene.ray_thread.ask("the store", scene.wait)
     assert scene.said == [
-        f"waiting for the store for {waited} s of 30: Ray's raylet (pid 7) is stopped" for waited in (10, 20)
+        f"waiting for the store for {waited} s of 30; Ray's raylet (pid 7) is stopped" for waited in (10, 20)
     ]
     asked_again = []
     with pytest.raises(RayLostError, match="has waited 30 s for the store"):
@@ -77,7 +78,7 @@ def test_who_waits_for_a_stopped_process_is_told_of_it_and_let_go_at_the_limit(s
 
 def test_who_waits_for_a_process_that_is_gone_is_let_go_at_once(scene):
     scene.fault = KILLED
-    with pytest.raises(RayLostError, match="was killed by signal 9; this program has waited 1 s for the store"):
+    with pytest.raises(RayLostError, match="was killed by signal 9; this program needs it for the store"):
         scene.ray_thread.ask("the store", scene.wait)
 
 
@@ -100,6 +101,65 @@ def test_time_in_which_this_process_stood_still_does_not_count(scene):
     with pytest.raises(RayLostError, match="waited 30 s"):
         scene.ray_thread.ask("the store", scene.wait)
     assert scene.clock.now >= 10 * 1000, "an hour between two looks is three seconds of patience"
+
+
+def test_without_a_gcs_what_needs_it_is_refused_at_once_and_named_and_the_rest_is_answered(scene):
+    scene.fault = WITHOUT_GCS
+    asked = []
+    with pytest.raises(RayLostError, match=r"GCS \(pid 8\) was killed by signal 9; this program needs it for a place"):
+        scene.ray_thread.ask("a place", lambda: asked.append(1))
+    assert asked == [], "it would not come back"
+    assert scene.ray_thread.ask("the store", lambda: 3, needs_gcs=False) == 3
+    assert scene.ray_thread.lost is None
+
+
+def test_a_gcs_that_goes_while_it_is_asked_is_named_at_once(scene):
+    def asks():
+        scene.fault = WITHOUT_GCS
+        return scene.wait()
+
+    with pytest.raises(RayLostError, match=r"GCS .* was killed by signal 9; this program has waited 1 s for a place"):
+        scene.ray_thread.ask("a place", asks)
+
+
+def test_ctrl_c_during_a_wait_for_a_stopped_raylet_is_answered_at_once_and_ends_the_wait_in_seconds(scene):
+    def asks():
+        scene.fault = STOPPED
+        scene.ray_thread.hurry()  # as the handler of the signal does
+        return scene.wait()
+
+    with pytest.raises(RayLostError, match="is stopped; this program has waited 3 s for the store"):
+        scene.ray_thread.ask("the store", asks)
+    assert scene.said == ["interrupted: waiting for the store for 1 s of 3; Ray's raylet (pid 7) is stopped"]
+
+
+def test_ctrl_c_ends_calls_under_way_on_a_stopped_raylet_in_seconds(scene):
+    scene.fault = STOPPED
+    assert [scene.ray_thread.look() for _ in range(10)] == [None] * 10
+    scene.ray_thread.hurry()
+    assert "is stopped, for 11 s" in str(scene.ray_thread.look())
+
+
+def test_ctrl_c_leaves_a_ray_that_is_well_its_time(scene):
+    scene.ray_thread.hurry()
+    with pytest.raises(RayLostError, match="has waited 300 s for the store"):
+        scene.ray_thread.ask("the store", scene.wait)
+    assert scene.said[0] == "interrupted: waiting for the store for 1 s of 300"
+
+
+def test_before_training_begins_ctrl_c_cancels_the_task_that_asks_which_hears_of_it(scene):
+    async def starts():
+        task = asyncio.current_task()
+
+        def asks():
+            scene.fault = STOPPED
+            task.cancel()  # as asyncio does at the first Ctrl-C
+            return scene.wait()
+
+        scene.ray_thread.ask("the store", asks)
+
+    with pytest.raises(RayLostError, match="has waited 3 s for the store"):
+        asyncio.run(starts())
 
 
 def test_an_error_that_came_of_a_lost_process_names_the_process(scene):

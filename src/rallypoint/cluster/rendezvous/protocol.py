@@ -1,6 +1,6 @@
 """The face of a rendezvous: join, and hold a membership.
 
-Owns what a participant does: take a seat, wait with a voice, confirm, renew its lease, notice that others are gone. The
+Owns what a participant does: take a seat, wait, confirm, renew its lease, notice that others are gone. The
 rules are those of `Room`; a backend (`Rooms`) stores rooms, wakes those who wait, and makes members depart who renew no
 more. Knows no backend and no tensors.
 """
@@ -23,6 +23,7 @@ from typing import Protocol, Self, TypeAlias
 from rallypoint.cluster.rendezvous.address import own_address
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE, start_thread
 from rallypoint.cluster.rendezvous.room import Member, Room
+from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import (
     MembershipLostError,
     RankTakenError,
@@ -128,13 +129,18 @@ class Rendezvous:
         if generation is not None and generation < 1:
             raise ValueError(f"generations of rendezvous {name!r} are counted from 1, got {generation}")
         member = Member(rank, payload, platform.node(), os.getpid(), uuid.uuid4().hex, time.time())
-        deadline = time.monotonic() + timeout_s
+        wait = Wait(
+            f"rendezvous {name!r}",
+            timeout_s,
+            lambda line: _LOG.warning("%s: %s", member, line),
+            every_s=_VOICE_EVERY_S,
+        )
         with contextlib.ExitStack() as unless_joined:
             renewal = _Renewal(self.rooms, name, member.incarnation)
             unless_joined.callback(_depart, self.rooms, name, member.incarnation)
             unless_joined.callback(renewal.close)
-            room = self._seat(member, Room(name), world_size, generation, deadline)
-            room = self._gather(member, room, timeout_s, deadline)
+            room = self._seat(member, Room(name), world_size, generation, wait)
+            room = self._gather(member, room, wait)
             unless_joined.pop_all()
         return Membership(name, room.generation, rank, room.seats, self.rooms, renewal)
 
@@ -152,21 +158,21 @@ class Rendezvous:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _seat(self, member: Member, room: Room, world_size: int, generation: int | None, deadline: float) -> Room:
+    def _seat(self, member: Member, room: Room, world_size: int, generation: int | None, wait: Wait) -> Room:
         """Take the seat; if somebody has it, first find out whether that one is alive."""
-        patience = min(deadline, time.monotonic() + _PATIENCE_LEASES * self.rooms.lease_s)
+        patience_s = min(wait.limit_s, _PATIENCE_LEASES * self.rooms.lease_s)
         change = partial(Room.join, member=member, world_size=world_size, generation=generation)
         while True:
-            soon_s = min(_SOON_S, deadline - time.monotonic())
+            soon_s = min(_SOON_S, wait.limit_s - wait.look())
             outcome = self.rooms.transact(room.name, change, soon_s)
             if isinstance(outcome, Room):
                 return outcome
-            left_s = patience - time.monotonic()
+            left_s = patience_s - wait.look()
             if not isinstance(outcome, RankTakenError) or left_s <= 0:
                 raise outcome
             room = self.rooms.wait(room.name, room.news, left_s)
 
-    def _gather(self, member: Member, room: Room, timeout_s: float, deadline: float) -> Room:
+    def _gather(self, member: Member, room: Room, wait: Wait) -> Room:
         """Wait until the generation in which the member has a seat is complete."""
         while True:
             if member not in room.seats:
@@ -174,25 +180,24 @@ class Rendezvous:
             if room.complete:
                 return room
             if room.assembled and member.incarnation not in room.confirmed:
-                soon_s = min(_SOON_S, deadline - time.monotonic())
+                soon_s = min(_SOON_S, wait.limit_s - wait.look())
                 room = self._settled(room.name, partial(Room.confirm, incarnation=member.incarnation), soon_s)
                 continue
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                room = self._give_up(member, room, timeout_s)
+            if wait.is_over:
+                room = self._give_up(member, room, wait)
                 continue
-            news = room.news
-            room = self.rooms.wait(room.name, news, min(left_s, _VOICE_EVERY_S))
-            waited_s = timeout_s - (deadline - time.monotonic())
-            if room.news == news and waited_s < timeout_s:
-                _LOG.warning("%s", _waiting(member, room, f"has waited {waited_s:.0f} of {timeout_s:g} s"))
+            room = self.rooms.wait(room.name, room.news, wait.pause_s)
+            wait.look()
+            if not wait.is_over:
+                wait.say_if_due(_missing(room))
 
-    def _give_up(self, member: Member, room: Room, timeout_s: float) -> Room:
+    def _give_up(self, member: Member, room: Room, wait: Wait) -> Room:
         """Leave the seat and raise, unless the generation was completed at the last moment."""
         after = self._settled(room.name, partial(Room.give_up, incarnation=member.incarnation, at=time.time()))
         if after.complete or after.generation != room.generation:
             return after
-        raise RendezvousTimeoutError(_waiting(member, room, f"gave up after timeout_s={timeout_s:g}"), room.missing)
+        gave_up = f"{member} gave up after timeout_s={wait.limit_s:g}: {wait.line(_missing(room))}"
+        raise RendezvousTimeoutError(gave_up, room.missing)
 
     def _settled(self, name: str, change: Change, wait_s: float = 0.0) -> Room:
         outcome = self.rooms.transact(name, change, wait_s)
@@ -287,11 +292,8 @@ def _depart(rooms: Rooms, name: str, incarnation: str) -> None:
         rooms.release(incarnation)
 
 
-def _waiting(member: Member, room: Room, how_long: str) -> str:
-    """Say who waits, for how long, and for whom."""
+def _missing(room: Room) -> str:
+    """Return how many ranks are there, and where the others were last seen."""
     there = room.world_size - len(room.missing)
     missing = "; ".join(room.whereabouts(rank) for rank in room.missing)
-    return (
-        f"{member} {how_long} at rendezvous {room.name!r} (generation {room.generation}): "
-        f"{there} of {room.world_size} ranks are there. Missing: {missing}"
-    )
+    return f"generation {room.generation}: {there} of {room.world_size} ranks are there. Missing: {missing}"

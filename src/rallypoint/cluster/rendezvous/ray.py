@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rallypoint.cluster.ray_thread import is_held_by_ray
+from rallypoint.cluster.ray_thread import AnswerT, Ask, is_held_by_ray
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
 from rallypoint.cluster.rendezvous.memory import Keeper
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
@@ -67,6 +68,11 @@ class _KeeperActor:
                     self._news.notify_all()
 
 
+def _ask_directly(what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
+    del what, needs_gcs
+    return question()
+
+
 class RayRooms:
     """See `Rooms`: calls to the actor. Copies in other processes hold its handle; the job that opened it owns it."""
 
@@ -78,12 +84,21 @@ class RayRooms:
         return (type(self), (self._actor, self.lease_s, self.towards))
 
     @classmethod
-    def open(cls, scope: str, lease_s: float) -> RayRooms:
+    def open(cls, scope: str, lease_s: float, ask: Ask = _ask_directly) -> RayRooms:
         """Start the actor, beside the driver: when that node is lost, so is the job.
+
+        Args:
+            scope: the run's unique id.
+            lease_s: see `Rooms`.
+            ask: has Ray asked where it can be waited for.
 
         Raises:
             RendezvousError: this scope is open already.
         """
+        return ask("Ray to open the rendezvous", lambda: cls._opened(scope, lease_s))
+
+    @classmethod
+    def _opened(cls, scope: str, lease_s: float) -> RayRooms:
         context = ray.get_runtime_context()
         options: dict[str, Any] = {
             "name": f"rendezvous of {scope}",

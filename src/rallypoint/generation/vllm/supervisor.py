@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation.vllm.client import Address, LostError, ask
 from rallypoint.generation.vllm.server import Server
@@ -167,25 +167,19 @@ class Control:
             self._server.stop()
 
     async def _started(self, server: Server) -> None:
-        began = said = time.monotonic()
-        spoke = False
+        wait = Wait("vllm to load the model", self._start_s, self._say, every_s=self._voice_every_s)
         while not await self._is_well(server):
-            now = time.monotonic()
+            wait.look()
             if (why := server.ended()) is not None:
                 raise GenerationError(f"vllm did not start: {why}")
-            if now - began > self._start_s:
+            if wait.is_over:
                 raise GenerationError(f"vllm did not start in {self._start_s:g} s")
-            if now - said > self._voice_every_s:
-                said = now
-                spoke = True
+            if wait.is_due:
                 said_last = server.last_said()
-                self._say(
-                    f"waiting for vllm to load the model, for {now - began:.0f} s of {self._start_s:g}"
-                    f"{said_last and f'; it said last: {said_last}'}"
-                )
+                wait.say_if_due(said_last and f"it said last: {said_last}")
             await asyncio.sleep(_LOOK_EVERY_S)
-        if spoke:
-            self._say(f"vllm is ready after {time.monotonic() - began:.0f} s")
+        if wait.has_spoken:
+            self._say(f"vllm is ready after {wait.look():.0f} s")
 
     async def _is_well(self, server: Server) -> bool:
         try:

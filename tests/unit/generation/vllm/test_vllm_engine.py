@@ -194,7 +194,7 @@ def test_a_server_that_takes_long_to_start_is_waited_for_with_a_voice(make_engin
     engine = make_engine(say=said.append, voice_every_s=0.05)
     request_id = engine.submit(request_of(2))
     assert tokens_of(all_outputs(engine), request_id) == expected_of(request_of(2))
-    assert said[0].startswith("waiting for vllm to load the model, for 0 s of 20; it said last: Loading safetensors")
+    assert said[0].startswith("waiting for vllm to load the model for 0 s of 20; it said last: Loading safetensors")
     assert said[-1].startswith("vllm is ready after ")
 
 
