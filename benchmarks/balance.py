@@ -17,8 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from rallypoint.data.balance import balance, row_costs
-from rallypoint.data.packing import pack_rows
+from rallypoint.data.packing import balance, pack_rows, row_costs
 
 Costs = Sequence[float]
 Parts = list[list[int]]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import LoRAConfig, RewardConfig, RunConfig, load_config
 from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
-from rallypoint.data.token_texts import TokenTexts
+from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.pool import open_grader
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts

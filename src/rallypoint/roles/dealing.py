@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.cluster import WorkerGroup
-from rallypoint.data.balance import balance_groups, row_costs
+from rallypoint.data.packing import balance_groups, row_costs
 from rallypoint.types import PerToken, Sequences
 
 WorkerT = TypeVar("WorkerT")

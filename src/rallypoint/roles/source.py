@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import EncodedPrompts, Example, PromptStream
-from rallypoint.data.token_texts import TokenTexts
+from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.pool import Grader
 from rallypoint.environments.scoring import ModelScores, Scored, describe_failures, score_rollouts
 from rallypoint.errors import RewardError, StalenessError

@@ -3,11 +3,11 @@
 Owns: HTTP in, answers out. Must not know: which engine answers, where its weights come from. Needs the extra `serve`.
 """
 
-from rallypoint.serving.answering import Model
 from rallypoint.serving.app import Access, make_app
 from rallypoint.serving.bridge import Bridge
 from rallypoint.serving.codec import Codec
 from rallypoint.serving.connections import Deadlines
+from rallypoint.serving.handlers import Model
 from rallypoint.serving.server import Server, bind, is_loopback
 
 __all__ = ["Access", "Bridge", "Codec", "Deadlines", "Model", "Server", "bind", "is_loopback", "make_app"]

@@ -20,9 +20,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, GenerationError, RallyError
-from rallypoint.serving.answering import Answering, Model, respond
-from rallypoint.serving.answers import JSON, error_body, status_of
-from rallypoint.serving.asked import ChatAsked, CompletionAsked
+from rallypoint.serving.handlers import Model, SamplingRoute, respond
+from rallypoint.serving.requests import ChatRequest, CompletionRequest
+from rallypoint.serving.responses import JSON, error_body, status_of
 
 _RETRY_AFTER_S, _RETRY_WHEN_BUSY_S = 1, 5
 
@@ -105,16 +105,15 @@ def make_app(model: Model, access: Access) -> Starlette:
         model.check_name(request.path_params["name"])
         return respond(card)
 
-    chat = Answering(model, ChatAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
-    completions = Answering(model, CompletionAsked, max_body_bytes=access.max_body_bytes, patience_s=access.patience_s)
+    limits = access.max_body_bytes, access.patience_s
     app = Starlette(
         routes=[
             Route("/", page),
             Route("/health", health),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", SamplingRoute(model, ChatRequest, *limits), methods=["POST"]),
+            Route("/v1/completions", SamplingRoute(model, CompletionRequest, *limits), methods=["POST"]),
         ],
         middleware=[Middleware(Guard, access=access)],
         exception_handlers={HTTPException: _on_http, RallyError: _on_error, Exception: _on_bug},

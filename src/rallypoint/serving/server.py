@@ -24,8 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rallypoint.errors import ServingError
-from rallypoint.serving.complaints import Complaints
-from rallypoint.serving.connections import Connection, Deadlines, Room, refusal
+from rallypoint.serving.connections import Complaints, Connection, Deadlines, Room, refusal
 
 _LAST_WORDS_S = 5.0
 """Time for errors to reach clients, once what they wait for was given up."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.data.balance import balance, balance_groups, row_costs
+from rallypoint.data.packing import balance, balance_groups, row_costs
 
 costs_and_parts = st.tuples(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9))
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.data.balance import row_costs
-from rallypoint.data.packing import pack_rows, pad_rows
+from rallypoint.data.packing import pack_rows, pad_rows, row_costs
 from rallypoint.errors import RowTooLongError
 
 # Caps of one to four rows: where they nearly fit is where a cap is exceeded.

@@ -86,7 +86,7 @@ class Message(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Asked(BaseModel, abc.ABC):
+class ClientRequest(BaseModel, abc.ABC):
     """What both kinds of request may say."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -138,7 +138,7 @@ class Asked(BaseModel, abc.ABC):
         """Other tokens at each place whose logprobs are asked for."""
 
 
-class ChatAsked(Asked):
+class ChatRequest(ClientRequest):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -154,16 +154,16 @@ class ChatAsked(Asked):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Asked`."""
+        """See `ClientRequest`."""
         return self.logprobs
 
     @property
     def num_alternatives(self) -> int:
-        """See `Asked`."""
+        """See `ClientRequest`."""
         return self.top_logprobs
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(ClientRequest):
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
@@ -183,19 +183,19 @@ class CompletionAsked(Asked):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Asked`."""
+        """See `ClientRequest`."""
         return self.logprobs is not None
 
     @property
     def num_alternatives(self) -> int:
-        """See `Asked`."""
+        """See `ClientRequest`."""
         return self.logprobs or 0
 
 
-AskedT = TypeVar("AskedT", bound=Asked)
+RequestT = TypeVar("RequestT", bound=ClientRequest)
 
 
-def read_asked(kind: type[AskedT], body: bytes) -> AskedT:
+def read_request(kind: type[RequestT], body: bytes) -> RequestT:
     """Return what the body of a request asks for.
 
     Raises:
@@ -220,7 +220,7 @@ def _refused(problems: Mapping[str, str]) -> EndpointError:
     return EndpointError(400, "; ".join(problems.values()), param=next(iter(problems)))
 
 
-def _problems(kind: type[Asked], errors: list[ErrorDetails]) -> dict[str, str]:
+def _problems(kind: type[ClientRequest], errors: list[ErrorDetails]) -> dict[str, str]:
     """Return what is wrong by field; a field with alternatives gets one sentence for all of them."""
     problems: dict[str, str] = {}
     for error in errors:
@@ -238,7 +238,7 @@ def _problems(kind: type[Asked], errors: list[ErrorDetails]) -> dict[str, str]:
     return problems
 
 
-def _unsupported(asked: Asked) -> dict[str, str]:
+def _unsupported(asked: ClientRequest) -> dict[str, str]:
     problems: dict[str, str] = {}
     for name, value in (asked.model_extra or {}).items():
         if name in IGNORED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
@@ -247,12 +247,12 @@ def _unsupported(asked: Asked) -> dict[str, str]:
     if 0 < asked.temperature < MIN_TEMPERATURE:
         problems["temperature"] = f"temperature: expected 0 (greedy) or at least {MIN_TEMPERATURE}"
     if asked.num_alternatives:
-        name = "top_logprobs" if isinstance(asked, ChatAsked) else "logprobs"
+        name = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
         problems[name] = (
             f"{name}: only the sampled token's logprob is known; expected 0, found {asked.num_alternatives}"
         )
-    if isinstance(asked, CompletionAsked) and len(asked.prompt) == 0 and not isinstance(asked.prompt, str):
-        problems["prompt"] = f"prompt: expected {CompletionAsked.model_fields['prompt'].description}"
+    if isinstance(asked, CompletionRequest) and len(asked.prompt) == 0 and not isinstance(asked.prompt, str):
+        problems["prompt"] = f"prompt: expected {CompletionRequest.model_fields['prompt'].description}"
     if "" in asked.stop_strings:
-        problems["stop"] = f"stop: expected {Asked.model_fields['stop'].description}"
+        problems["stop"] = f"stop: expected {ClientRequest.model_fields['stop'].description}"
     return problems

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rallypoint.data.token_texts import TokenTexts
-from rallypoint.data.tokenizer import make_digits_tokenizer
+from rallypoint.data.tokenizer import TokenTexts, make_digits_tokenizer
 
 
 def byte_tokenizer():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from rallypoint.serving.text import Detokenizer, StopText
+from rallypoint.serving.detokenizer import Detokenizer, StopText
 
 TEXTS = st.text(st.sampled_from("ab é中😀\ufffd\n"), max_size=40)
 

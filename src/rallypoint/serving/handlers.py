@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, RallyError
 from rallypoint.generation import Output, Request, SamplingParams
-from rallypoint.serving.answers import JSON, Shape, error_body
-from rallypoint.serving.asked import Asked, AskedT, ChatAsked, CompletionAsked, read_asked
 from rallypoint.serving.bridge import Bridge
-from rallypoint.serving.choice import Choice
 from rallypoint.serving.codec import Codec, TokenIds
+from rallypoint.serving.detokenizer import Choice
+from rallypoint.serving.requests import ChatRequest, ClientRequest, CompletionRequest, RequestT, read_request
+from rallypoint.serving.responses import JSON, Shape, error_body
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -71,10 +71,10 @@ class Model:
             raise EndpointError(404, message, param="model", code="model_not_found")
 
 
-class Answering(Generic[AskedT]):
+class SamplingRoute(Generic[RequestT]):
     """One of the two routes that sample, as an ASGI application."""
 
-    def __init__(self, model: Model, kind: type[AskedT], *, max_body_bytes: int, patience_s: float) -> None:
+    def __init__(self, model: Model, kind: type[RequestT], max_body_bytes: int, patience_s: float) -> None:
         """Answer requests of at most so many bytes, which have to arrive within so many seconds."""
         self._model, self._kind = model, kind
         self._max_body_bytes, self._patience_s = max_body_bytes, patience_s
@@ -83,9 +83,9 @@ class Answering(Generic[AskedT]):
         """Read a request, sample, and answer, unless the client goes before."""
         with contextlib.suppress(ClientDisconnect):
             body = await _read_body(Call(scope, receive), self._max_body_bytes, self._patience_s)
-            await _while_connected(receive, self._answer(read_asked(self._kind, body), scope, receive, send))
+            await _while_connected(receive, self._answer(read_request(self._kind, body), scope, receive, send))
 
-    async def _answer(self, asked: AskedT, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, asked: RequestT, scope: Scope, receive: Receive, send: Send) -> None:
         shape, requests = await self._plan(asked)
         choices = [Choice(index, request.params, self._model.codec.decode) for index, request in enumerate(requests)]
         with self._model.bridge.ask(requests) as outputs:
@@ -99,11 +99,11 @@ class Answering(Generic[AskedT]):
         deltas = [choice.add(own) for choice, own in zip(choices, collected, strict=True)]
         await respond(shape.whole(deltas))(scope, receive, send)
 
-    async def _plan(self, asked: AskedT) -> tuple[Shape, list[Request]]:
+    async def _plan(self, asked: RequestT) -> tuple[Shape, list[Request]]:
         """Return the shape of the answer, and a request for each choice."""
         model = self._model
         model.check_name(asked.model)
-        model.bridge.check_room(asked.n * (len(asked.prompts) if isinstance(asked, CompletionAsked) else 1))
+        model.bridge.check_room(asked.n * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1))
         prompts = await _encode(asked, model.codec, model.engine.max_request_tokens)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         requests: list[Request] = []
@@ -126,7 +126,7 @@ class Answering(Generic[AskedT]):
                 for sample in range(asked.n)
             ]
         shape = Shape(
-            kind="chat" if isinstance(asked, ChatAsked) else "text",
+            kind="chat" if isinstance(asked, ChatRequest) else "text",
             model=model.name,
             prompts=prompts,
             num_samples=asked.n,
@@ -188,16 +188,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _encode(asked: Asked, codec: Codec, max_tokens: int) -> tuple[TokenIds, ...]:
+async def _encode(asked: ClientRequest, codec: Codec, max_tokens: int) -> tuple[TokenIds, ...]:
     """Return the prompts as token ids; texts that are far too long for so few tokens are refused before.
 
     Raises:
         EndpointError: see `Codec`.
     """
-    if isinstance(asked, ChatAsked):
+    if isinstance(asked, ChatRequest):
         messages = [(message.role, message.text) for message in asked.messages]
         return (await codec.encode_chat(messages, max_tokens=max_tokens),)
-    assert isinstance(asked, CompletionAsked), "there are two kinds"
+    assert isinstance(asked, CompletionRequest), "there are two kinds"
     return tuple(
         [
             await codec.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else tuple(prompt)
@@ -206,7 +206,7 @@ async def _encode(asked: Asked, codec: Codec, max_tokens: int) -> tuple[TokenIds
     )
 
 
-def _limit(asked: Asked, num_prompt_tokens: int, max_request_tokens: int) -> int:
+def _limit(asked: ClientRequest, num_prompt_tokens: int, max_request_tokens: int) -> int:
     """Return how many tokens the responses to a prompt may have.
 
     Raises:
@@ -219,7 +219,7 @@ def _limit(asked: Asked, num_prompt_tokens: int, max_request_tokens: int) -> int
             400,
             f"the prompt has {num_prompt_tokens} tokens and the answer may have {max(wanted, 1)}, but both may "
             f"have {max_request_tokens} together",
-            param="messages" if isinstance(asked, ChatAsked) else "prompt",
+            param="messages" if isinstance(asked, ChatRequest) else "prompt",
             code="context_length_exceeded",
         )
     if asked.min_tokens > wanted:
