@@ -185,7 +185,39 @@ class StalenessError(RallyError, RuntimeError):
     """A rollout is older than max_staleness allows."""
 
 
-class WorkerError(RallyError, RuntimeError):
+class _WorkerProblemError(RallyError, RuntimeError):
+    """A call on a rank that did not end well: which rank, which call, and how many others were cancelled."""
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        call: str,
+        detail: str,
+        *more: str,
+        step: int | None = None,
+        pid: int = 0,
+        node: str = "",
+    ) -> None:
+        super().__init__(role, rank, call, detail, *more)
+        self.role, self.rank, self.call, self.detail = role, rank, call, detail
+        self.step, self.pid, self.node = step, pid, node
+        self.num_cancelled = 0
+        """Ranks whose calls were cancelled because of this."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), self.args, self.__dict__)
+
+    def _told(self, verb: str) -> str:
+        """Return who failed where, and when; without the reason."""
+        known = ", ".join([f"pid {self.pid}"] * bool(self.pid) + [f"node {self.node}"] * bool(self.node))
+        at = "" if self.step is None else f" at step {self.step}"
+        ranks = f"{self.num_cancelled} other rank{'s' * (self.num_cancelled != 1)}"
+        others = f" (calls of {ranks} cancelled)" if self.num_cancelled else ""
+        return f"{self.role} rank {self.rank}{f' ({known})' if known else ''} {verb} {self.call}{at}{others}"
+
+
+class WorkerError(_WorkerProblemError):
     """A method of a worker raised; the first failing rank's own traceback is shown where it helps."""
 
     def __init__(
@@ -201,52 +233,20 @@ class WorkerError(RallyError, RuntimeError):
         node: str = "",
         is_consequence: bool = False,
     ) -> None:
-        super().__init__(role, rank, call, cause, remote_traceback)
-        self.role, self.rank, self.call, self.cause = role, rank, call, cause
-        self.remote_traceback, self.step, self.pid, self.node = remote_traceback, step, pid, node
-        self.is_consequence = is_consequence
-        self.num_cancelled = 0
-        """Ranks whose calls were cancelled because of this."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), self.args, self.__dict__)
+        super().__init__(role, rank, call, cause, remote_traceback, step=step, pid=pid, node=node)
+        self.cause, self.remote_traceback, self.is_consequence = cause, remote_traceback, is_consequence
 
     def __str__(self) -> str:
-        where = _where(self.role, self.rank, self.pid, self.node)
-        others = _others(self.num_cancelled)
-        return (
-            f"{where} failed in {self.call}{_at(self.step)}{others}: {self.cause}\n\n{self.remote_traceback}"
-        ).rstrip()
+        return f"{self._told('failed in')}: {self.cause}\n\n{self.remote_traceback}".rstrip()
 
 
-class WorkerDiedError(RallyError, RuntimeError):
+class WorkerDiedError(_WorkerProblemError):
     """A worker process ended while it was needed."""
 
     verb = "died during"
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        call: str,
-        detail: str,
-        *,
-        step: int | None = None,
-        pid: int = 0,
-        node: str = "",
-    ) -> None:
-        super().__init__(role, rank, call, detail)
-        self.role, self.rank, self.call, self.detail = role, rank, call, detail
-        self.step, self.pid, self.node = step, pid, node
-        self.num_cancelled = 0
-        """Ranks whose calls were cancelled because of this."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), self.args, self.__dict__)
-
     def __str__(self) -> str:
-        where = _where(self.role, self.rank, self.pid, self.node)
-        return f"{where} {self.verb} {self.call}{_at(self.step)}{_others(self.num_cancelled)}: {self.detail}"
+        return f"{self._told(self.verb)}: {self.detail}"
 
 
 class WorkerHungError(WorkerDiedError):
@@ -257,19 +257,6 @@ class WorkerHungError(WorkerDiedError):
 
 class CallCancelledError(RallyError, RuntimeError):
     """A call was stopped because nobody waits for it any more."""
-
-
-def _where(role: str, rank: int, pid: int, node: str) -> str:
-    known = ", ".join([f"pid {pid}"] * bool(pid) + [f"node {node}"] * bool(node))
-    return f"{role} rank {rank}{f' ({known})' if known else ''}"
-
-
-def _at(step: int | None) -> str:
-    return "" if step is None else f" at step {step}"
-
-
-def _others(num_cancelled: int) -> str:
-    return f" (calls of {num_cancelled} other rank{'s' * (num_cancelled != 1)} cancelled)" if num_cancelled else ""
 
 
 class RendezvousError(RallyError, RuntimeError):

@@ -13,12 +13,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse
 from rallypoint.cluster.reference import Reference
 from rallypoint.errors import CallCancelledError, WorkerDiedError, WorkerError, WorkerHungError
+
+if TYPE_CHECKING:
+    from rallypoint.cluster.watch import Watchdog
 
 _PATIENCE_S = 10.0
 """How long the rank that failed first may take to say so after another one stopped because of it."""
@@ -32,29 +35,23 @@ class Pending(Protocol):
     @property
     def invocation(self) -> Invocation:
         """What it was asked."""
-        ...
 
     @property
     def process(self) -> Process:
         """Who was asked."""
-        ...
 
     @property
     def handle(self) -> Any:
         """What other processes of the same runtime are sent instead of the value."""
-        ...
 
     def future(self) -> Future[Any]:
         """Bring the value to the driver."""
-        ...
 
     def error(self, raised: BaseException) -> BaseException:
         """Return the runtime's exception in our words."""
-        ...
 
     def cancel(self) -> None:
         """Stop it if it can be stopped; nobody waits for it any more."""
-        ...
 
 
 class Process(Protocol):
@@ -63,62 +60,39 @@ class Process(Protocol):
     @property
     def info(self) -> ProcessInfo:
         """Where the process is."""
-        ...
 
     @property
-    def watch(self) -> Watch:
-        """Who looks after calls that take long."""
-        ...
+    def watch(self) -> Watchdog:
+        """Looks after calls that take long."""
 
     @property
     def ended(self) -> bool:
         """Whether the process was ended by us; it may also have died by itself."""
-        ...
 
     @property
     def roles(self) -> Mapping[str, int]:
         """The roles that have a worker here, and its rank."""
-        ...
 
     def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> Pending:
         """See `WorkerProcess.create`."""
-        ...
 
     def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Any) -> Pending:
         """See `WorkerProcess.call`; arguments may hold `Fetch`es of this runtime's handles."""
-        ...
 
     def share(self, value: Any) -> Any:
         """Return what to send for a value that several processes of this runtime get, so that it is sent once."""
-        ...
 
     def pulse(self) -> Future[Pulse]:
         """See `WorkerProcess.pulse`."""
-        ...
 
     def retire(self, invocation: Invocation) -> Pending:
         """See `WorkerProcess.retire`."""
-        ...
 
     def release(self, role: str) -> None:
         """Forget a role; a process without one ends, and a pool without one gives its place back."""
-        ...
 
     def kill(self, why: WorkerHungError) -> None:
         """End the process now, if it can be ended; calls that it owes fail with that error."""
-        ...
-
-
-class Watch(Protocol):
-    """Looks after calls that are waited for; see `rallypoint.cluster.watch`."""
-
-    def add(self, call: Call[Any]) -> None:
-        """Begin to look after a call."""
-        ...
-
-    def remove(self, call: Call[Any]) -> None:
-        """It is over."""
-        ...
 
 
 class Call(Generic[ResultT]):

@@ -26,7 +26,7 @@ from typing import Any
 from rallypoint.cluster.call import Process
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
-from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse, WorkerProcess
+from rallypoint.cluster.process import WAS_ENDED, Invocation, ProcessInfo, Pulse, WorkerProcess
 from rallypoint.cluster.reference import detach
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.cluster.watch import Vigil, Watchdog
@@ -122,17 +122,7 @@ class InlineProcess:
 
     def end(self) -> None:
         """Take no more calls."""
-        self._end(
-            lambda it: WorkerDiedError(
-                it.role,
-                it.rank,
-                it.method,
-                "it had been ended: its group was shut down, or the runtime",
-                step=it.step,
-                node=self.info.node,
-                pid=self.info.pid,
-            )
-        )
+        self._end(lambda invocation: invocation.died(WAS_ENDED, self.info))
 
     def _end(self, death: Callable[[Invocation], WorkerDiedError]) -> None:
         with self._lock:
@@ -162,15 +152,11 @@ class InlineProcess:
     def _run(self) -> None:
         while (submitted := self._calls.get()) is not None:
             self._under_way, call = submitted
-            it = self._under_way.invocation
             try:
                 _settle(self._under_way, call())
             except SystemExit as asked:
-                code, where = asked.code, self.info
-                why = f"it asked its process to end: sys.exit({code!r})"
-                self.kill(
-                    WorkerDiedError(it.role, it.rank, it.method, why, step=it.step, node=where.node, pid=where.pid)
-                )
+                why = f"it asked its process to end: sys.exit({asked.code!r})"
+                self.kill(self._under_way.invocation.died(why, self.info))
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
                 _settle(self._under_way, error=error)
             self._under_way = None

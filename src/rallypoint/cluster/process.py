@@ -34,13 +34,18 @@ from rallypoint.errors import (
     PeerFailedError,
     PlacementError,
     RallyError,
+    WorkerDiedError,
     WorkerError,
 )
 
 ResultT = TypeVar("ResultT")
+DiedT = TypeVar("DiedT", bound=WorkerDiedError)
 
 _MOST_TEXT = 20_000
 """Characters of a message or traceback that are sent; of a longer one the middle is left out."""
+
+WAS_ENDED = "it had been ended: its group was shut down, or the runtime"
+"""Detail of the error of a call to a process that we ended."""
 
 _MOST_NOTES = 100
 """Lines that are kept until the driver asks; of more the oldest go."""
@@ -102,6 +107,10 @@ class Invocation:
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
+
+    def died(self, detail: str, where: ProcessInfo, kind: type[DiedT] = WorkerDiedError) -> DiedT:
+        """Return the error for a process that ended during this call."""
+        return kind(self.role, self.rank, self.method, detail, step=self.step, node=where.node, pid=where.pid)
 
     def packed(self) -> bytes:
         """Return it as bytes, which Ray sends five times as fast as an object."""

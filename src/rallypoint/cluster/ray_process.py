@@ -14,7 +14,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import (
@@ -27,14 +27,15 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rallypoint.cluster.call import Watch
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import ResourcePool
-from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse, WorkerProcess
-from rallypoint.cluster.ray_thread import RayThread
+from rallypoint.cluster.process import WAS_ENDED, Invocation, ProcessInfo, Pulse, WorkerProcess
 from rallypoint.cluster.reference import Fetch, detach
 from rallypoint.cluster.stacks import open_stacks
 from rallypoint.errors import RallyError, RayLostError, WorkerDiedError, WorkerError, WorkerHungError
+
+if TYPE_CHECKING:
+    from rallypoint.cluster.ray_runtime import RayRuntime
 
 _LARGE_BYTES = 100_000
 """What is larger than that, Ray puts into shared memory anyway."""
@@ -108,15 +109,13 @@ class RayPending:
         if not dead.ended and (gone := dead.runtime.node_lost(dead.info, str(cause))) is not None:
             when = "" if it.step is None else f" at step {it.step}"
             return RayLostError(f"{gone}; the workers of node {dead.info.node} ended with it, during {it}{when}")
-        if dead.ended:
-            detail = "it had been ended: its group was shut down, or the runtime"
-        else:  # what follows in Ray's text are guesses and advice about Ray's own settings
-            detail = " ".join(str(cause).split()).split(" Some common causes include")[0]
-        role, rank, during = it.role, it.rank, it.method
+        # What follows in Ray's text are guesses, and advice about Ray's own settings.
+        told = " ".join(str(cause).split()).split(" Some common causes include")[0]
+        detail = WAS_ENDED if dead.ended else told
         if dead is not self.process:
             role, rank = next(iter(dead.roles.items()), ("a process without a role,", 0))
-            during = f"work that {it} waits for"
-        return WorkerDiedError(role, rank, during, detail, step=it.step, node=dead.info.node, pid=dead.info.pid)
+            it = dataclasses.replace(it, role=role, rank=rank, method=f"work that {it} waits for")
+        return it.died(detail, dead.info)
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
@@ -125,36 +124,10 @@ class RayPending:
         self.process.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
 
 
-class Home(Protocol):
-    """The runtime, as far as its processes know it."""
-
-    @property
-    def watch(self) -> Watch:
-        """Looks after the calls of all processes."""
-        ...
-
-    def process_of(self, actor_id: str | None) -> RayProcess | None:
-        """Return the process of a Ray actor, if it is one of this runtime."""
-        ...
-
-    @property
-    def ray_thread(self) -> RayThread:
-        """Where Ray is asked what may take it long."""
-        ...
-
-    def node_lost(self, where: ProcessInfo, told: str) -> str | None:
-        """Return what a process was lost with, if that is its whole node; `told` is what Ray says about its end."""
-        ...
-
-    def released(self, process: RayProcess) -> None:
-        """End a process that has no role any more, and give the place of its pool back if it was the last."""
-        ...
-
-
 class RayProcess:
     """The driver's end of one Ray actor."""
 
-    def __init__(self, runtime: Home, pool: ResourcePool, handle: Any) -> None:
+    def __init__(self, runtime: RayRuntime, pool: ResourcePool, handle: Any) -> None:
         """Take a Ray actor over; it is ready for calls once `info` is known."""
         self.runtime, self.pool, self.watch, self.handle = runtime, pool, runtime.watch, handle
         self.info = ProcessInfo("", "", 0)

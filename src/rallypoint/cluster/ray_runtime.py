@@ -83,7 +83,7 @@ class RayRuntime:
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
         self.ray_thread = cluster.ray_thread
-        """See `Home.ray_thread`."""
+        """Where Ray is asked what may take it long."""
         vigil = Vigil(
             processes=self._all,
             silence_s=silence_s,
@@ -248,7 +248,7 @@ class RayRuntime:
         return await asyncio.to_thread(self.ray_thread.ask, what, question)
 
     def node_lost(self, where: ProcessInfo, told: str) -> str | None:
-        """See `Home.node_lost`."""
+        """Return what a process was lost with, if that is its whole node; `told` is what Ray says about its end."""
         found = self._cluster.daemons.fault()
         if not (found is not None and found.is_raylet) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
             return None

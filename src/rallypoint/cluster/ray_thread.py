@@ -49,7 +49,6 @@ class Ask(Protocol):
 
     def __call__(self, what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
         """Have Ray asked, and wait for the answer."""
-        ...
 
 
 class RayThread:

@@ -179,15 +179,7 @@ class Vigil:
             others = [f"pid {other.info.pid} on {other.info.node}" for other in hung if other is not process]
             also = f"so did {', '.join(others)}; " if others else ""
             it = self._executed(process, calls)
-            hang = WorkerHungError(
-                it.role,
-                it.rank,
-                it.method,
-                f"{why}; {also}{note}",
-                step=it.step,
-                node=process.info.node,
-                pid=process.info.pid,
-            )
+            hang = it.died(f"{why}; {also}{note}", process.info, WorkerHungError)
             process.kill(hang)
             # Of several the first is to be named, so its end is heard of before the next one's.
             owed = {one.future(): call for call in calls for one in call.pending if one.process is process}

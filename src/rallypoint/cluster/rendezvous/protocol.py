@@ -55,30 +55,24 @@ class Rooms(Protocol):
     @property
     def towards(self) -> str | None:
         """Host in whose direction the other participants are found; None: all of them are on this machine."""
-        ...
 
     def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
         """Replace a room by what `change` makes of it, atomically; return that. Errors replace nothing.
 
         Where it saves a round trip and the change is no news to those who wait, it may wait so long for the next.
         """
-        ...
 
     def wait(self, name: str, news: int, timeout_s: float) -> Room:
         """Return the room as soon as its `news` is another number, or as it is when the time is over."""
-        ...
 
     def renew(self, name: str, incarnation: str) -> None:
         """Begin or renew a lease; begins before the seat is taken. A lapsed lease is not revived."""
-        ...
 
     def release(self, incarnation: str) -> None:
         """Forget the lease of one that has departed."""
-        ...
 
     def close(self) -> None:
         """Where it was opened: end it and leave nothing behind. Elsewhere: nothing."""
-        ...
 
 
 def _look(room: Room) -> Room:
