@@ -1,10 +1,10 @@
-"""A call that is under way on the ranks of a group, and everything that can become of it.
+"""A call on the ranks of a group, from when it is sent until its result or its error is known.
 
 One implementation for both ways to wait: `await call` in a coroutine, `call.result()` anywhere else.
 A call that is never waited for can still be passed on by `call.reference`.
 
-Whoever is stopped while waiting (a cancelled task, Ctrl-C) cancels the call, as awaiting an asyncio.Task would; all
-who wait for it learn that.
+A waiter that is stopped (a cancelled task, Ctrl-C) cancels the call, as awaiting an asyncio.Task would; every other
+waiter gets that error.
 """
 
 from __future__ import annotations
@@ -24,34 +24,40 @@ if TYPE_CHECKING:
     from rallypoint.cluster.watch import Watchdog
 
 _PATIENCE_S = 10.0
-"""How long the rank that failed first may take to say so after another one stopped because of it."""
+"""Seconds that the rank that failed first may take to report, after another one stopped because of it."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Pending(Protocol):
-    """What one rank will answer."""
+    """The answer of one rank, which may not be there yet."""
 
     @property
     def invocation(self) -> Invocation:
-        """What it was asked."""
+        """The call on that rank."""
+        ...
 
     @property
     def process(self) -> Process:
-        """Who was asked."""
+        """The process that the call was sent to."""
+        ...
 
     @property
     def handle(self) -> Any:
-        """What other processes of the same runtime are sent instead of the value."""
+        """The runtime's handle, which other processes are sent instead of the value."""
+        ...
 
     def future(self) -> Future[Any]:
         """Bring the value to the driver."""
+        ...
 
     def error(self, raised: BaseException) -> BaseException:
-        """Return the runtime's exception in our words."""
+        """Return our error for an exception of the runtime."""
+        ...
 
     def cancel(self) -> None:
-        """Stop it if it can be stopped; nobody waits for it any more."""
+        """Stop it if possible; nobody waits for it any more."""
+        ...
 
 
 class Process(Protocol):
@@ -60,39 +66,50 @@ class Process(Protocol):
     @property
     def info(self) -> ProcessInfo:
         """Where the process is."""
+        ...
 
     @property
     def watch(self) -> Watchdog:
         """Looks after calls that take long."""
+        ...
 
     @property
     def ended(self) -> bool:
-        """Whether the process was ended by us; it may also have died by itself."""
+        """Whether we ended the process; it may also have died by itself."""
+        ...
 
     @property
     def roles(self) -> Mapping[str, int]:
         """The roles that have a worker here, and its rank."""
+        ...
 
     def create(self, invocation: Invocation, kind: type, mesh: Mesh, args: Any, kwargs: Any) -> Pending:
         """See `WorkerProcess.create`."""
+        ...
 
     def call(self, invocation: Invocation, args: tuple[Any, ...], kwargs: Any) -> Pending:
         """See `WorkerProcess.call`; arguments may hold `Fetch`es of this runtime's handles."""
+        ...
 
     def share(self, value: Any) -> Any:
         """Return what to send for a value that several processes of this runtime get, so that it is sent once."""
+        ...
 
     def pulse(self) -> Future[Pulse]:
         """See `WorkerProcess.pulse`."""
+        ...
 
     def retire(self, invocation: Invocation) -> Pending:
         """See `WorkerProcess.retire`."""
+        ...
 
     def release(self, role: str) -> None:
         """Forget a role; a process without one ends, and a pool without one gives its place back."""
+        ...
 
     def kill(self, why: WorkerHungError) -> None:
-        """End the process now, if it can be ended; calls that it owes fail with that error."""
+        """End the process now, if possible; calls that it has not answered fail with that error."""
+        ...
 
 
 class Call(Generic[ResultT]):
@@ -114,7 +131,7 @@ class Call(Generic[ResultT]):
     ) -> None:
         self.pending = tuple(pending)
         self.deadline_s = deadline_s
-        """How long it may take without progress."""
+        """Seconds it may take without progress; None for ever."""
         self.sources = tuple(sources)
         """Processes that make what the arguments refer to."""
         self._answering, self._join = tuple(answering), join
@@ -193,14 +210,14 @@ class Call(Generic[ResultT]):
             if self._outcome is not None:
                 return self._outcome
             self._outcome = Future()
-            self._outcome.set_running_or_notify_cancel()  # it is the ranks that are cancelled, and then they say so
+            self._outcome.set_running_or_notify_cancel()  # ranks are cancelled, this future never
         self.pending[0].process.watch.add(self)
         for one in self.pending:
             one.future().add_done_callback(lambda done, one=one: self._on_done(one, done))
         return self._outcome
 
     def _on_done(self, one: Pending, done: Future[Any]) -> None:
-        """Count an answer. Comes from a thread of the runtime, so it only notes and never waits."""
+        """Count an answer. Runs in a thread of the runtime, so it must not block."""
         raised = done.exception()
         error = None if raised is None else one.error(raised)
         is_consequence = isinstance(error, WorkerError) and error.is_consequence
@@ -219,7 +236,7 @@ class Call(Generic[ResultT]):
         elif is_last:
             one.process.watch.remove(self)
         elif is_first_consequence and consequence is not None:
-            # What failed first will say so itself; if its process cannot, this is all that is known.
+            # The rank that failed first reports its own error; if its process cannot, this one is all that is known.
             timer = threading.Timer(_PATIENCE_S, self.fail, [consequence])
             timer.daemon = True
             timer.start()

@@ -24,7 +24,7 @@ from rallypoint.cluster.pool import ResourcePool
 
 _MOST_TRIES = 20_000
 _ROUNDING = 1e-6
-"""Of a process; amounts are fractions, and three times 0.1 is to fit into 0.3."""
+"""Part of a process that rounding may cost: amounts are fractions, and three times 0.1 must fit into 0.3."""
 
 
 def num_cores() -> int:
@@ -45,7 +45,7 @@ class Node:
         return all(self.labels.get(name) == value for name, value in pool.labels.items())
 
     def room_for(self, pool: ResourcePool, taken: Mapping[str, float] | None = None) -> int:
-        """Return how many processes of a pool find place here, beside what is taken already."""
+        """Return how many processes of a pool fit here, beside what is taken already."""
         if not self.has_labels_of(pool):
             return 0
         free = {name: self.resources.get(name, 0) - (taken or {}).get(name, 0) for name in pool.bundle}
@@ -53,7 +53,7 @@ class Node:
 
 
 def misfit(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, grows: bool = False) -> str | None:
-    """Say why pools cannot ever fit together on these nodes; None when they can, as far as is known.
+    """Say why pools can never fit together on these nodes; None if they can, as far as is known.
 
     Args:
         pools: all that are wanted at the same time.
@@ -135,7 +135,7 @@ def amounts_text(amounts: Mapping[str, float]) -> str:
 
 
 def _offers(node: Node, pool: ResourcePool) -> bool:
-    """Whether a node has anything of what a pool takes: a head without GPUs is no node to one that takes them."""
+    """Whether a node has every resource that a pool takes: a head without GPUs does not count for a pool of GPUs."""
     return all(node.resources.get(name, 0) > 0 for name in pool.bundle) and node.has_labels_of(pool)
 
 

@@ -54,6 +54,7 @@ class Splittable(Protocol):
         Rows that stand in two arguments of a call meet on the same rank if both are cut as lists are: part i ends
         before row `num_rows * (i + 1) // num_parts`.
         """
+        ...
 
 
 @runtime_checkable
@@ -63,6 +64,7 @@ class Joinable(Protocol):
     @classmethod
     def join(cls, parts: Sequence[Any]) -> Any:
         """Put the parts of the ranks together, in rank order."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ _NUMBERS = itertools.count(1)
 
 @contextlib.contextmanager
 def at_step(step: int) -> Iterator[None]:
-    """Let errors of the calls that are made inside name the training step."""
+    """Name the training step in errors of the calls made inside."""
     token = _STEP.set(step)
     try:
         yield
@@ -57,7 +57,7 @@ class Layout:
     mesh: Mesh | None = None
     """None: all ranks are data-parallel."""
     deadline_s: float | None = None
-    """How long a call may take without progress; None for ever."""
+    """Seconds a call may take without progress; None for ever."""
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.size != len(self.processes):
@@ -139,7 +139,7 @@ class WorkerGroup(Generic[WorkerT]):
         return Call(tuple(pending.values()), answers, rule.join, self.deadline_s, sources)
 
     def _sent_once(self, parts: Sequence[Part | None]) -> Iterator[tuple[int, Part]]:
-        """Return ranks and their arguments; a value that several ranks get is the same small thing in all of them."""
+        """Yield each rank and its arguments; a large value that several ranks get is sent once, by reference."""
         if not any(part.args or part.kwargs for part in parts if part):
             yield from ((rank, part) for rank, part in enumerate(parts) if part)
             return
@@ -168,13 +168,12 @@ class WorkerGroup(Generic[WorkerT]):
         return WorkerGroup(self.role, self.processes, self.mesh, deadline_s)
 
     async def shutdown(self, patience_s: float = 30.0) -> None:
-        """Let go of the workers, after what they are doing; processes that hold no other role end.
+        """Release the workers once they have finished their calls; processes that hold no other role end.
 
         Does nothing if that has been done. A process that is dead already is no error.
 
         Args:
-            patience_s: how long they may take. A process that is busy for longer, or waits for one that died, is ended
-                as it is.
+            patience_s: seconds they may take. A process that is busy for longer, or waits for a dead one, is ended.
 
         Raises:
             WorkerError: a worker that can be closed (a context manager) raised when it was.
@@ -205,7 +204,7 @@ class WorkerGroup(Generic[WorkerT]):
                 raise error
 
     def _abandon(self) -> None:
-        """Let go of workers that were not all made."""
+        """Release the workers of a group that could not be created."""
         number = next(_NUMBERS)
         for rank, process in enumerate(self.processes):
             if len(process.roles) > 1:  # the process lives on, for others

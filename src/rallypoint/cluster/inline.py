@@ -29,14 +29,14 @@ from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import WAS_ENDED, Invocation, ProcessInfo, Pulse, WorkerProcess
 from rallypoint.cluster.reference import detach
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
-from rallypoint.cluster.watch import Vigil, Watchdog
+from rallypoint.cluster.watch import HangDetector, Watchdog
 from rallypoint.errors import RallyError, WorkerDiedError
 
 _PATIENCE_S = 30.0
-"""How long a call that is under way may take to end when the runtime is shut down."""
+"""Seconds that a running call may take to end when the runtime is shut down."""
 
 _LAST_MOMENT_S = 3.0
-"""The same for threads that were given up: one that comes out of a library while Python ends makes it abort."""
+"""The same for threads that were given up: one that returns from a library while Python shuts down makes it abort."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class InlineProcess:
             self._runtime.released(self)
 
     def kill(self, why: WorkerDiedError) -> None:
-        """See `Process.kill`; a thread cannot be ended, but it is told to, and nobody waits for it any more."""
+        """See `Process.kill`; a thread cannot be killed, but it is told to end, and nobody waits for it any more."""
         self._end(lambda _: copy.copy(why))
 
     def end(self) -> None:
@@ -179,9 +179,11 @@ class InlineRuntime:
     def __init__(self, *, log_folder: Path, silence_s: float = 60.0, say: Callable[[str], None] = print) -> None:
         self._pools: dict[ResourcePool, list[InlineProcess]] = {}
         self.threads: list[threading.Thread] = []
-        """Of all processes that there ever were."""
-        vigil = Vigil(processes=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder, say=say)
-        self.watch = Watchdog(vigil)
+        """Threads of all processes, ended ones too."""
+        detector = HangDetector(
+            processes=self._all, silence_s=silence_s, save_stacks=_save_stacks, folder=log_folder, say=say
+        )
+        self.watch = Watchdog(detector)
         """Looks after the calls of all processes."""
 
     def hurry(self) -> None:

@@ -217,9 +217,11 @@ class Runtime(Protocol):
     @property
     def head(self) -> str | None:
         """Address of the cluster's head; None if everything is on this machine."""
+        ...
 
     def hurry(self) -> None:
         """Wait only seconds for what does not answer: the user wants the end. Safe in signal handlers."""
+        ...
 
     def open_rendezvous(self, scope: str) -> Rendezvous:
         """Open the rendezvous that suits these processes; the driver closes it.
@@ -227,6 +229,7 @@ class Runtime(Protocol):
         Args:
             scope: the run's unique id.
         """
+        ...
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """Check that pools fit together, before anything is asked for.
@@ -234,6 +237,7 @@ class Runtime(Protocol):
         Raises:
             PlacementError: they can never fit; a table says what is wanted and what is there.
         """
+        ...
 
     async def processes(self, pool: Pool) -> Sequence[Process]:
         """Return the processes of a pool, in rank order; the same ones for every role placed on it.
@@ -241,9 +245,11 @@ class Runtime(Protocol):
         Raises:
             PlacementError: the pool can never fit, or does not within the timeout.
         """
+        ...
 
     async def shutdown(self) -> None:
         """End every process; nothing is left behind."""
+        ...
 
 
 class ResourcePoolManager:

@@ -42,13 +42,13 @@ ResultT = TypeVar("ResultT")
 DiedT = TypeVar("DiedT", bound=WorkerDiedError)
 
 _MOST_TEXT = 20_000
-"""Characters of a message or traceback that are sent; of a longer one the middle is left out."""
+"""Most characters of a message or traceback that are sent; the middle of a longer one is left out."""
 
 WAS_ENDED = "it had been ended: its group was shut down, or the runtime"
 """Detail of the error of a call to a process that we ended."""
 
 _MOST_NOTES = 100
-"""Lines that are kept until the driver asks; of more the oldest go."""
+"""Most lines kept until the driver asks; older ones are dropped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class WorkerContext:
     device: str
     """"cpu", or torch's word for the accelerator that this process holds."""
     shared: dict[str, Any]
-    """Objects that the workers of one process leave for each other, by a name both know."""
+    """Objects that the workers of one process share, by a name both know."""
     tick: Callable[[], None] = lambda: None
-    """Call it when a long method gets on with its work: a call's deadline counts from the last tick."""
+    """Call it whenever a long method makes progress: a call's deadline counts from the last tick."""
     say: Callable[[str], None] = print
-    """Call it, from any thread, with a line that the user should know; the driver tells it within seconds."""
+    """Call it, from any thread, with a line for the user; the driver prints it within seconds."""
 
     @property
     def num_ranks(self) -> int:
@@ -126,21 +126,21 @@ class Invocation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a process answers when it is asked whether it lives."""
+    """The answer of a process that is asked whether it is alive."""
 
     progress: int
     """Rises with every call that begins or ends and with every tick."""
     call: Invocation | None
-    """What it is executing."""
+    """The call it is executing."""
     notes: tuple[str, ...] = ()
-    """What its workers have said since it was last asked."""
+    """Lines that its workers have said since it was last asked."""
 
 
 class WorkerProcess:
     """Holds the workers of one process by role and calls their methods."""
 
     def __init__(self, num_cpus: int, device: str, preload: Sequence[str] = ()) -> None:
-        """Import what workers will need while the driver is busy with other things; `preload` names modules."""
+        """Import the modules of `preload`, which workers need, while the driver is busy with other things."""
         for module in preload:
             importlib.import_module(module)
         self._num_cpus, self._device = num_cpus, device
@@ -196,7 +196,7 @@ class WorkerProcess:
         return self._execute(invocation, answer)
 
     def retire(self, invocation: Invocation) -> None:
-        """Let go of the worker of a role, and of what it left for others; it is closed if it can be.
+        """Release the worker of a role and what it left for others; a context manager is closed.
 
         Raises:
             WorkerError: closing it raised.
@@ -208,7 +208,7 @@ class WorkerProcess:
             self._execute(invocation, lambda: worker.__exit__(None, None, None))
 
     def pulse(self) -> Pulse:
-        """Answer at once, whatever the other thread does."""
+        """Answer at once, whatever the thread of the calls does."""
         notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
         return Pulse(self._progress, self._running, notes)
 
@@ -251,7 +251,7 @@ class WorkerProcess:
             with self._lock:
                 self._running = None
                 self._cancelled.discard(invocation.number)
-                _raise_in(threading.get_ident(), None)  # what did not arrive in time must not hit the next call
+                _raise_in(threading.get_ident(), None)  # a cancellation that came too late must not hit the next call
             self._tick()
 
 
@@ -266,17 +266,17 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 
 def _report(invocation: Invocation, error: BaseException) -> WorkerError:
-    """Describe an exception in words: its class may exist in this process only, and may not even have a `str`."""
+    """Describe an exception in words: its class may exist in this process only, and its `str` may raise."""
     cause = str(error) if isinstance(error, RallyError) else "".join(traceback.format_exception_only(error))
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next  # ours are no help
+        frames = frames.tb_next  # our own frames do not help
     return WorkerError(
         invocation.role,
         invocation.rank,
         invocation.method,
         _shortened(cause.strip()),
-        # What says by itself where to look and what to do, is not about our code.
+        # These say where to look and what to do; a traceback would only distract.
         ""
         if isinstance(error, ModelError | CacheError | CheckpointError | DiskError)
         else _shortened("".join(traceback.format_exception(type(error), error, frames))),

@@ -67,8 +67,8 @@ with _environment(_READ_AT_IMPORT), warnings.catch_warnings():
 _raylet: Any = importlib.import_module("ray._raylet")  # compiled, so without types
 
 _GCS_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6)}
-"""Seconds after which a process ends itself, from within Ray's C++, because there is no GCS. Workers that are there
-need none, and what the driver needs it for has a limit of its own (`RayThread`)."""
+"""Seconds after which Ray's C++ ends a process because there is no GCS. Workers that run need none, and the driver's
+questions to it have a limit of their own (`RayThread`)."""
 
 _OF_OUR_CLUSTERS = {
     **_GCS_PATIENCE,
@@ -93,7 +93,7 @@ _MAX_SOCKET_PATH = 103
 _SOCKETS = "/rally-0123456789ab/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _VOICE_EVERY_S, _LEAVE_TIMEOUT_S, _END_TIMEOUT_S = 10.0, 20.0, 20.0
 _REAPER_PATIENCE = 12.0
-"""How many times the limit the reaper waits: longer than the lane ever does, if its thread can run."""
+"""Times the limit that the reaper waits: longer than `RayThread` does, if that can run."""
 
 Say = Callable[[str], None]
 
@@ -101,7 +101,7 @@ Say = Callable[[str], None]
 class RayCluster:
     """Ray as this program uses it: a cluster of its own on this machine, or one that it has joined.
 
-    A process is in one cluster at a time, because Ray knows no more.
+    A process is in one cluster at a time: Ray allows no more.
     """
 
     def __init__(self, *, address: str, namespace: str, own: _OwnCluster | None, silence_s: float, say: Say) -> None:
@@ -109,17 +109,17 @@ class RayCluster:
         self.address = address
         """host:port of the cluster."""
         self.namespace = namespace
-        """Of this run alone; its named Ray actors live in it."""
+        """Ray namespace of this run alone; its named Ray actors live in it."""
         self._own, self._say = own, say
         self.daemons = RayDaemons(worker._global_node, None if own is None else own.logs)
-        """Those of Ray that this program cannot do without."""
+        """Ray's daemons that this program needs."""
         self.ray_thread = RayThread(
             limit_s=silence_s,
             fault=self.daemons.fault,
             note_busy=None if own is None else own.note_busy,
             say=say,
         )
-        """Where Ray is asked what may take it long."""
+        """The thread in which Ray is asked whatever may block."""
         self._is_leaving = False
         threading.Thread(target=self._watch_raylet, name="raylet", daemon=True).start()
 
@@ -209,10 +209,10 @@ class RayCluster:
         return cls(address=address, namespace=namespace, own=None, silence_s=silence_s, say=say)
 
     def shutdown(self) -> None:
-        """Leave. Of a cluster of our own nothing remains but its logs; any other loses what this program had in it.
+        """Leave the cluster. Of our own only the logs remain; from a joined one, what this program had is removed.
 
-        Never raises, and ends within a minute: what was done before is done, whatever becomes of Ray. A Ray that is not
-        well is not asked to let go. The program stays tied to it until it ends, and the reaper tidies up after it.
+        Never raises, and returns within a minute. A Ray with a fault is not asked to disconnect: this process stays
+        tied to it until it ends, and the reaper cleans up.
         """
         self._is_leaving = True
         left = None
@@ -230,7 +230,7 @@ class RayCluster:
             self._own.end()
 
     def _watch_raylet(self) -> None:
-        """Say at once that the raylet is gone: the next word to the store that it kept ends this program from C++."""
+        """Say at once that the raylet is gone: the next access to its store would end this program from C++."""
         self.daemons.wait_for_raylet()
         found = self.daemons.fault()
         if found is not None and not self._is_leaving:
@@ -264,7 +264,7 @@ class _OwnCluster:
         self._busy = None if page is None else memoryview(mmap.mmap(page, reaper.PAGE_BYTES)).cast("q")
         guard = [] if page is None else [str(page), f"{_REAPER_PATIENCE * silence_s:g}"]
         paths = [str(self.folder), str(self.logs)]
-        with _environment({reaper.MARK: None}):  # where this program runs on another cluster, it must outlive that
+        with _environment({reaper.MARK: None}):  # it must outlive a cluster that this program itself may run on
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), mark, *paths, *guard],
                 pass_fds=() if page is None else (page,),
@@ -312,7 +312,7 @@ def _check_that_a_cluster_would_keep_to_itself() -> None:
 
 @contextlib.contextmanager
 def _ray_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change the environment, and have Ray read anew what it keeps of it: the token of the last cluster, if any."""
+    """Change the environment, and make Ray read it anew: it caches the token of the last cluster."""
     with _environment(changes):
         _forget_token()
         yield
@@ -328,7 +328,7 @@ def _token_in(path: Path) -> dict[str, str | None]:
 
 
 def _token_environment() -> dict[str, str | None]:
-    """Say that the user's token be used if there is one; Ray does not by itself where an address is given.
+    """Return the variables that make Ray use the user's token, if there is one; given an address, it would not.
 
     Raises:
         ClusterError: a token is promised, and is not there. Ray would abort this process.
@@ -396,5 +396,5 @@ class _Voice(logging.Handler):
 
 
 def _speak_for_ray(say: Say) -> None:
-    """Ray's errors come to the user as lines of ours, and do not tear up what is on the screen."""
+    """Print Ray's errors as lines of ours, which do not tear up the screen."""
     logging.getLogger("ray").handlers = [_Voice(say)]

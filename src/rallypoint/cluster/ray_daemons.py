@@ -1,8 +1,8 @@
-"""The processes of Ray that this program cannot do without, and how they are.
+"""Ray's daemons that this program cannot do without, and their state.
 
 Owns: which they are, and what can be seen of them without asking Ray: the raylet of this machine (starts workers, keeps
-the store that data passes) and, of a cluster of our own, the GCS (knows where everything is). Must not know: what is
-done about it. Nothing here waits.
+the object store) and, of a cluster of our own, the GCS (knows where everything is). Must not know: what is done about
+a fault. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Process:
     """If it is a child of this process."""
 
     def fault(self) -> str | None:
-        """Return what is wrong with it; one that a debugger looks at is not stopped."""
+        """Return what is wrong with it; a process under a debugger does not count as stopped."""
         code = None if self.started is None else self.started.poll()
         state = _state(self.pid)
         if code is not None and code < 0:
@@ -59,10 +59,10 @@ class _Process:
 
 
 class RayDaemons:
-    """Those of the cluster that this process has just started, or joined."""
+    """The daemons of the cluster that this process has just started, or joined."""
 
     def __init__(self, node: Any, logs: Path | None) -> None:
-        """Take note of them; `node` is Ray's own account, and `logs` has the logs of a cluster of our own."""
+        """Find them; `node` is Ray's own account of them, and `logs` the folder of logs of a cluster of our own."""
         self._logs, self._processes = logs, tuple(_find(node))
 
     def fault(self) -> Fault | None:
@@ -94,7 +94,7 @@ class RayDaemons:
         return found.what if found is not None and found.is_raylet else f"Ray's raylet is ending{self._reason()}"
 
     def _reason(self) -> str:
-        """Return what the raylet wrote about its end; it ends itself if one of the agents does that it started."""
+        """Return what the raylet wrote about its end; it ends itself if an agent that it started does."""
         if self._logs is None:
             return ""
         with contextlib.suppress(OSError), (self._logs / "raylet.out").open("rb") as file:

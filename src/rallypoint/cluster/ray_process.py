@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rallypoint.cluster.ray_runtime import RayRuntime
 
 _LARGE_BYTES = 100_000
-"""What is larger than that, Ray puts into shared memory anyway."""
+"""Size from which Ray puts a value into shared memory anyway."""
 _HEALTH = "health"
 """The concurrency group, a thread of its own in the worker process, that answers while a call is under way."""
 
@@ -56,7 +56,7 @@ class RayWorkerProcess(WorkerProcess):
         super().__init__(num_cpus, device, preload)
 
     def call_packed(self, invocation: bytes, arguments: tuple[Any, Any] = ((), {}), *values: Any) -> Any:
-        """See `WorkerProcess.call`. What is not sent costs nothing: an argument takes Ray over a tenth of a call."""
+        """See `WorkerProcess.call`. No empty arguments are sent: each costs Ray over a tenth of a call."""
         return self.call(Invocation.unpacked(invocation), *arguments, *values)
 
     def describe(self) -> ProcessInfo:
@@ -100,7 +100,7 @@ class RayPending:
         return raised
 
     def _death(self, cause: RayError) -> WorkerDiedError | RayLostError:
-        """Say who died: the process of this call, one whose result was an argument of it, or what they stand on."""
+        """Say who died: the process of this call, one whose result was an argument of it, or their node."""
         it = self.invocation
         dead = self.process.runtime.process_of(cause.actor_id) if isinstance(cause, RayActorError) else None
         dead = dead or self.process
@@ -120,7 +120,7 @@ class RayPending:
     def cancel(self) -> None:
         """See `Pending.cancel`."""
         if self.process.runtime.ray_thread.lost is not None:
-            return  # it may not come back from there, and nobody is there to be cancelled
+            return  # asking Ray could block, and no process is left to cancel
         self.process.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
 
 
@@ -133,7 +133,7 @@ class RayProcess:
         self.info = ProcessInfo("", "", 0)
         self.roles: dict[str, int] = {}
         self.ended = False
-        """By us; whether it lives is another question."""
+        """Whether we ended it; it may also have died by itself."""
         self.hung: WorkerHungError | None = None
         """Why it was killed."""
 
@@ -153,7 +153,7 @@ class RayProcess:
                 handle = self._send(
                     invocation, lambda: self.handle.call_packed.remote(invocation.packed(), *arguments, *handles)
                 )
-            else:  # nothing that Ray could have to make room for
+            else:  # no data that Ray would need room for
                 handle = self.handle.call_packed.remote(invocation.packed(), *handles)
         return RayPending(invocation, self, handle)
 
@@ -184,19 +184,19 @@ class RayProcess:
         """Have Ray end the process, which is no accident then."""
         if not self.ended:
             self.ended = True
-            with contextlib.suppress(RayLostError):  # then it has ended, or ends with this program
+            with contextlib.suppress(RayLostError):  # then it is gone, or ends with this program
                 self.runtime.ray_thread.ask(f"Ray to end process {self.info.pid}", lambda: ray.kill(self.handle))
 
     def kill(self, why: WorkerHungError) -> None:
         """See `Process.kill`."""
         self.hung = why
-        # A process that is stopped, or whose interpreter is held, does not hear Ray.
+        # A process that is stopped, or whose interpreter is held, does not react to Ray.
         if self.info.node_id == ray.get_runtime_context().get_node_id():
             _kill_process(self.info.pid)
         else:
             self.runtime.ray_thread.put(lambda: on_node(self.info.node_id, _kill_process).remote(self.info.pid))
         self.ended = True
-        self.runtime.ray_thread.put(lambda: ray.kill(self.handle))  # whoever finds what hangs must not wait itself
+        self.runtime.ray_thread.put(lambda: ray.kill(self.handle))  # the watchdog calls this, and must not block
 
 
 def on_node(node_id: str, work: Callable[..., Any]) -> Any:
@@ -239,7 +239,7 @@ PREFIXES = (
     "NCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "HSA_", "RCCL_",
     "TRITON_", "VLLM_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "KMP_", "RALLYPOINT_",
 )  # fmt: skip
-"""Of the names that go along."""
+"""Prefixes of the names that are forwarded."""
 
 OF_THE_NODE = frozenset(
     {
@@ -254,13 +254,17 @@ OF_THE_NODE = frozenset(
         "VLLM_HOST_IP",
     }
 )
-"""Names with such a prefix that stay: they say where something is on one machine, or what a process was given there."""
+"""Names with such a prefix that are not forwarded: they describe one machine, or what a process was given there."""
 
 
-def luggage(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that go along.
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the driver's environment that workers on a joined cluster get.
 
-    >>> luggage({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "AWS_SECRET_ACCESS_KEY": "..."})
+    Workers of our own cluster inherit all of them. On another one they have the environment of `ray start`, where what
+    a user sets for `rally train` would silently have no effect. So what configures the workers' libraries is forwarded,
+    and wins over what the node has; everything else stays here.
+
+    >>> forwarded_environment({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "AWS_SECRET_ACCESS_KEY": "..."})
     {'NCCL_DEBUG': 'INFO'}
     """
     return {name: value for name, value in environment.items() if name.startswith(PREFIXES) and name not in OF_THE_NODE}

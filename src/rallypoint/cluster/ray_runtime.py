@@ -36,19 +36,19 @@ from rallypoint.cluster.call import Process
 from rallypoint.cluster.capacity import Node, advice, amounts_text, misfit, table
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import ProcessInfo
-from rallypoint.cluster.ray_process import RayActor, RayProcess, luggage, on_node
+from rallypoint.cluster.ray_process import RayActor, RayProcess, forwarded_environment, on_node
 from rallypoint.cluster.rendezvous import LEASE_S, Rendezvous
 from rallypoint.cluster.rendezvous.ray import RayRooms
 from rallypoint.cluster.stacks import stacks_of
 from rallypoint.cluster.waiting import Wait
-from rallypoint.cluster.watch import Vigil, Watchdog
+from rallypoint.cluster.watch import HangDetector, Watchdog
 from rallypoint.errors import PlacementError, RayLostError
 
 AnswerT = TypeVar("AnswerT")
 
 _LOOK_S, _STACKS_TIMEOUT_S = 1.0, 20.0
 _SIGNS_OF_A_LOST_NODE = ("node has died", "node has crashed", "Node died")
-"""In what Ray says about the end of a process. It says that the owner, which is the driver, died with its node."""
+"""Phrases with which Ray says that a process was lost with its node."""
 
 
 class RayRuntime:
@@ -78,13 +78,13 @@ class RayRuntime:
         """
         self._cluster, self._timeout_s, self._preload, self._say = cluster, placement_timeout_s, tuple(preload), say
         self._voice_every_s = voice_every_s
-        self._luggage = {} if cluster.is_local else luggage(os.environ)
+        self._forwarded_environment = {} if cluster.is_local else forwarded_environment(os.environ)
         self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
         self.ray_thread = cluster.ray_thread
         """Where Ray is asked what may take it long."""
-        vigil = Vigil(
+        detector = HangDetector(
             processes=self._all,
             silence_s=silence_s,
             save_stacks=self._save_stacks,
@@ -92,7 +92,7 @@ class RayRuntime:
             ground=self.ray_thread.look,
             say=say,
         )
-        self.watch = Watchdog(vigil)
+        self.watch = Watchdog(detector)
         """Looks after the calls of all processes."""
 
     @property
@@ -192,7 +192,7 @@ class RayRuntime:
             memory=takes.pop("memory", None),
             resources=takes,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=node),
-        ).remote(pool.num_threads, pool.device, self._preload, self._luggage)
+        ).remote(pool.num_threads, pool.device, self._preload, self._forwarded_environment)
         return RayProcess(self, pool, actor)
 
     def process_of(self, actor_id: str | None) -> RayProcess | None:
@@ -217,7 +217,7 @@ class RayRuntime:
     def _give_back(self, pool: ResourcePool) -> None:
         if pool in self._groups:
             group = self._groups.pop(pool)
-            with contextlib.suppress(RayLostError):  # the place went with Ray
+            with contextlib.suppress(RayLostError):  # it went with Ray
                 self.ray_thread.ask(f"Ray to take pool {pool.name!r} back", lambda: remove_placement_group(group))
 
     def _all(self) -> list[RayProcess]:
@@ -284,13 +284,13 @@ def _started(pool: asyncio.Task[list[RayProcess]] | None) -> list[RayProcess] | 
 
 
 def _take_note(answer: asyncio.Future[ProcessInfo]) -> None:
-    """Look at an error, so that asyncio does not complain about one that came after the first."""
+    """Retrieve an error, so that asyncio does not complain about one that came after the first."""
     if not answer.cancelled():
         answer.exception()
 
 
 def _nodes(*, free: bool = False) -> list[Node]:
-    """Return the nodes that are there, with all that they offer, or with what of it nobody has taken."""
+    """Return the nodes that are alive, with all that they offer, or with what is free of it."""
     now: dict[str, dict[str, float]] = available_resources_per_node() if free else {}
     return [
         Node(

@@ -49,6 +49,7 @@ class Ask(Protocol):
 
     def __call__(self, what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
         """Have Ray asked, and wait for the answer."""
+        ...
 
 
 class RayThread:
@@ -59,7 +60,7 @@ class RayThread:
         *,
         limit_s: float,
         fault: Callable[[], Fault | None] = lambda: None,
-        note_busy: Callable[[int], None] = _note_nothing,
+        note_busy: Callable[[int], None] | None = None,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
         look_s: float = _LOOK_S,
@@ -75,7 +76,7 @@ class RayThread:
             look_s: seconds between two looks at the clock and at Ray's daemons.
         """
         self._limit_s, self._fault, self._say = limit_s, fault, say
-        self._note_busy, self._clock, self._look_s = note_busy, clock, look_s
+        self._note_busy, self._clock, self._look_s = note_busy or _note_nothing, clock, look_s
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

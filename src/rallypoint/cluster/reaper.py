@@ -1,4 +1,4 @@
-"""What is left of a Ray cluster when its driver has gone is ended and tidied here: by a tiny process of its own.
+"""A tiny process that ends and tidies what a Ray cluster leaves behind when its driver is gone.
 
 Owns the end of a cluster that rallypoint started, whether the driver shut it down or was killed with -9. It runs as a
 script (`python -I -S reaper.py ...`) beside the driver, in a session of its own, and sleeps until the driver says that
@@ -10,9 +10,9 @@ else has it: not the driver, not another cluster, not a terminal in which somebo
 processes give themselves a title, which may be written over that environment; those are known by where their output
 goes: into a log of the cluster's.
 
-While the driver lives, it is also watched whether it comes back from what it asks of Ray (`Guard`).
+While the driver lives, this process also watches whether it returns from calls into Ray (`Guard`).
 
-Linux only knows whom to end (`/proc`, pidfds); elsewhere the folders are tidied and Ray's own clean-up has to do.
+Only Linux can say whom to end (`/proc`, pidfds); elsewhere only folders are tidied, and Ray's own clean-up must do.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MARK = "RALLYPOINT_CLUSTER"
 """The environment variable that says to which cluster a process belongs."""
 
 GRACE_S = 2.0
-"""How long processes may take to end after SIGTERM, and again after SIGKILL."""
+"""Seconds that processes may take to end after SIGTERM, and again after SIGKILL."""
 
 LOOK_S = 5.0
-"""How often the driver's guard looks."""
+"""Seconds between two looks of the driver's guard."""
 
 _ROUNDS = 3
-"""A process that starts another one just before it dies is met in the next round."""
+"""A process started by another one just before that died is found in the next round."""
 
 
 def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s: str = "") -> None:
@@ -51,7 +51,7 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
         limit_s: how long the driver may wait for one answer.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # who stops the run means the driver, and then there is work to do
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the driver; this process has work to do after it
     guard = Guard(driver, int(busy), float(limit_s)) if busy else None
     while not _has_ended(driver, guard):
         _say_there(driver, "does not come back from Ray, whose processes are ended now; its interpreter is held")
@@ -66,7 +66,7 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
 
 
 class Guard:
-    """Finds that the driver is lost in a question to Ray: also when nothing of its interpreter runs any more."""
+    """Notices a driver that does not return from a call into Ray, even if its interpreter runs no more code."""
 
     def __init__(self, driver: int, busy: int, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with what the page says now."""
@@ -75,7 +75,7 @@ class Guard:
         self._number, self._waited_s, self._looked_at = 0, 0.0, clock()
 
     def is_lost(self) -> bool:
-        """Look, in beats; whether one question has gone unanswered for too long while the driver was not stopped."""
+        """Return whether a question went unanswered for too long by a driver that runs; call it once per beat."""
         now = self._clock()
         passed_s, self._looked_at = min(now - self._looked_at, 3 * LOOK_S), now
         number = int.from_bytes(os.pread(self._busy, PAGE_BYTES, 0), sys.byteorder)
@@ -87,11 +87,11 @@ class Guard:
 
 
 PAGE_BYTES = 8
-"""Of the page in which the driver's question stands."""
+"""Size of the page that holds the number of the driver's question."""
 
 
 def open_page() -> int | None:
-    """Open memory for a number that can be seen while the driver's interpreter is held; None where there is none."""
+    """Open memory for a number that can be read while the driver's interpreter is held; None if the system has none."""
     if not hasattr(os, "memfd_create"):
         return None
     page = os.memfd_create("busy")
@@ -116,7 +116,7 @@ def _is_stopped(pid: int) -> bool:
 def _has_ended(driver: int, guard: Guard | None) -> bool:
     """Sleep until the driver says, by a byte on standard input, that it has shut Ray down, or until it dies.
 
-    False when it has neither but is lost, in the eyes of its guard.
+    Returns False if it has done neither, but its guard says that it is lost.
 
     That the pipe is closed says too little where a pidfd can be had: a driver that ends without a word still has
     Ray's own clean-up before it, and a process that it forked may hold the pipe open after its death.

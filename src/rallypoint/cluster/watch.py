@@ -32,24 +32,24 @@ from rallypoint.errors import RallyError, WorkerHungError
 _BEAT_S = 1.0
 
 SaveStacks = Callable[[Sequence[Process], Path], str]
-"""Saves the stacks of all processes into a file and returns what of it is worth a line."""
+"""Saves the stacks of all processes into a file and returns a line about it."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Patient:
-    """What is known of a process. Times are those of the question, so that an answer says no more than it can."""
+class _Health:
+    """What is known of a process. Times are those of the question, not of the answer."""
 
     asked: Future[Pulse]
     asked_at: float
     pulse: Pulse | None = None
     seen_at: float = 0.0
-    """When it was asked for the last pulse that it gave."""
+    """Time of the question for the last pulse that it gave."""
     moved_at: float = 0.0
-    """When it was asked for the first pulse with that progress."""
+    """Time of the question for the first pulse with that progress."""
 
     @property
     def stood_still_s(self) -> float:
-        """For how long it is known to have made no progress."""
+        """Seconds without progress, as far as is known."""
         return self.seen_at - self.moved_at
 
     def hear(self) -> None:
@@ -62,7 +62,7 @@ class _Patient:
         self.pulse = pulse
 
 
-class Vigil:
+class HangDetector:
     """The calls that are waited for, what is known of the processes, and the verdict; call `look` once per beat."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Vigil:
             silence_s: how long a process may give no pulse.
             save_stacks: see `SaveStacks`.
             folder: where stacks are saved.
-            ground: returns why no process can go on, if that is so; called once in a beat.
+            ground: returns why no process can go on, or None; called once per beat.
             say: called, from any thread, with each line that a worker has said.
             clock: seconds that never go back.
         """
@@ -92,13 +92,13 @@ class Vigil:
         self._hosts, self._silence_s, self._save_stacks = processes, silence_s, save_stacks
         self._folder, self._ground, self._clock = folder, ground, clock
         self._calls: dict[Call[Any], float] = {}
-        self._patients: dict[Process, _Patient] = {}
+        self._health: dict[Process, _Health] = {}
         self._lock = threading.Lock()
         self._awake_s, self._looked_at = 0.0, clock()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for anything."""
+        """Whether no call is waited for."""
         return not self._calls
 
     def add(self, call: Call[Any]) -> None:
@@ -118,19 +118,19 @@ class Vigil:
             self._looked_at = self._clock()
             calls = dict(self._calls)
         if not calls:
-            self._patients.clear()  # nobody is asked meanwhile, so what is known grows old
+            self._health.clear()  # nobody is asked meanwhile, so what is known would be stale
             return
         if (lost := self._ground()) is not None:
             for call in calls:
                 call.fail(copy.copy(lost))
             return
-        known, self._patients = self._patients, {}
+        known, self._health = self._health, {}
         for process in self._hosts():
-            patient = self._patients[process] = known.get(process) or _Patient(self._asked(process), now)
-            if process in known and patient.asked.done():
-                patient.hear()
-                patient.asked, patient.asked_at = self._asked(process), now
-        hung = [process for process, patient in self._patients.items() if now - patient.asked_at > self._silence_s]
+            health = self._health[process] = known.get(process) or _Health(self._asked(process), now)
+            if process in known and health.asked.done():
+                health.hear()
+                health.asked, health.asked_at = self._asked(process), now
+        hung = [process for process, health in self._health.items() if now - health.asked_at > self._silence_s]
         if hung:
             self._end(hung, calls, f"gave no sign of life for {self._silence_s:g} s")
             return
@@ -151,26 +151,24 @@ class Vigil:
                 self._say(line)
 
     def _now(self) -> float:
-        """Return the seconds during which this was called in beats: where some are missing, the driver stood still."""
+        """Return seconds, leaving out gaps between beats, in which the driver stood still."""
         return self._awake_s + min(self._clock() - self._looked_at, 3 * self.beat_s)
 
     def _without_progress(self, call: Call[Any], began: float, deadline_s: float) -> list[Process]:
-        """Return the processes that keep a call waiting, if neither they nor those it depends on got on for so long."""
+        """Return the processes that keep a call waiting, if none that it needs made progress for so long."""
         owing = list(dict.fromkeys(one.process for one in call.pending if not one.future().done()))
-        concerned = {
-            process: self._patients[process] for process in (*owing, *call.sources) if process in self._patients
-        }
+        concerned = {process: self._health[process] for process in (*owing, *call.sources) if process in self._health}
         if any(min(one.stood_still_s, one.seen_at - began) < deadline_s for one in concerned.values()):
             return []
         busy = [process for process, one in concerned.items() if one.pulse is not None and one.pulse.call is not None]
         return [process for process in busy if process in owing] or busy or owing
 
     def _end(self, hung: Sequence[Process], calls: Iterable[Call[Any]], why: str) -> None:
-        """Save what everybody does, and end some; calls that wait for those begin their time anew, to hear of it."""
+        """Save all stacks and end some processes; all deadlines start anew, so that calls hear of that first."""
         file = self._folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            note = self._save_stacks(list(self._patients), file)
+            note = self._save_stacks(list(self._health), file)
         except (OSError, RallyError) as error:  # the stacks are a help, not a condition
             note = f"their stacks could not be saved: {error}"
         with self._lock:
@@ -181,10 +179,10 @@ class Vigil:
             it = self._executed(process, calls)
             hang = it.died(f"{why}; {also}{note}", process.info, WorkerHungError)
             process.kill(hang)
-            # Of several the first is to be named, so its end is heard of before the next one's.
+            # If several hang, the first is to be named: its end must be known before the next one's.
             owed = {one.future(): call for call in calls for one in call.pending if one.process is process}
             for unheard in wait(owed, timeout=self.beat_s).not_done:
-                owed[unheard].fail(copy.copy(hang))  # the runtime may be what does not hear of it
+                owed[unheard].fail(copy.copy(hang))  # the runtime itself may not notice
 
     def _executed(self, process: Process, calls: Iterable[Call[Any]]) -> Invocation:
         """Return what a process was doing when it stopped, as far as is known."""
@@ -194,7 +192,7 @@ class Vigil:
             for one in call.pending
             if one.process is process and not one.future().done()
         ]
-        pulse = self._patients[process].pulse
+        pulse = self._health[process].pulse
         last = None if pulse is None else pulse.call
         if last is not None and (not owed or last.number in {one.number for one in owed}):
             return last
@@ -205,11 +203,11 @@ class Vigil:
 
 
 class Watchdog:
-    """The thread that keeps a vigil."""
+    """The thread in which a `HangDetector` looks."""
 
-    def __init__(self, vigil: Vigil) -> None:
+    def __init__(self, detector: HangDetector) -> None:
         """Start to watch."""
-        self._vigil = vigil
+        self._detector = detector
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -218,17 +216,17 @@ class Watchdog:
     def add(self, call: Call[Any]) -> None:
         """Begin to look after a call."""
         with self._changed:
-            was_idle = self._vigil.is_idle
-            self._vigil.add(call)
+            was_idle = self._detector.is_idle
+            self._detector.add(call)
             if was_idle:
                 self._changed.notify()
 
     def remove(self, call: Call[Any]) -> None:
         """It is over."""
-        self._vigil.remove(call)
+        self._detector.remove(call)
 
     def stop(self) -> None:
-        """Look after nothing any more."""
+        """Stop looking."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -237,9 +235,9 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or not self._vigil.is_idle)
+                self._changed.wait_for(lambda: self._stopped or not self._detector.is_idle)
                 # Calls that are over within a beat cost nothing.
-                self._changed.wait_for(lambda: self._stopped, timeout=self._vigil.beat_s)
+                self._changed.wait_for(lambda: self._stopped, timeout=self._detector.beat_s)
                 if self._stopped:
                     return
-            self._vigil.look()
+            self._detector.look()

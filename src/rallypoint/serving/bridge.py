@@ -26,12 +26,15 @@ class Taker(Protocol):
     @property
     def has_failed(self) -> bool:
         """See `EngineThread.has_failed`."""
+        ...
 
     def submit(self, request: Request, deliver: Callable[[Output], None]) -> int:
         """See `EngineThread.submit`."""
+        ...
 
     def cancel(self, request_id: int) -> None:
         """See `EngineThread.cancel`."""
+        ...
 
 
 class Bridge:

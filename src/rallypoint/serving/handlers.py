@@ -39,10 +39,12 @@ class Sampler(Protocol):
     @property
     def version(self) -> int:
         """See `GenerationEngine.version`."""
+        ...
 
     @property
     def max_request_tokens(self) -> int:
         """See `GenerationEngine.max_request_tokens`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

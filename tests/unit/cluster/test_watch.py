@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from rallypoint.cluster.process import Invocation
-from rallypoint.cluster.watch import Vigil, Watchdog
+from rallypoint.cluster.watch import HangDetector, Watchdog
 from rallypoint.errors import RallyError, RayLostError, WorkerHungError
 
 
@@ -21,12 +21,12 @@ class Clock:
 
 
 class Ward:
-    """A vigil over some processes, looked at once a second."""
+    """A detector over some processes, looked at once a second."""
 
     def __init__(self, stage, folder, processes, silence_s=10.0):
         self.processes, self.clock, self.saved, self.told = processes, Clock(), [], []
         self.lost = None
-        self.vigil = Vigil(
+        self.detector = HangDetector(
             processes=lambda: [process for process in self.processes if process.killed is None],
             silence_s=silence_s,
             save_stacks=self.save,
@@ -36,7 +36,7 @@ class Ward:
             clock=self.clock,
         )
         for process in processes:
-            process.watch = self.vigil
+            process.watch = self.detector
 
     def save(self, processes, file):
         self.saved.append(list(processes))
@@ -48,7 +48,7 @@ class Ward:
             self.clock.now += 1
             for process in moving:
                 process.progress += 1
-            self.vigil.look()
+            self.detector.look()
 
     def wait_for(self, call):
         call._begin()
@@ -106,7 +106,7 @@ def test_a_host_without_a_pulse_is_ended_after_its_time_with_everybodys_stacks(w
     )
     assert error.num_cancelled == 2
     assert "gave no sign of life for 10 s; stacks in stacks-" in error.detail
-    assert (it.vigil._folder).is_dir()
+    assert (it.detector._folder).is_dir()
 
 
 def test_an_answer_that_comes_late_but_comes_is_a_sign_of_life(ward, stage):
@@ -114,7 +114,7 @@ def test_an_answer_that_comes_late_but_comes_is_a_sign_of_life(ward, stage):
     it.wait_for(stage.call(it.processes))
     it.processes[0].stopped = True
     it.pass_s(9)
-    asked = it.vigil._patients[it.processes[0]].asked
+    asked = it.detector._health[it.processes[0]].asked
     it.processes[0].stopped = False
     asked.set_result(it.processes[0].pulse().result())
     it.pass_s(20)
@@ -295,7 +295,7 @@ def test_stacks_that_cannot_be_saved_hinder_nothing(ward, stage, error):
     def save(processes, file):
         raise error
 
-    it.vigil._save_stacks = save
+    it.detector._save_stacks = save
     it.processes[0].stopped = True
     it.pass_s(12)
     with pytest.raises(WorkerHungError, match=f"their stacks could not be saved: {error}"):
@@ -305,20 +305,20 @@ def test_stacks_that_cannot_be_saved_hinder_nothing(ward, stage, error):
 def test_the_watchdog_looks_in_beats_while_somebody_waits_and_ends_when_told(stage, tmp_path):
     looked = threading.Event()
 
-    class Seen(Vigil):
+    class Seen(HangDetector):
         beat_s = 0.01
 
         def look(self):
             looked.set()
 
-    vigil = Seen(processes=list, silence_s=0.03, save_stacks=lambda processes, file: "", folder=tmp_path)
-    watchdog = Watchdog(vigil)
+    detector = Seen(processes=list, silence_s=0.03, save_stacks=lambda processes, file: "", folder=tmp_path)
+    watchdog = Watchdog(detector)
     assert not looked.wait(0.05), "nobody waits"
     call = stage.call(stage.processes(1))
     watchdog.add(call)
     assert looked.wait(10)
     watchdog.remove(call)
-    assert vigil.is_idle
+    assert detector.is_idle
     watchdog.stop()
     watchdog.stop()
 
@@ -333,14 +333,14 @@ def test_all_calls_end_with_what_all_hosts_stand_on(ward, stage):
         with pytest.raises(RayLostError, match="the raylet is gone"):
             call.result()
     assert killed(it.processes) == [], "they are not to blame"
-    assert it.vigil.is_idle
+    assert it.detector.is_idle
 
 
 def test_a_call_ends_with_its_host_even_if_the_runtime_never_hears_of_its_end(ward, stage):
     it = ward(1)
     call = it.wait_for(stage.call(it.processes))
     it.processes[0].stopped, it.processes[0].dies_after_s = True, 10_000.0
-    it.vigil.beat_s = 0.4  # how long it waits for the runtime
+    it.detector.beat_s = 0.4  # how long it waits for the runtime
     it.pass_s(12)
     with pytest.raises(WorkerHungError, match="gave no sign of life for 10 s"):
         call.result()

@@ -1,4 +1,4 @@
-"""Who is alive, judged by counters that have to move.
+"""Leases: who is alive, judged by counters that have to move, and the threads that move them.
 
 A lease is measured in looks of the one observer that keeps the room, and not in seconds of anybody's clock: clocks of
 two machines are never compared, and an observer that was itself stopped for a minute takes one look when it wakes and
@@ -45,10 +45,10 @@ class Leases:
 
 
 def start_thread(work: Callable[[], None], closing: threading.Event, name: str) -> None:
-    """Do some work in a thread that ends soon after `closing` is set, as it is when Python ends.
+    """Do some work in a thread that ends soon after `closing` is set, which happens at the latest when Python ends.
 
-    Python then waits for what is under way, as a thread that comes out of torch's store while Python ends makes it
-    abort; but not for long, because a store that was stopped never answers.
+    Python then waits for the thread, because one that returns from torch's store during shutdown makes it abort; but
+    not for long, because a store that was stopped never answers.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     _RUNNING[thread] = closing

@@ -1,4 +1,4 @@
-"""Rooms for the threads of one process: the inline runtime, notebooks, tests."""
+"""Rooms in the memory of one process: for its threads, or for a server of rooms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
 
 class Keeper:
-    """Keeps rooms, and makes members depart who no longer renew."""
+    """Rooms and the leases of their members. Not safe for threads: users put a lock or a Ray actor around it."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Room] = {}

@@ -1,4 +1,4 @@
-"""The face of a rendezvous: join, and hold a membership.
+"""The API of a rendezvous: join it, and hold a membership.
 
 Owns what a participant does: take a seat, wait, confirm, renew its lease, notice that others are gone. The
 rules are those of `Room`; a backend (`Rooms`) stores rooms, wakes those who wait, and makes members depart who renew no
@@ -35,9 +35,9 @@ from rallypoint.errors import (
 _LOG = logging.getLogger(__name__)
 _VOICE_EVERY_S = 30.0
 _SOON_S = 5.0
-"""How long a change may wait for the next one."""
+"""Seconds that a transaction may wait for the next change."""
 _PATIENCE_LEASES = 2.0
-"""How many leases a newcomer waits for the holder of its seat to turn out dead."""
+"""Leases that a newcomer waits for the holder of its seat to turn out dead."""
 
 Change: TypeAlias = Callable[[Room], Room | RendezvousError]
 """A transition of a room; may be called again when another one came first, and may travel to another process."""
@@ -50,29 +50,35 @@ class Rooms(Protocol):
     """
 
     lease_s: float
-    """Seconds after which a member that does not renew is given up; it takes at most half as long again."""
+    """Seconds after which a member that does not renew is given up, plus half as many at most."""
 
     @property
     def towards(self) -> str | None:
         """Host in whose direction the other participants are found; None: all of them are on this machine."""
+        ...
 
     def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
         """Replace a room by what `change` makes of it, atomically; return that. Errors replace nothing.
 
-        Where it saves a round trip and the change is no news to those who wait, it may wait so long for the next.
+        If the change is no news to waiters, it may wait that long for the next one, which saves a round trip.
         """
+        ...
 
     def wait(self, name: str, news: int, timeout_s: float) -> Room:
         """Return the room as soon as its `news` is another number, or as it is when the time is over."""
+        ...
 
     def renew(self, name: str, incarnation: str) -> None:
         """Begin or renew a lease; begins before the seat is taken. A lapsed lease is not revived."""
+        ...
 
     def release(self, incarnation: str) -> None:
         """Forget the lease of one that has departed."""
+        ...
 
     def close(self) -> None:
         """Where it was opened: end it and leave nothing behind. Elsewhere: nothing."""
+        ...
 
 
 def _look(room: Room) -> Room:
@@ -253,7 +259,7 @@ class Membership:
 
 
 class _Renewal:
-    """Keeps a lease alive from a thread of its own, because its owner waits or computes; ends with its owner."""
+    """Renews a lease from a thread of its own, while its owner waits or computes; ends with its owner."""
 
     def __init__(self, rooms: Rooms, name: str, incarnation: str) -> None:
         self._closing = threading.Event()
