@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import (
     LoadedConfig,
     RunConfig,
@@ -22,12 +21,12 @@ from rallypoint.config import (
     why_unread,
 )
 from rallypoint.config.fields import section_of, sections_in
-from rallypoint.config.lanes import idle_cores
+from rallypoint.config.load import AUTOMATICALLY
 from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.plan import Plan
 from rallypoint.plan.plan import describe_way, weights_way
-from rallypoint.recipes.machine import check_machine, look_around, plan_on
+from rallypoint.recipes.machine import Machine, check_machine, describe_choices, look_around, plan_on
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import load_named
 
@@ -39,6 +38,7 @@ def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> Non
     loaded, console = load_checked(recipe, overrides, draft=True), _console()
     rows = [(key, value if isinstance(value, str) else shown(value)) for key, value in values_of(loaded.config)]
     rows = [(key, "required" if key in loaded.missing else value) for key, value in rows]
+    rows = [(key, "null" if loaded.origins[key] == AUTOMATICALLY else value) for key, value in rows]
     key_cells = max(len(key) for key, _ in rows)
     value_cells = min(_MAX_VALUE_CELLS, max(len(value) for _, value in rows))
     unread = unread_sections(loaded.config)
@@ -46,7 +46,7 @@ def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> Non
         origin, setting = loaded.origins[key], why_unread(unread, key)
         origin = "not set yet" if key in loaded.missing else origin
         line = f"{key:{key_cells}}  {value:{value_cells}}  {origin}" + (f" (not read: {setting})" if setting else "")
-        style = "dim" if origin == "default" or setting else ""
+        style = "dim" if origin in ("default", AUTOMATICALLY) or setting else ""
         if not explain:
             _print_line(console, line, PALETTE["watch"] if key in loaded.missing else style)
             continue
@@ -87,7 +87,7 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
     config, console = loaded.config, _console()
     machine = look_around(config)
     plan = plan_on(config, machine)
-    for title, lines in (_batches(loaded, plan), _placement(config, plan)):
+    for title, lines in (_batches(loaded, plan), _placement(loaded, plan, machine)):
         _print_line(console, title, "bold")
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
@@ -131,9 +131,9 @@ def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:
     return f"{loaded.name}: one of {_count(config.trainer.num_steps, 'step')}", lines
 
 
-def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
+def _placement(loaded: LoadedConfig, plan: Plan, machine: Machine) -> tuple[str, list[str]]:
     """A column for each role, a row for each part of its memory, and what each pool's processes hold."""
-    known = bool(plan.memory)
+    config, known = loaded.config, bool(plan.memory)
     size = (
         "unknown until it is loaded" if plan.num_parameters is None else f"{plan.num_parameters / 1e6:,.2f}M parameters"
     )
@@ -154,7 +154,7 @@ def _placement(config: RunConfig, plan: Plan) -> tuple[str, list[str]]:
     for pool, nodes in config.cluster.pools.items():
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
-    lines += [idle] if (idle := idle_cores(config.cluster, num_cores())) is not None else []
+    lines += describe_choices(loaded, machine)
     lines += [f"published weights: {describe_way(weights_way(config))}", ""] if "rollout" in config.roles else []
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 

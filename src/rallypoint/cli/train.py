@@ -24,6 +24,7 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
+from rallypoint.recipes.machine import choices
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import find_wanted
 from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
@@ -45,7 +46,7 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
     elif Path(recipe).is_dir():
         raise ConfigError((f"{recipe} is the folder of a run: resume it with --resume, or name a recipe",))
     else:
-        loaded = load_checked(recipe, overrides)
+        loaded = load_checked(recipe, overrides, choose=choices)
         folder = None
     found = _examine(loaded, console)
     folder = folder or create_run(loaded)

@@ -33,6 +33,7 @@ def key(
     at_least: float | None = None,
     at_most: float | None = None,
     words: Collection[str] = (),
+    automatic: bool = False,
 ) -> Any:
     """Declare one leaf.
 
@@ -44,6 +45,7 @@ def key(
         at_least: inclusive lower bound.
         at_most: inclusive upper bound.
         words: the texts that it takes, where its type does not say it.
+        automatic: whether null stands for a value that follows from the machine; see `automatic.py`.
     """
     return Field(
         default,
@@ -51,7 +53,7 @@ def key(
         gt=above,
         ge=at_least,
         le=at_most,
-        json_schema_extra={"unit": unit, "words": words},
+        json_schema_extra={"unit": unit, "words": words, "automatic": automatic},
     )
 
 
@@ -133,3 +135,8 @@ def unit_of(info: FieldInfo) -> str:
     """Return the unit of a leaf, or an empty string."""
     extra = cast("dict[str, object] | None", info.json_schema_extra)
     return str(extra["unit"]) if extra else ""
+
+
+def is_automatic(info: FieldInfo) -> bool:
+    """Whether null stands for a value of this leaf that follows from the machine."""
+    return bool(cast("dict[str, object] | None", info.json_schema_extra or {}).get("automatic"))  # pyright: ignore[reportOptionalMemberAccess]

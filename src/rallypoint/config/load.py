@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rallypoint.config.automatic import Choose, with_values, without_nulls
 from rallypoint.config.check import contradictions
-from rallypoint.config.device_defaults import with_device_defaults
-from rallypoint.config.fields import leaves, shown, unit_of, values_of
+from rallypoint.config.fields import is_automatic, leaves, shown, unit_of, values_of
 from rallypoint.config.problem import Problem
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.source import Source, origin_of, read
@@ -26,6 +26,9 @@ from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
 _MAX_LISTED = 12
+
+AUTOMATICALLY, THIS_MACHINE = "automatic", "this machine"
+"""Origins of automatic keys that nobody set: with their defaults until a run begins, and chosen for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class LoadedConfig:
     """Of the recipe or file, for naming the run."""
     config: RunConfig
     origins: Mapping[str, str]
-    """Dotted key -> `digits.yaml:12`, `command line` or `default`."""
+    """Dotted key -> `digits.yaml:12`, `command line`, `default`, `automatic` or `this machine`."""
     missing: tuple[str, ...] = ()
     """Required keys that nobody set; always empty but in a draft."""
     overrides: tuple[str, ...] = ()
@@ -48,6 +51,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     look: Callable[[RunConfig], Iterable[Problem]] | None = None,
+    choose: Choose | None = None,
     draft: bool = False,
 ) -> LoadedConfig:
     """Read, merge and check a config.
@@ -56,20 +60,26 @@ def load_config(
         name: a shipped recipe, a YAML file, or the folder of a run.
         overrides: dotted keys and YAML values, such as `actor.optimizer.lr=3e-4`.
         look: finds problems outside the config, such as files that are missing; see `recipes.preflight`.
+        choose: chooses values of automatic keys that nobody set; see `recipes.machine`. Without it they have their
+            defaults.
         draft: whether keys that are required may still be missing, as in a recipe that is only looked at.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
     source = read(name, overrides)
-    source = dataclasses.replace(source, values=with_device_defaults(source.values))
+    values, left_open = without_nulls(source.values)
+    source = dataclasses.replace(source, values=values)
     problems: dict[str, str] = {}
     misfits: list[str] = []
     missing: tuple[str, ...] = ()
+    chosen: Mapping[str, object] = {}
     try:
-        config = RunConfig.model_validate(source.values)
+        config = RunConfig.model_validate(values)
+        if choose is not None and left_open:
+            chosen = choose(config, left_open)
+            config = RunConfig.model_validate(with_values(values, chosen))
     except ValidationError as error:
-        values = source.values
         for detail in error.errors():
             problems |= _explain(detail, source)
             values = _without(values, detail["loc"])
@@ -85,6 +95,7 @@ def load_config(
     if problems or misfits or config is None:
         raise ConfigError((*problems.values(), *misfits))
     origins = {dotted: source.origins.get(dotted, "default") for dotted, _ in values_of(config)}
+    origins |= dict.fromkeys(chosen, THIS_MACHINE) if choose else dict.fromkeys(left_open, AUTOMATICALLY)
     return LoadedConfig(source.name, config, origins, missing, tuple(overrides))
 
 
@@ -176,7 +187,7 @@ def expected(info: FieldInfo) -> str:
     words = words_of(info)
     kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
     unit = f" ({unit_of(info)})" if unit_of(info) else ""
-    return kind + _range(info) + unit + (" or null" if type(None) in options else "")
+    return kind + _range(info) + unit + (" or null" if type(None) in options or is_automatic(info) else "")
 
 
 def _items(info: FieldInfo) -> str:

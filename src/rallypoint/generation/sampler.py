@@ -20,14 +20,13 @@ from torch import Tensor
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
+from rallypoint.config.limits import SAMPLED_BLOCK
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.generation.protocol import Request, SamplingParams
 from rallypoint.generation.script import without_python
 
 _CHUNK_BYTES = 2**20
 """Size of the float64 numbers that exist at once; more would leave the CPU's cache."""
-_BLOCK = 256
-"""Tokens whose probabilities are summed before the block with the drawn one is searched."""
 _NUMBERS_AHEAD = 16
 """Tokens of a row whose random numbers are made at once; at least as many as a backend decodes in one call."""
 
@@ -161,14 +160,14 @@ def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits.float() if temperature is None else logits.float() / temperature
 
 
-def _shares(logits: Tensor, temperature: Tensor | None, block: int = _BLOCK) -> Tensor:
+def _shares(logits: Tensor, temperature: Tensor | None, block: int = SAMPLED_BLOCK) -> Tensor:
     """Return the probabilities of all tokens, padded with zeros: [B, V] -> [B, blocks * 256] float32."""
     shares = _scaled(logits, temperature).softmax(-1)
     padding = -shares.shape[1] % block
     return functional.pad(shares, (0, padding)) if padding else shares
 
 
-def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
+def _block_sums(shares: Tensor, block: int = SAMPLED_BLOCK, chunk_bytes: int = _CHUNK_BYTES) -> Tensor:
     """[B, blocks * 256] -> [B, blocks] float64."""
     # Kernels of accelerators convert while they sum.
     if not is_scripting() and not computes_in_pieces(shares.device):
@@ -179,7 +178,7 @@ def _block_sums(shares: Tensor, block: int = _BLOCK, chunk_bytes: int = _CHUNK_B
     return torch.cat(sums) if len(sums) != 1 else sums[0]
 
 
-def _invert(shares: Tensor, sums: Tensor, numbers: Tensor, block: int = _BLOCK) -> Tensor:
+def _invert(shares: Tensor, sums: Tensor, numbers: Tensor, block: int = SAMPLED_BLOCK) -> Tensor:
     """Return the first token at which the cumulative share exceeds the row's number: first its block, then itself."""
     cumulative = sums.cumsum(-1)
     target = numbers.unsqueeze(1) * cumulative[:, -1:]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from rallypoint.config.limits import LONGEST_FOR_PRODUCTS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.models.fused import attend_fused, attend_in_window
 from rallypoint.models.prefix import SharedPrefixes
@@ -27,10 +28,6 @@ ATTENTION = "rallypoint_rows"
 
 # What layers of some families pass along, by the names that transformers has for it.
 _UNSUPPORTED = ("s_aux", "position_bias")
-
-# Measured on CPUs (benchmarks/attention.py): up to this length batched matrix products beat the fused kernel, forward
-# and backward. In bfloat16 longer rows do too, but a backward pass of products keeps a share for each two tokens.
-_LONGEST_FOR_PRODUCTS = 512
 
 
 class Rows(Protocol):
@@ -185,7 +182,7 @@ def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
     """Whether rows of a length are computed by products rather than by the fused kernel."""
     if limits.softcap is not None:  # which that does not know
         return True
-    return computes_in_pieces(query.device) and min(limits.window or longest, longest) <= _LONGEST_FOR_PRODUCTS
+    return computes_in_pieces(query.device) and min(limits.window or longest, longest) <= LONGEST_FOR_PRODUCTS
 
 
 def _attend_fused(

@@ -27,15 +27,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rallypoint.config.limits import CHUNK_BYTES, CHUNK_BYTES_ON_ACCELERATORS, KEPT_BYTES, KEPT_BYTES_ON_ACCELERATORS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
-
-CHUNK_BYTES, CHUNK_BYTES_ON_ACCELERATORS = 64 * 2**20, 256 * 2**20
-"""Of the logits of one product: on a CPU, and where a product must be larger to keep a device busy. With 152,000 tokens
-in half precision these are 220 rows and 880."""
-
-KEPT_BYTES, KEPT_BYTES_ON_ACCELERATORS = 256 * 2**20, 2**30
-"""Of logits that wait for their backward pass."""
 
 _STRIP_BYTES = 2 * 2**20
 """Of logits in the precision of the softmax on a CPU; two of this size exist."""

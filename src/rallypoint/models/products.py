@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-# Larger blocks multiply more that the mask throws away; smaller ones keep the cores less busy, and take a copy of every
-# part of the keys. In half precision, where a copy weighs more beside its product, two blocks are best up to here.
-_QUERIES_PER_BLOCK = 64
-_QUERIES_PER_BLOCK_IN_HALF = 192
+from rallypoint.config.limits import QUERIES_PER_BLOCK, QUERIES_PER_BLOCK_IN_HALF
+
 _ALIGNMENT = 32
 
 
@@ -72,9 +70,9 @@ def tokens_per_block(length: int, itemsize: int) -> int:
         itemsize: bytes of a number.
     """
     if itemsize > 2:
-        return _QUERIES_PER_BLOCK
+        return QUERIES_PER_BLOCK
     half = -(-length // (2 * _ALIGNMENT)) * _ALIGNMENT
-    return min(max(half, _QUERIES_PER_BLOCK), _QUERIES_PER_BLOCK_IN_HALF)
+    return min(max(half, QUERIES_PER_BLOCK), QUERIES_PER_BLOCK_IN_HALF)
 
 
 def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> list[Block]:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.config.shape import ModelShape, role_shape, shape_of
 from rallypoint.config.tree import RoleName, RunConfig
-from rallypoint.plan.role_memory import CACHE_MARGIN, RoleMemory, role_memory
+from rallypoint.plan.role_memory import RoleMemory, role_memory
 
 Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
 """That weights take from the actor to the rollout role; see `rallypoint.weights`."""

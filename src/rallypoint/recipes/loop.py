@@ -19,9 +19,7 @@ import torch
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import LoadedConfig, RunConfig
-from rallypoint.config.lanes import idle_cores
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
@@ -96,9 +94,8 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
     with MetricsLog(folder.metrics) as log, contextlib.closing(grader):
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
-        for note in (*beginning.notes, idle_cores(config.cluster, num_cores())):
-            if note is not None:
-                say(note)
+        for note in beginning.notes:
+            say(note)
         progress.waiting("reading model and data")
         found = found or await asyncio.to_thread(read_material, config)
         progress.waiting(f"starting {config.cluster.runtime}")

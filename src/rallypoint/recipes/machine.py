@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint.cluster.capacity import Node, advice, misfit, num_cores
-from rallypoint.config import Problem, RunConfig
+from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
+from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.plan import Plan, make_plan
+from rallypoint.plan.choices import SAFE, activations_bytes, choose
 from rallypoint.roles.pools import resource_pools
 
 _ASK_TORCH = """
@@ -35,8 +37,6 @@ if module.is_available():
 print(json.dumps([torch.__version__, devices]))
 """
 _PATIENCE_S = 120.0
-_SAFE = 0.8
-"""Of a device's memory, up to which a plan is taken to fit for certain."""
 _GIB = 2**30
 _OF_TYPES = {
     "T4": 16, "A10G": 24, "L4": 24, "V100": 32, "A100-40G": 40, "L40S": 48, "A100": 80, "A100-80G": 80, "H100": 80,
@@ -76,6 +76,30 @@ def look_around(config: RunConfig) -> Machine:
         return Machine(num_cores(), _memory())
     accelerators, complaint = _ask_torch(device)
     return Machine(num_cores(), _memory(), accelerators, complaint)
+
+
+def choices(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
+    """Return values for automatic keys that nobody set, for a run on this machine."""
+    machine = look_around(config)
+    rooms = {pool: most for pool, most, _ in _rooms(config, machine)}
+    return choose(config, left_open, num_cores=machine.num_cores, memory_bytes=machine.num_bytes, device_bytes=rooms)
+
+
+def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
+    """Yield what a dry run says of keys that were chosen for this machine, and of those it could have chosen."""
+    config, rooms = loaded.config, {pool: most for pool, most, _ in _rooms(loaded.config, machine)}
+    if loaded.origins["cluster.pools"] == THIS_MACHINE:
+        yield (
+            f"cluster.pools={shown(config.cluster.pools)} cluster.num_cpus_per_process="
+            f"{config.cluster.num_cpus_per_process}: chosen for the {_count(machine.num_cores, 'core')} here"
+        )
+    if needed := activations_bytes(config, rooms):
+        each = ", ".join(f"{way} {_gib(max(needs.values()))}" for way, needs in needed.items())
+        chosen = " (chosen for this machine)" if loaded.origins["engine.activations"] == THIS_MACHINE else ""
+        yield (
+            f"engine.activations={config.engine.activations}{chosen}: a process would need {each}; a device has "
+            f"{_gib(min(rooms.values()))}, of which a plan may fill {SAFE:.0%}"
+        )
 
 
 def plan_on(config: RunConfig, machine: Machine) -> Plan:
@@ -151,6 +175,8 @@ def machine_notes(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[s
             )
     yield from _room_for_activations(config, machine)
     cluster = config.cluster
+    if cluster.address is None and cluster.device == "cpu":
+        yield from _idle_cores(config, machine)
     if cluster.address is not None or not machine.accelerators:
         return
     names = ", ".join(dict.fromkeys(each.name for each in machine.accelerators))
@@ -168,18 +194,21 @@ def machine_notes(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[s
 
 
 def _room_for_activations(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Say when a run that computes layers twice would find room for what they leave."""
-    if config.engine.activations == "keep":
-        return
-    kept = config.model_copy(update={"engine": config.engine.model_copy(update={"activations": "keep"})})
-    rooms = list(_rooms(config, machine))
-    plan = make_plan(kept).within({pool: round(most * _SAFE) for pool, most, _ in rooms})
-    if plan.memory and rooms and all(plan.process_memory(pool) <= most * _SAFE for pool, most, _ in rooms):
-        peak = max(plan.process_memory(pool) for pool, _, _ in rooms)
+    """Say when a run that computes layers twice would have room for what they keep."""
+    rooms = {pool: most for pool, most, _ in _rooms(config, machine)}
+    needed = activations_bytes(config, rooms).get("keep")
+    if config.engine.activations != "keep" and needed and all(needed[pool] <= SAFE * rooms[pool] for pool in rooms):
         yield (
-            f"engine.activations=keep would save the second pass over the layers: {_gib(peak)} in each process, of "
-            f"{_gib(min(most for _, most, _ in rooms))}"
+            f"engine.activations=keep would save the second pass over the layers: {_gib(max(needed.values()))} in each "
+            f"process, of {_gib(min(rooms.values()))}"
         )
+
+
+def _idle_cores(config: RunConfig, machine: Machine) -> Iterator[str]:
+    cluster = config.cluster
+    used = sum(map(sum, cluster.pools.values())) * cluster.num_cpus_per_process
+    if cluster.runtime == "ray" and used <= machine.num_cores // 2:
+        yield f"cores: {used} of {machine.num_cores} here are used; cluster.pools=null uses them"
 
 
 def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
+from rallypoint.config.automatic import Choose
 from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
@@ -22,18 +23,21 @@ from rallypoint.install import BUILDS, find_engine
 from rallypoint.plan.role_memory import cache_bytes_per_token
 
 
-def load_checked(name: str, overrides: Sequence[str] = (), *, draft: bool = False) -> LoadedConfig:
+def load_checked(
+    name: str, overrides: Sequence[str] = (), *, choose: Choose | None = None, draft: bool = False
+) -> LoadedConfig:
     """Load a config whose files are there.
 
     Args:
         name: a shipped recipe, a YAML file, or the folder of a run.
         overrides: dotted keys and YAML values, such as `actor.optimizer.lr=3e-4`.
+        choose: chooses values of automatic keys that nobody set; see `load_config`.
         draft: whether keys that are required may still be missing.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    return load_config(name, overrides, look=file_problems, draft=draft)
+    return load_config(name, overrides, look=file_problems, choose=choose, draft=draft)
 
 
 def file_problems(config: RunConfig) -> Iterator[Problem]:

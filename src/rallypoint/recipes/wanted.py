@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from rallypoint.config import COMMAND_LINE, LoadedConfig, TrainerConfig, read, shown, values_of
+from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, TrainerConfig, load_config, read, shown, values_of
 from rallypoint.errors import ConfigError
+from rallypoint.recipes.machine import choices
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
 from rallypoint.run.trust import unsigned
@@ -37,7 +38,12 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
     taken = [one for one in start.overrides if not _sets(overrides, one.partition("=")[0])]
     if taken:
         say(f"{folder.path.name}: as on the command line of its start: {' '.join(taken)}")
-    loaded = load_checked(recipe, [*taken, *overrides])
+
+    def as_before(_: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
+        values = dict(values_of(load_config(str(folder.path)).config))
+        return {key: values[key] for key in left_open}
+
+    loaded = load_checked(recipe, [*taken, *overrides], choose=as_before)
     named = {key for key, origin in loaded.origins.items() if origin != COMMAND_LINE or _sets(overrides, key)}
     _refuse_foreign(loaded, folder, named)
     return loaded, folder
@@ -49,7 +55,7 @@ def load_named(recipe: str, overrides: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: the config is wrong, or the folder of somebody else's run names code.
     """
-    loaded = load_checked(recipe, overrides)
+    loaded = load_checked(recipe, overrides, choose=choices)
     if _is_run(recipe):
         named = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
         _refuse_foreign(loaded, RunFolder(Path(recipe).absolute()), named)

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from rallypoint.cluster import WorkerContext
 from rallypoint.config import LoRAConfig, RunConfig
 from rallypoint.config.check_vllm import MOST_VLLM_RANK
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.config.shape import parse_shape
 from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS
 from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.requests import Decode
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine

@@ -94,7 +94,10 @@ def test_a_peak_that_may_not_fit_is_said_with_the_keys_that_lower_it():
 
 
 def test_devices_that_lie_idle_are_said():
-    assert check(SERVER) == ("8 GPUs here (NVIDIA H100) lie idle: cluster.device=cuda uses them",)
+    assert check(SERVER) == (
+        "cores: 2 of 64 here are used; cluster.pools=null uses them",
+        "8 GPUs here (NVIDIA H100) lie idle: cluster.device=cuda uses them",
+    )
     assert check(SERVER, "cluster.device=cuda", "cluster.pools={main: [8]}", "engine.activations=keep") == ()
 
 

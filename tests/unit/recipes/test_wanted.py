@@ -43,6 +43,16 @@ def test_the_run_of_a_recipe_takes_the_file_as_it_is_now_and_the_command_line_of
     assert said == ["mine: as on the command line of its start: seed=7"]
 
 
+def test_a_run_keeps_the_processes_that_were_chosen_for_the_machine_that_it_began_on(here: Path):
+    (here / "mine.yaml").write_text(f"{FILE}cluster: {{pools: null}}\n")
+    elsewhere = {"cluster.pools": {"main": (5,)}, "cluster.num_cpus_per_process": 3}
+    run = create_run(load_config("mine.yaml", choose=lambda _, __: elsewhere))
+    for recipe in ("mine.yaml", run.path):
+        cluster = wanted(recipe)[0].cluster
+        assert (cluster.pools, cluster.num_cpus_per_process) == ({"main": (5,)}, 3)
+    assert wanted("mine.yaml", "cluster.pools={main: [2]}")[0].cluster.pools == {"main": (2,)}
+
+
 def test_the_folder_of_a_run_takes_its_own_config_and_the_command_line(here: Path):
     run = start("seed=7")
     (here / "mine.yaml").write_text(FILE.replace("50", "80"))

@@ -117,7 +117,8 @@ class EngineConfig(Section):
     )
     activations: Activations = key(
         "keep",
-        help="What layers leave for the backward pass: all, inputs (default off the CPU), or those in CPU memory.",
+        automatic=True,
+        help="What layers keep for the backward pass: all, inputs, or those in CPU memory; null: what has room.",
     )
     deterministic: bool = key(
         True,

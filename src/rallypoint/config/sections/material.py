@@ -38,7 +38,7 @@ class ModelConfig(Section):
     path: str | None = key(None, help="Hugging Face folder (or hub name) of a causal language model.")
     create: CreateModelConfig | None = section(None, help="Make a small random model instead of loading one.")
     dtype: Literal["float32", "bfloat16"] = key(
-        "float32", help="Type of weights and computation; bfloat16 by default where cluster.device is not cpu."
+        "float32", automatic=True, help="Type of weights and computation; null: float32 on the CPU, elsewhere bfloat16."
     )
     trust_remote_code: bool = key(False, help="Run Python code that the model folder brings along.")
     lora: LoRAConfig | None = section(None, help="Train adapters of actor and critic instead of all weights.")

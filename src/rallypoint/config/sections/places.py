@@ -36,9 +36,18 @@ class ClusterConfig(Section):
         None, help="Running Ray cluster to join: auto, or the head's host:port; null starts one on this machine."
     )
     pools: dict[str, ProcessesPerNode] = key(
-        {"main": (1,)}, help="Pool name to processes per node, such as {main: [4, 4]}."
+        {"main": (1,)},
+        automatic=True,
+        help="Pool name to processes per node, such as {main: [4, 4]}; null: for all cores here, off the CPU one.",
     )
-    num_cpus_per_process: int = key(1, at_least=1, at_most=1024, unit="cores", help="Cores (and torch threads) each.")
+    num_cpus_per_process: int = key(
+        1,
+        at_least=1,
+        at_most=1024,
+        unit="cores",
+        automatic=True,
+        help="Cores (and torch threads) each; null: 1, or with pools=null what the processes leave over.",
+    )
     num_gpus_per_process: float = key(
         1.0, above=0, at_most=16, unit="GPUs", help="Where device is not cpu; may be a fraction."
     )

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-BLOCK_TOKENS = 32
-"""Tokens of a block."""
+from rallypoint.config.limits import BLOCK_TOKENS
 
 Integers = npt.NDArray[np.int64]
 

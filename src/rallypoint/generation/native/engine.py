@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.errors import RequestError
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS, BlockManager
+from rallypoint.generation.native.block_manager import BlockManager
 from rallypoint.generation.native.cpu.backend import CPUBackend, ExactBackend
 from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.native.model_runner import Backend, ModelRunner

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rallypoint.config.limits import BLOCK_TOKENS, CACHE_MARGIN
 from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS
-from rallypoint.plan.role_memory import CACHE_MARGIN
 
 _MIB = 2**20
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.cpu.threads import Lanes
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS, AttentionMetadata, BlockTables
+from rallypoint.generation.native.block_manager import AttentionMetadata, BlockTables
 from rallypoint.generation.native.decoder import Decoder, DecoderRows
 from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShapes
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence

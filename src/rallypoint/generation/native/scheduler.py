@@ -17,11 +17,9 @@ from collections import abc, deque
 
 import numpy as np
 
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS, Block, BlockManager, BlockTables, Integers
+from rallypoint.config.limits import BLOCK_TOKENS, PREFILL_TOKENS
+from rallypoint.generation.native.block_manager import Block, BlockManager, BlockTables, Integers
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
-
-_PREFILL_TOKENS = 8192
-"""Prompt tokens that are computed in one step; a single prompt may have more."""
 
 
 class Scheduler:
@@ -54,7 +52,7 @@ class Scheduler:
         """Admit waiting sequences while there is room, oldest first; return them, and what must be prefilled."""
         admitted: list[tuple[Sequence, int]] = []
         num_tokens = 0
-        while self.waiting and len(self.running) < self._max_sequences and num_tokens < _PREFILL_TOKENS:
+        while self.waiting and len(self.running) < self._max_sequences and num_tokens < PREFILL_TOKENS:
             sequence = self.waiting[0]
             num_found = self._allocate_prompt(sequence)
             if num_found is None:

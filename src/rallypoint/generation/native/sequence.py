@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import abc
 
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.errors import NotFiniteError
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS, Block
+from rallypoint.generation.native.block_manager import Block
 from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode, StopChecker
 

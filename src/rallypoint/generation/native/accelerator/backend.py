@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.generation.native.accelerator.graphs import Capture, GraphRunner, captures_on, num_padded
 from rallypoint.generation.native.accelerator.kernel import MANY_PROGRAMS, PagedKernel, find_kernel
-from rallypoint.generation.native.block_manager import BLOCK_TOKENS, AttentionMetadata, Integers
+from rallypoint.generation.native.block_manager import AttentionMetadata, Integers
 from rallypoint.generation.native.decoder import Decoder
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed

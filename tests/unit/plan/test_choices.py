@@ -1,0 +1,136 @@
+"""Automatic keys that nobody set, on machines of every size, by plain numbers."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.config import RunConfig, load_config, values_of
+from rallypoint.config.load import AUTOMATICALLY, THIS_MACHINE
+from rallypoint.errors import ConfigError
+from rallypoint.plan import make_plan
+from rallypoint.plan.choices import activations_bytes, choose
+
+GIB = 2**30
+OPEN = ("cluster.pools=null",)
+
+
+def layout(*overrides: str, cores: int, gib: float = 64, name: str = "base.yaml") -> tuple[int, int]:
+    """Processes and cores of each that a machine would get."""
+    machine = {"num_cores": cores, "memory_bytes": round(gib * GIB), "device_bytes": {}}
+    cluster = load_config(name, [*OPEN, *overrides], choose=partial(choose, **machine)).config.cluster
+    return cluster.pools["main"][0], cluster.num_cpus_per_process
+
+
+ROWS = ("rollout.num_prompts=64", "recipe=grpo", "actor.num_mini_batches=1")
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"), [(1, (1, 1)), (2, (2, 1)), (8, (8, 1)), (16, (16, 1)), (24, (12, 2)), (64, (16, 4))]
+)
+def test_every_core_works_and_there_are_not_more_processes_than_gain_anything(here: Path, cores: int, expected):
+    assert layout(*ROWS, cores=cores) == expected
+
+
+def test_a_process_is_not_made_without_prompts_and_rows_for_it(here: Path):
+    assert layout(*ROWS, "rollout.num_prompts=3", cores=8) == (2, 4)
+    # 8 x 4 rows in 4 mini-batches: 8 rows of each, two for each of 4 processes.
+    assert layout(cores=8) == (4, 2)
+
+
+def test_a_mesh_is_divided_by_the_processes(here: Path):
+    halves = ("actor.mesh.tp=2", "reference.mesh.tp=2")
+    assert layout(*ROWS, *halves, cores=7) == (6, 1)
+    with pytest.raises(ConfigError, match=r"actor\.mesh: tp=2 makes 2 ranks"):
+        layout(*ROWS, *halves, cores=1)
+
+
+def test_memory_bounds_processes_and_the_cores_that_are_left_become_threads(here: Path):
+    large = "model.create={hidden_size: 1024, num_layers: 16, num_heads: 16, intermediate_size: 4096}"
+    num, each = layout(*ROWS, large, cores=8, gib=48)
+    assert 1 < num < 8
+    assert num * each > 8 - num
+    config = load_config("base.yaml", [*ROWS, large, f"cluster.pools.main=[{num}]"]).config
+    assert num * (make_plan(config).process_memory("main") + GIB / 2) < 0.6 * 48 * GIB
+    assert layout(*ROWS, large, cores=8, gib=4) == (1, 8)
+
+
+def test_of_a_model_that_is_not_known_there_is_one_process_with_all_cores(here: Path):
+    assert layout(*ROWS, "model.create=null", "model.path=Some/Model", cores=8) == (1, 8)
+
+
+@pytest.mark.parametrize("alone", [("cluster.runtime=inline",), ("rollout.engine=vllm", "model.create.num_heads=2")])
+def test_threads_of_one_process_and_servers_are_not_multiplied(here: Path, alone: tuple[str, ...]):
+    assert layout(*ROWS, *alone, cores=8) == (1, 8)
+
+
+def test_what_was_said_is_kept(here: Path):
+    assert layout(*ROWS, "cluster.num_cpus_per_process=2", cores=8) == (4, 2)
+    assert layout(*ROWS, "cluster.pools={main: [3]}", cores=8) == (3, 1)
+    for elsewhere in ("cluster.address=auto", "cluster.device=cuda"):
+        assert layout(*ROWS, elsewhere, cores=8) == (1, 1)
+
+
+@given(cores=st.integers(1, 300), gib=st.floats(1, 600), prompts=st.integers(1, 40))
+def test_no_machine_is_given_more_than_it_has(cores: int, gib: float, prompts: int):
+    rows = (f"rollout.num_prompts={prompts}", "actor.num_mini_batches=1")
+    num, each = layout(*rows, cores=cores, gib=gib, name="digits-grpo")
+    assert 1 <= num * each <= cores
+    assert num <= min(16, prompts)
+
+
+def test_what_was_chosen_stands_in_the_config_with_its_origin(here: Path):
+    def chosen(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
+        assert set(left_open) == {"model.dtype", "cluster.pools", "cluster.num_cpus_per_process", "engine.activations"}
+        return {"cluster.pools": {"main": (3,)}, "cluster.num_cpus_per_process": 2}
+
+    loaded = load_config("base.yaml", OPEN, choose=chosen)
+    assert dict(values_of(loaded.config))["cluster.pools"] == {"main": (3,)}
+    assert loaded.config.cluster.num_cpus_per_process == 2
+    assert loaded.origins["cluster.pools"] == loaded.origins["cluster.num_cpus_per_process"] == THIS_MACHINE
+    assert loaded.origins["model.dtype"] == "default"
+
+
+LARGE = (
+    "model.create={hidden_size: 1024, num_layers: 24, num_heads: 16, num_key_value_heads: 16, intermediate_size: 4096}",
+    "cluster={device: cuda, pools: {main: [1]}}",
+    "data.max_prompt_tokens=512",
+    "rollout.max_response_tokens=512",
+    "engine.max_tokens_per_micro_batch=16384",
+    "rollout.num_prompts=64",
+)
+
+
+def test_layers_keep_what_fits_into_most_of_the_device(here: Path):
+    loaded = load_config("base.yaml", LARGE)
+    needed = {way: each["main"] for way, each in activations_bytes(loaded.config, {"main": 80 * GIB}).items()}
+    assert needed["keep"] > needed["checkpoint"] > needed["offload"]
+
+    def way(num_bytes: float) -> object:
+        machine = {"num_cores": 8, "memory_bytes": 64 * GIB, "device_bytes": {"main": round(num_bytes)}}
+        return choose(loaded.config, ("engine.activations",), **machine).get("engine.activations")
+
+    assert way(needed["keep"] / 0.79) == "keep"
+    assert way(needed["keep"] / 0.81) == "checkpoint"
+    assert way(needed["checkpoint"] / 0.81) == "offload"
+    assert way(needed["offload"] / 0.9) is None, "the default stays, and the machine's own check speaks"
+
+
+def test_a_device_that_is_not_known_leaves_the_default(here: Path):
+    loaded = load_config("base.yaml", LARGE)
+    assert loaded.config.engine.activations == "checkpoint"
+    machine = {"num_cores": 8, "memory_bytes": 64 * GIB, "device_bytes": {}}
+    assert choose(loaded.config, ("engine.activations",), **machine) == {}
+
+
+@pytest.mark.parametrize("key", ["model.dtype", "engine.activations", "cluster.num_cpus_per_process"])
+def test_null_asks_for_what_follows_from_the_machine(here: Path, key: str):
+    (here / "mine.yaml").write_text(
+        "base: base.yaml\ncluster: {num_cpus_per_process: 3}\nengine: {activations: keep}\n"
+    )
+    loaded = load_config("mine.yaml", [f"{key}=null", "cluster.device=cuda"])
+    values = {"model.dtype": "bfloat16", "engine.activations": "checkpoint", "cluster.num_cpus_per_process": 1}
+    assert dict(values_of(loaded.config))[key] == values[key]
+    assert loaded.origins[key] == AUTOMATICALLY
