@@ -5,10 +5,12 @@ import torch
 
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
+from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.errors import CacheError
 from rallypoint.generation.native.kv_cache import CacheSize
+from rallypoint.plan.plan import make_plan
 from rallypoint.roles.colocated import Turns, make_room_for_neighbour
-from rallypoint.roles.engines import _has_a_device_alone, _memory_share, planned_cache
+from rallypoint.roles.engines import _memory_share, keeps_memory, planned_cache
 
 DEVICE, TOKEN_BYTES, LIMIT = torch.device("pretend:1"), 1000, 1_000_000
 LEFT = 900_000
@@ -62,14 +64,32 @@ def test_a_neighbour_asks_for_no_more_free_memory_than_it_takes():
     [
         ((), True),
         (("cluster.num_gpus_per_process=0.5",), False),
-        (("actor.placement.pool=side",), False),
         (("rollout.serve=0",), False),
         (("cluster.device=cpu",), False),
     ],
 )
-def test_rollouts_keep_their_memory_only_where_no_other_role_or_process_may_be_on_the_device(more, is_alone):
+def test_rollouts_without_another_role_keep_their_memory_where_no_other_process_may_be_on_the_device(more, is_alone):
     placed = ("cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side", "cluster.device=cuda")
-    assert _has_a_device_alone(load_config("digits", [*placed, *more]).config) == is_alone
+    config = load_config("digits", [*placed, *more]).config
+    assert keeps_memory(config) == is_alone
+
+
+def test_rollouts_beside_training_keep_their_memory_where_the_plan_has_room_for_all_of_it(pretend):
+    config = load_config("digits", ["cluster.device=pretend"]).config
+    plan = make_plan(config)
+    cache = next(memory.cache for memory in plan.memory if memory.role == "rollout")
+    turns = {memory.role: plan.turn_memory(memory.role) for memory in plan.memory}
+    most = max(num_bytes + (role != "rollout") * cache for role, num_bytes in turns.items())
+    enough = int(most / (1 - CACHE_MARGIN)) + 2
+    for limit, keeps in ((enough, True), (enough - 2**20, False)):
+        with pretend.limited(limit):
+            assert keeps_memory(config) is keeps
+    asleep = load_config("digits", ["cluster.device=pretend", "engine.sleep=true"]).config
+    assert not keeps_memory(asleep), "the actor's weights come back to other addresses"
+    kept = plan.within({"main": enough})
+    for memory in plan.memory:
+        beside = 0 if memory.role == "rollout" else cache
+        assert kept.turn_memory(memory.role) == turns[memory.role] + beside
 
 
 @pytest.mark.parametrize(

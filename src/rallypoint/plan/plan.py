@@ -47,9 +47,22 @@ class Plan:
         return sum(memory.held for memory in roles) + awake
 
     def within(self, rooms: Mapping[str, int]) -> Plan:
-        """Return the plan where processes of pools have so many bytes of a device: with the cache that is left then."""
-        memory = tuple(self._fitted(role, rooms.get(role.pool)) for role in self.memory)
-        return dataclasses.replace(self, memory=memory)
+        """Return the plan where processes of pools have so many bytes of a device: with the cache that is left then.
+
+        Rollouts keep a whole cache between their turns where every turn of another role has memory beside it.
+        """
+        fitted = dataclasses.replace(
+            self, memory=tuple(self._fitted(role, rooms.get(role.pool)) for role in self.memory)
+        )
+        return dataclasses.replace(self, memory=tuple(fitted._with_kept_cache(role, rooms) for role in self.memory))
+
+    def _with_kept_cache(self, before: RoleMemory, rooms: Mapping[str, int]) -> RoleMemory:
+        memory = next(memory for memory in self.memory if memory.role == before.role)
+        if not memory.may_keep_cache or memory.pool not in rooms or memory.cache < before.cache:
+            return memory
+        others = [other.role for other in self.memory if other.pool == memory.pool and other.role != memory.role]
+        left = int(rooms[memory.pool] * (1 - CACHE_MARGIN)) - max(map(self.turn_memory, others), default=0)
+        return dataclasses.replace(memory, kept_cache=memory.cache if memory.cache <= left else 0)
 
     def _fitted(self, memory: RoleMemory, room: int | None) -> RoleMemory:
         if room is None or memory.least_cache >= memory.cache:

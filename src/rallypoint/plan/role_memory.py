@@ -54,16 +54,32 @@ class RoleMemory:
     """What the cache shrinks to where the device has no more memory for it."""
     borrowed: int = 0
     """What another role holds, and wakes for this one's turn."""
+    may_keep_cache: bool = False
+    """Whether the cache stays while other roles have their turn, if there is memory for it; see `Plan.within`."""
+    kept_cache: int = 0
+    """What stays of the cache while other roles have their turn."""
 
     @property
     def held(self) -> int:
         """What stays while other roles have their turn."""
-        return 0 if self.sleeps else self.weights + self.gradients + self.optimizer
+        return self.kept_cache + (0 if self.sleeps else self.weights + self.gradients + self.optimizer)
 
     @property
     def total(self) -> int:
         """All of it, while the role has its turn."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+
+
+def may_keep_cache(config: RunConfig) -> bool:
+    """Whether rollouts may keep their cache between turns: on whole devices, with weights that stay where they are.
+
+    Steps that were captured read and write the cache and the weights of their first time. They are worth keeping, and
+    the cache with them, unless another process may want the memory, or the weights come back to other addresses.
+    """
+    if config.cluster.device == "cpu" or config.rollout.engine != "native" or config.rollout.serve is not None:
+        return False
+    moves = config.rollout_shares_actor and "actor" in config.sleeping
+    return config.cluster.num_gpus_per_process >= 1 and not moves
 
 
 def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
@@ -101,6 +117,7 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
         least_cache=least_tokens(config) * cache_bytes_per_token(config, shape) if role == "rollout" else 0,
         sleeps=role in config.sleeping,
         borrowed=parameters * size if shares_actor and "actor" in config.sleeping else 0,
+        may_keep_cache=role == "rollout" and may_keep_cache(config),
     )
 
 

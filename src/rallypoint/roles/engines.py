@@ -20,7 +20,7 @@ from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProces
 from rallypoint.install import find_engine
 from rallypoint.model_files import adapters_of, outline_policy
 from rallypoint.plan.plan import make_plan
-from rallypoint.plan.role_memory import least_tokens, reserved_tokens, sampling_bytes
+from rallypoint.plan.role_memory import least_tokens, may_keep_cache, reserved_tokens, sampling_bytes
 from rallypoint.roles.placement import WorkerSpec
 
 _LEAST_SHARE = 0.001
@@ -41,7 +41,7 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
         ),
         mode="exact" if rollout.exact else "fast",
         decode=decode,
-        keeps_memory=_has_a_device_alone(config),
+        keeps_memory=keeps_memory(config),
     )
 
 
@@ -156,12 +156,18 @@ def _cache_room(config: RunConfig, model: PreTrainedModel, most_tokens: int) -> 
     return CacheSize(most_tokens, least, spared, min(1.0, config.cluster.num_gpus_per_process))
 
 
-def _has_a_device_alone(config: RunConfig) -> bool:
-    """Whether a rollout rank's memory is of use to nobody else between its turns; that of a host is."""
-    if config.cluster.device == "cpu" or config.cluster.num_gpus_per_process < 1:  # or another process may be on it
+def keeps_memory(config: RunConfig) -> bool:
+    """Whether a rollout rank keeps its cache and captured steps between turns; see `Plan.within`.
+
+    It does where its pool has no other role, and where the plan has memory for both, on the device of this process.
+    """
+    pool = config.rollout.placement.pool
+    if not may_keep_cache(config):
         return False
-    pools = [placement.pool for placement in config.roles.values()]
-    return config.rollout.serve is None and pools.count(config.rollout.placement.pool) == 1
+    if all(role == "rollout" or placement.pool != pool for role, placement in config.roles.items()):
+        return True
+    _, total = torch.accelerator.get_memory_info()
+    return any(memory.kept_cache for memory in make_plan(config).within({pool: total}).memory)
 
 
 def _adapter_rank(lora: LoRAConfig | None) -> int | None:
