@@ -88,19 +88,6 @@ def steps(folder: Path) -> list[int]:
     return [step for step in visible(folder) if (folder / checkpoint_name(step) / MANIFEST).is_file()]
 
 
-def newest(folder: Path) -> int:
-    """Return the step of the newest checkpoint, verified; 0 where no folder is named as one.
-
-    Raises:
-        CheckpointError: it is damaged, or not whole. No older one is taken in its place: who goes on from there should
-            know it.
-    """
-    found = visible(folder)
-    if found:
-        verify(folder / checkpoint_name(found[-1]))
-    return found[-1] if found else 0
-
-
 def newest_whole(folder: Path) -> int:
     """Return the step of the newest checkpoint that is not damaged; 0 if there is none."""
     for step in reversed(steps(folder)):

@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from recorded_syncs import recorded_syncs
 
 from rallypoint.checkpoint import (
     MANIFEST,
     checkpoint_name,
-    newest,
     newest_whole,
     prune,
     recover,
@@ -190,6 +190,14 @@ def test_a_format_of_the_future_is_refused_by_its_number(tmp_path):
         verify(checkpoint)
 
 
+def test_a_checkpoint_is_flushed_to_the_disk_before_it_has_its_name_and_then_its_name(tmp_path):
+    with recorded_syncs() as flushed:
+        checkpoint = write(tmp_path, 2)
+    partial = tmp_path / ".step_000002.partial"
+    assert {*flushed[:-1]} == {partial, *(partial / path.relative_to(checkpoint) for path in checkpoint.rglob("*"))}
+    assert flushed[-1] == tmp_path
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match=r"has no manifest\.json, so it is not whole"):
@@ -199,16 +207,16 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 def test_a_folder_that_is_named_as_a_checkpoint_and_is_none_is_not_passed_over(tmp_path):
     write(tmp_path, 2)
     damaged = write(tmp_path, 4)
-    assert (newest(tmp_path), newest(tmp_path / "nothing")) == (4, 0)
+    assert (newest_whole(tmp_path), newest_whole(tmp_path / "nothing")) == (4, 0)
     for name in (MANIFEST, *FILES):
         (damaged / name).unlink()
         assert visible(tmp_path) == [2, 4]
         with pytest.raises(CheckpointError, match=r"step_000004.*the checkpoint is damaged"):
-            newest(tmp_path)
+            verify(tmp_path / checkpoint_name(visible(tmp_path)[-1]))
         assert newest_whole(tmp_path) == 2
     (damaged / "training").rmdir()
     with pytest.raises(CheckpointError, match="step_000004"):
-        newest(tmp_path)
+        verify(tmp_path / checkpoint_name(visible(tmp_path)[-1]))
 
 
 def test_checkpoints_after_a_step_are_set_aside_under_names_that_nobody_takes_for_checkpoints(tmp_path):
@@ -227,7 +235,7 @@ def test_a_checkpoint_that_was_about_to_be_replaced_when_its_save_was_killed_get
     write(tmp_path, 1).rename(tmp_path / ".step_000001.replaced")
     assert visible(tmp_path) == []
     recover(tmp_path)
-    assert newest(tmp_path) == 1
+    assert newest_whole(tmp_path) == 1
     write(tmp_path, 1, {"new": b"new"})
     (tmp_path / ".step_000001.replaced").mkdir()
     recover(tmp_path)

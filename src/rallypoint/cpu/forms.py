@@ -8,13 +8,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 _IN_PIECES = {"cpu"}
 """Device types that compute in pieces."""
-
-_STRIP_ELEMENTS = 2**18
-"""Elements of one tensor in a strip: 1 MiB in float32. Smaller strips cost more in calls than the cache saves."""
 
 
 @torch.jit.unused  # TorchScript compiles functions for CPUs only, and they ask `is_scripting` first
@@ -35,24 +31,3 @@ def accelerator_forms() -> Iterator[None]:
         yield
     finally:
         _IN_PIECES.add("cpu")
-
-
-def in_strips(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield strips of rows, the same rows of each tensor, for a chain of elementwise operations.
-
-    Each operation of such a chain is bound by memory when it runs over all rows, and faster when the chain runs over a
-    strip that stays in the cache. Where a device computes with large kernels, one strip has all rows.
-
-    >>> [(a.tolist(), b.tolist()) for a, b in in_strips(torch.arange(2), torch.arange(2))]
-    [([0, 1], [0, 1])]
-
-    Args:
-        tensors: with the same first dimension, the widest one first.
-    """
-    first = tensors[0]
-    num_rows = len(first)
-    num_strips = max(1, -(-first.numel() // _STRIP_ELEMENTS) if computes_in_pieces(first.device) else 1)
-    # Strips have equal sizes: a reduction over a single left-over row may add up in another order.
-    step = max(1, -(-num_rows // num_strips))
-    for start in range(0, num_rows, step):
-        yield tuple(tensor[start : start + step] for tensor in tensors)

@@ -1,25 +1,28 @@
-"""Attention by torch's own kernels, in a form that one of them takes without all scores in memory.
+"""Attention by torch's own kernels, in a form that a kernel takes which does not keep all scores in memory.
 
-Owns: that form. Must not know: rows, layers, caches. On CUDA `scaled_dot_product_attention` looks for a kernel by these
-rules (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and says nothing when it finds none and makes all scores:
+Owns: that form. Must not know: rows, layers, caches. On CUDA `scaled_dot_product_attention` chooses a kernel by these
+rules (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); if no other fits, it takes the math kernel without a word:
 
-    kernel      numbers                 grouped queries   mask   head sizes
-    flash       bfloat16, float16       yes               no     to 256
-    efficient   and float32             no                yes    whole multiples of 16 bytes
-    math        all                     yes               yes    all, and keeps every score
+    kernel      types                                grouped queries   mask   head sizes                  devices
+    flash       bfloat16, float16                    yes               no     up to 256                   8.0 and later
+    efficient   float32, float16; bfloat16 from 8.0  no                yes    multiples of 16 bytes       all
+    math        all                                  yes               yes    all; it keeps every score   all
 
-So keys are shown once for each query of their group, without a copy, where flash is out of question; heads are filled
-up with zeros; and a window is cut into pieces of its own length, each of which sees itself and the piece before, which
-is less work as well:
+So where flash is out of the question, keys are expanded to one for each query of their group, without a copy; heads are
+padded with zeros; and a window is cut into pieces of its own length, each of which sees itself and the piece before:
 
     window 3        keys   0 1 2 | 3 4 5 | 6 7
     queries 3 4 5   see      1 2   3 4 5             of the keys 0 to 5, by a mask that all pieces have in common
 
-What is left to the math kernel is float64, which nobody trains in. Scores with a soft cap are no kernel's: they are
-computed by products (`rallypoint.models.products`), and counted by the plan.
+Left to the math kernel are float64, which nobody trains in, and bfloat16 on devices before 8.0, of which the log warns.
+No kernel knows scores with a soft cap: they are computed by products (`rallypoint.models.products`), and the plan of
+memory counts them.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
 
 import torch
 from torch import Tensor
@@ -29,13 +32,17 @@ from rallypoint.cpu.forms import computes_in_pieces
 
 _MAX_FLASH_HEAD = 256
 _HEAD_MULTIPLE = 8
-"""Numbers of a head: 16 bytes in half precision."""
+"""Multiple that head sizes are padded to: 16 bytes in half precision."""
 _MAX_BATCH = 2**16 - 1
-"""The most blocks that a grid of CUDA has along its second and third axes."""
+"""Most blocks that a grid of CUDA has along its second and third axes."""
+_FLASH_CAPABILITY = (8, 0)
+"""Compute capability of CUDA devices from which on there is flash attention, and kernels in bfloat16."""
+
+_LOG = logging.getLogger(__name__)
 
 
 def attend_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None) -> Tensor:
-    """Return what queries find: [N, H, L, D], causal without a mask.
+    """Return the attention output: [N, H, L, D], causal without a mask.
 
     Args:
         query: [N, H, L, D].
@@ -52,9 +59,12 @@ def attend_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask
     size, shape = query.shape[-1], query.shape
     if size % _HEAD_MULTIPLE:
         query, key, value = (functional.pad(part, (0, -size % _HEAD_MULTIPLE)) for part in (query, key, value))
-    takes_groups = takes_grouped_queries(query.dtype, query.shape[-1], has_mask=mask is not None)
+    capability = _capability(query.device)
+    takes_groups = takes_grouped_queries(query.dtype, query.shape[-1], capability, has_mask=mask is not None)
+    if keeps_all_scores(query.dtype, capability):
+        _warn_of_scores(query.device)
     if is_grouped and not takes_groups:
-        # The queries of a group become the heads, and its one key is shown to each of them.
+        # The queries of a group become the heads, and its one key is expanded to them.
         query, key, value = (
             part.reshape(-1, heads, *part.shape[2:]).expand(-1, shape[1] // key.shape[1], -1, -1)
             for part, heads in ((query, shape[1] // key.shape[1]), (key, 1), (value, 1))
@@ -68,26 +78,61 @@ def attend_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask
     return (torch.cat(outs) if len(outs) > 1 else outs[0])[..., :size].reshape(shape)
 
 
-def takes_grouped_queries(dtype: torch.dtype, head_size: int, *, has_mask: bool) -> bool:
-    """Return whether the kernel that a call finds on an accelerator takes several queries for a key.
+def takes_grouped_queries(
+    dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None, *, has_mask: bool
+) -> bool:
+    """Return whether a call gets the flash kernel, the one that takes several queries for a key.
 
     >>> takes_grouped_queries(torch.bfloat16, 128, has_mask=False)
     True
     >>> takes_grouped_queries(torch.float32, 128, has_mask=False)
     False
+    >>> takes_grouped_queries(torch.float16, 128, (7, 5), has_mask=False)
+    False
+
+    Args:
+        dtype: of queries and keys.
+        head_size: D.
+        capability: compute capability of the device; None where it is not a CUDA device.
+        has_mask: whether there is a mask.
     """
-    return dtype in (torch.bfloat16, torch.float16) and not has_mask and head_size <= _MAX_FLASH_HEAD
+    has_flash = capability is None or capability >= _FLASH_CAPABILITY
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return has_flash and is_half and not has_mask and head_size <= _MAX_FLASH_HEAD
+
+
+def keeps_all_scores(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    """Return whether only the math kernel is left, whose scores the plan of memory does not count.
+
+    >>> keeps_all_scores(torch.bfloat16, (7, 5)), keeps_all_scores(torch.float32, (7, 5))
+    (True, False)
+    """
+    return dtype == torch.bfloat16 and capability is not None and capability < _FLASH_CAPABILITY
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _warn_of_scores(device: torch.device) -> None:
+    _LOG.warning(
+        "attention in bfloat16 keeps all scores in memory on %s, which the memory plan does not count: its kernels need "
+        "compute capability 8.0; set model.dtype=float32",
+        device,
+    )
 
 
 def attend_in_window(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> Tensor:
-    """Return what queries find in their window, on an accelerator: [N, L, H, D] from [N, L, H, D] and [N, L, K, D].
+    """Return the output of attention in a window, on an accelerator: [N, L, H, D].
 
     Args:
         query: [N, L, H, D].
         key: [N, L, K, D].
         value: likewise.
         scaling: factor of the scores.
-        window: the last tokens that each sees, itself among them; fewer than L.
+        window: number of tokens that each sees, itself included; less than L.
     """
     length = query.shape[1]
     filler = -length % window

@@ -14,8 +14,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
 
-from rallypoint.cpu.forms import in_strips
 from rallypoint.families import FAMILIES
 from rallypoint.models.attention import Limits, Rows
 from rallypoint.models.experts import replace_routers
@@ -196,21 +196,17 @@ class _Context(FunctionCtx):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, gate: Tensor, up: Tensor) -> Tensor:
-        silu, out = torch.empty_like(gate), torch.empty_like(gate)
-        for g, u, s, o in in_strips(gate, up, silu, out):
-            torch.mul(torch.ops.aten.silu.out(g, out=s), u, out=o)
+        silu = functional.silu(gate)
         ctx.save_for_backward(gate, up, silu)
-        return out
+        return silu * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         gate, up, silu = ctx.saved_tensors
-        grad_gate = torch.empty_like(gate)
-        for d, g, u, s, into in in_strips(grad, gate, up, silu, grad_gate):
-            torch.ops.aten.silu_backward.grad_input(torch.mul(d, u, out=into), g, grad_input=into)
-            s.mul_(d)  # nobody else has it: it becomes the gradient of `up`
-        return grad_gate, silu
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, silu.mul_(grad)  # nobody else has `silu`
 
 
 class _Rotation(torch.autograd.Function):
@@ -234,8 +230,6 @@ def _signed(sin: Tensor) -> Tensor:
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[T, H, D]; the first half of `sin` is negative already."""
-    out, half = torch.empty_like(states), states.shape[-1] // 2
-    for part, c, s, into in in_strips(states, cos.unsqueeze(1), sin.unsqueeze(1), out):
-        torch.cat((part[..., half:], part[..., :half]), -1, out=into)
-        into.mul_(s).add_(part * c)  # not `addcmul`, which may round once less, by where a number lies
-    return out
+    first, second = states.chunk(2, -1)
+    out = torch.cat((second, first), -1).mul_(sin.unsqueeze(1))
+    return out.add_(states * cos.unsqueeze(1))  # `addcmul` may round once less, depending on a number's address

@@ -6,16 +6,21 @@ transformers' own rounds to float32 there, so that sums of gradients depend on w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
-from rallypoint.cpu.forms import computes_in_pieces, in_strips
+from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
 
 _KINDS = {name: kind for family in FAMILIES.values() for name, kind in family.norms.items()}
 """Classes of transformers that compute exactly this."""
+
+_STRIP_ELEMENTS = 2**18
+"""Elements of one tensor in a strip: 1 MiB in float32. Smaller strips cost more in calls than the cache saves."""
 
 
 class _Context(FunctionCtx):
@@ -95,3 +100,24 @@ class _RMSNorm(torch.autograd.Function):
 
 def _factor(weight: Tensor, offset: float, wide: torch.dtype) -> Tensor:
     return weight.to(wide) + offset if offset else weight.to(wide)
+
+
+def in_strips(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield strips of rows, the same rows of each tensor, for a chain of elementwise operations.
+
+    Each operation of such a chain is bound by memory when it runs over all rows, and faster when the chain runs over a
+    strip that stays in the cache. Where a device computes with large kernels, one strip has all rows.
+
+    >>> [(a.tolist(), b.tolist()) for a, b in in_strips(torch.arange(2), torch.arange(2))]
+    [([0, 1], [0, 1])]
+
+    Args:
+        tensors: with the same first dimension, the widest one first.
+    """
+    first = tensors[0]
+    num_rows = len(first)
+    num_strips = max(1, -(-first.numel() // _STRIP_ELEMENTS) if computes_in_pieces(first.device) else 1)
+    # Strips have equal sizes: a reduction over a single left-over row may add up in another order.
+    step = max(1, -(-num_rows // num_strips))
+    for start in range(0, num_rows, step):
+        yield tuple(tensor[start : start + step] for tensor in tensors)

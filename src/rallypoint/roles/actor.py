@@ -72,8 +72,8 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     def open_line(self, way: Way, plan: TransferPlan) -> None:
         """Meet those who take over weights, if there is something to send that no worker beside this one sends."""
         self._end.close()
-        place = plan.sender(self.context.rank)
-        if place is not None and plan.members[place].taker is None:
+        place = plan.place_of_sender(self.context.rank)
+        if place is not None and plan.members[place].receiver is None:
             self._end.open(way, plan, place, self._exposed())
 
     @broadcast

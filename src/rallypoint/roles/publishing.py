@@ -135,7 +135,7 @@ def make_plan(
     """
     checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
     manifest = Manifest.of(held, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES, checksum=checksum)
-    roots = {bucket.root for bucket in manifest.buckets}
+    roots = {bucket.sender for bucket in manifest.buckets}
     takers = {id(process): rank for rank, process in enumerate(rollout)}
     senders = {id(actor[root]): root for root in sorted(roots)}
     processes = dict.fromkeys([*senders, *takers])

@@ -123,8 +123,8 @@ class RolloutWorker(TurnTaker):
             WeightsMismatchError: names, shapes or types are not those of the model.
         """
         plan.manifest.check(trained_weights(self._model))
-        self._plan, self._place = plan, plan.taker(self._rank)
-        sends = plan.members[self._place].root is not None
+        self._plan, self._place = plan, plan.place_of_receiver(self._rank)
+        sends = plan.members[self._place].sender is not None
         self._end.open(way, plan, self._place, self._exposed() if sends and self._exposed is not None else None)
 
     @broadcast
@@ -155,7 +155,7 @@ class RolloutWorker(TurnTaker):
         sink = Receiver(self._plan.manifest, trained_weights(self._model), version)
         with contextlib.ExitStack() as open_sources:
             source = None
-            if self._plan.members[self._place].root is not None:
+            if self._plan.members[self._place].sender is not None:
                 assert self._open_source is not None, "the actor's rank of this process left it"
                 source = open_sources.enter_context(self._open_source())
             self._end.line.run(version, source, sink, self._tick)

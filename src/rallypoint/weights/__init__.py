@@ -1,4 +1,7 @@
-"""Publish and load: weights from the ranks of the actor to those of the rollout role."""
+"""Weight sync: from the ranks of the actor to those of the rollout role.
+
+Knows processes, memory and folders, but neither roles nor when weights are published.
+"""
 
 from rallypoint.weights.checksums import fingerprint
 from rallypoint.weights.endpoints import Receiver, Sender

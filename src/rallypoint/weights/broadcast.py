@@ -1,7 +1,7 @@
-"""Weights across nodes: every bucket is broadcast from its root, over gloo or over the devices' own network.
+"""The transport across nodes: every bucket is broadcast by its sender, over gloo or the devices' own network.
 
-Owns: the process group, of everybody who sends or takes. Must not know: what is in a bucket. Two buckets are under way:
-one travels while the next one is filled, or the last one copied out.
+Owns: the process group of all members. Must not know: what is in a bucket. Two buckets are in flight: one travels while
+the next one is filled or the last one is copied out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device, Group, meet
 from rallypoint.weights.endpoints import Receiver, Sender
-from rallypoint.weights.transfer import TransferPlan, at_meeting
+from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
 
 class BroadcastTransport:
@@ -23,24 +23,24 @@ class BroadcastTransport:
 
     def __init__(self, plan: TransferPlan, place: int, group: Group) -> None:
         """See `join`, which makes them."""
-        self._plan, self._root, self._group = plan, plan.members[place].root, group
+        self._plan, self._rank, self._group = plan, plan.members[place].sender, group
         self._memory = [torch.empty(plan.manifest.bucket_bytes, dtype=torch.uint8, device=group.device) for _ in "ab"]
 
     def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
-        """See `Transport.run`; it ends the line if it raises."""
+        """See `Transport.run`; an error ends the process group."""
         buckets = self._plan.manifest.buckets
         with contextlib.ExitStack() as unless_done, self._group.watched():
             unless_done.callback(self._group.abandon)
-            under_way: dist.Work | None = None
+            in_flight: dist.Work | None = None
             for index in range(len(buckets) + 1):
-                before, under_way = under_way, None
+                previous, in_flight = in_flight, None
                 if index < len(buckets):
-                    if source is not None and buckets[index].root == self._root:
+                    if source is not None and buckets[index].sender == self._rank:
                         source.pack(self._plan.manifest, index, version, self._memory[index % 2])
-                    under_way = self._broadcast(index)
-                if before is not None:
-                    self._group.wait(before)
-                    if sink is not None and source is not None and buckets[index - 1].root == self._root:
+                    in_flight = self._broadcast(index)
+                if previous is not None:
+                    self._group.wait(previous)
+                    if sink is not None and source is not None and buckets[index - 1].sender == self._rank:
                         sink.take(index - 1, source)
                     elif sink is not None:
                         sink.unpack(index - 1, self._memory[(index - 1) % 2])
@@ -52,17 +52,17 @@ class BroadcastTransport:
         self._group.close()
 
     def _broadcast(self, index: int) -> dist.Work:
-        """Begin to send a bucket, or to receive it."""
+        """Start the broadcast of a bucket, from either end."""
         bucket, options = self._plan.manifest.buckets[index], dist.BroadcastOptions()
-        sender = self._plan.sender(bucket.root)
-        assert sender is not None, "whose buckets travel is a member"
+        sender = self._plan.place_of_sender(bucket.sender)
+        assert sender is not None, "the sender of a bucket is a member"
         options.rootRank = sender
         return self._group.torch_group.broadcast([self._memory[index % 2][: bucket.num_bytes]], options)
 
 
 def join(rendezvous: Rendezvous, plan: TransferPlan, place: int, device: Device = "cpu") -> BroadcastTransport:
-    """See `Join`; buckets are on the device."""
-    with at_meeting(plan):
+    """See `transports.join`; buckets are on the device."""
+    with naming_absentees(plan):
         group = meet(
             rendezvous, plan.name, rank=place, world_size=len(plan.members), timeout_s=plan.timeout_s, device=device
         )

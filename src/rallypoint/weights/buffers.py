@@ -1,6 +1,11 @@
-"""Memory that processes of one node share, for buckets of weights: that of the machine. See `ipc` for that of devices.
+"""Memory for buckets that processes of one node share: of the host, or of an accelerator.
 
-Owns: how such memory is made, and opened by another process. Must not know: what is in it.
+Owns: how such memory is made, and how another process opens it. Must not know: what is in it.
+
+CUDA's rules for handles of device memory, and those of torch's own handles, of which ours are a thin wrapper: a process
+cannot open a handle that it made itself; a handle is counted for one process that opens it, so that each receiver needs
+its own; and it cannot be opened where a device does not reach the other's memory, or processes may not share any
+(containers, slices of a device). Then host memory is used instead, and the log says so.
 """
 
 from __future__ import annotations
@@ -18,31 +23,27 @@ import torch
 from torch import Tensor
 
 Handle: TypeAlias = tuple[bytes, Sequence[int]]
-"""What another process opens memory by: some bytes, and open files."""
+"""What another process needs to open the memory: bytes, and open files."""
 
 
 class Buffers(Protocol):
-    """Memory that processes can share; errors of torch and of the system say that they cannot."""
+    """Memory that processes can share; if they cannot, torch or the system raises."""
 
     def make(self, num_bytes: int, count: int) -> tuple[Tensor, list[Handle]]:
-        """Return memory, and a handle of it for each of so many processes."""
-        ...
+        """Return memory, and one handle of it for each of `count` processes."""
 
     def open(self, num_bytes: int, handle: Handle) -> Tensor:
         """Return the memory that another process made."""
-        ...
 
     def near(self, memory: Tensor) -> Tensor:
-        """Return opened memory, or a copy of it where to read it more than once takes longer."""
-        ...
+        """Return opened memory, or a copy of it where reading it twice takes longer than copying it."""
 
     def settle(self) -> None:
-        """Return when everything that was copied by this thread is where it should be."""
-        ...
+        """Return once all copies of this thread are done."""
 
 
 class HostMemory:
-    """Memory of the machine; see `Buffers`."""
+    """Memory of the host; see `Buffers`."""
 
     def make(self, num_bytes: int, count: int) -> tuple[Tensor, list[Handle]]:
         """See `Buffers.make`."""
@@ -65,39 +66,37 @@ class HostMemory:
         return memory
 
     def settle(self) -> None:
-        """See `Buffers.settle`; a processor is done when it says so."""
+        """See `Buffers.settle`; copies on a host are done when they return."""
 
 
 _MARK_BYTES = 16
-"""At the beginning of memory, by which who opens it knows that it is the one."""
+"""Random bytes at the beginning of memory, by which a process that opens it knows that it is the right one."""
 
 
 class Handles(Protocol):
-    """What makes memory of a device known to other processes, and opens theirs."""
+    """How memory of a device is exported to other processes, and theirs is opened."""
 
     def export(self, memory: Tensor) -> bytes:
-        """Return a handle of memory, for one process.
+        """Return a handle for one other process.
 
         Raises:
             RuntimeError: this kind of memory has none.
         """
-        ...
 
     def open(self, handle: bytes, device: torch.device) -> Tensor:
-        """Return memory of another process, as bytes that this process reaches from a device.
+        """Return the memory of another process, as bytes that a device of this one reaches.
 
         Raises:
             RuntimeError: it cannot be reached.
         """
-        ...
 
 
 class TorchHandles:
-    """Those of CUDA and of ROCm; see `Handles`."""
+    """Handles of CUDA and ROCm; see `Handles`."""
 
     def export(self, memory: Tensor) -> bytes:
-        """See `Handles.export`; torch counts who opened it."""
-        # The number of the device first, which is another one where processes see one device each.
+        """See `Handles.export`."""
+        # Without the number of the device, which differs where each process sees one device.
         return repr(memory.untyped_storage()._share_cuda_()[1:]).encode()
 
     def open(self, handle: bytes, device: torch.device) -> Tensor:
@@ -107,10 +106,9 @@ class TorchHandles:
 
 
 class DeviceMemory:
-    """See `Buffers`."""
+    """Memory of an accelerator; see `Buffers`."""
 
     def __init__(self, device: torch.device, handles: Handles) -> None:
-        """Share memory of a device."""
         self._device, self._handles = device, handles
         self._near: Tensor | None = None
 
@@ -131,7 +129,7 @@ class DeviceMemory:
         return opened[:num_bytes]
 
     def near(self, memory: Tensor) -> Tensor:
-        """See `Buffers.near`; it may be another device's."""
+        """See `Buffers.near`; the memory may be on another device."""
         if self._near is None or self._near.numel() < memory.numel():
             self._near = torch.empty_like(memory, device=self._device)
         return self._near[: memory.numel()].copy_(memory)

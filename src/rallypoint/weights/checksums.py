@@ -1,8 +1,8 @@
-"""Numbers that tell whether weights are the same, without a look at them: for buckets on their way, and for copies.
+"""Checksums of weights, for buckets in flight and for copies that must be equal.
 
-Two kinds. On the host it is xxh3, the fastest there. On accelerators it is two sums that torch's own operations
-compute where the weights are (`sums`): exact integers, the same on every device, in whatever order they are added.
-Which of the two it is follows from the kind of device that a run has, and is one for all of its processes.
+There are two kinds. Hosts use xxh3, the fastest there. Accelerators use two sums that torch's own operations compute on
+the device (`sums`): exact integers, equal on every device whatever the order of addition. The device of a run decides
+which kind all of its processes use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 _WIDTH = 1024
-"""Words of a row, of which no more than the sum is weighted."""
+"""Words in a row of the sum; only sums of rows and columns are multiplied by places."""
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -22,16 +22,16 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def sums(data: Tensor) -> Tensor:
     """Return the sum of a tensor's words, and that of each times its place from 1, modulo 2**64: [2] int64.
 
-    Words have four bytes where that divides the tensor, otherwise two or one. Found with certainty, of up to 2**32
-    words: any change of one word or two, so any flipped bit and any two words that have changed places. (If one word
-    changes by d, |d| < 2**32, so does the first sum. If two do, at i and j, and the first sum stays, they change by d
-    and -d, and the second one by d * (i - j), which is less than 2**64 and not 0.) Of what changes more it misses about
-    one case in 2**64.
+    Words have four bytes where that divides the tensor, otherwise two or one. Of up to 2**32 words, any change of one
+    or two words is found with certainty: any flipped bit, and any two words that changed places. (If one word changes
+    by d, |d| < 2**32, so does the first sum. If two do, at i and j, and the first sum stays, they change by d
+    and -d, and the second one by d * (i - j), which is less than 2**64 and not 0.) Of larger changes, about
+    one in 2**64 is missed.
 
     >>> sums(torch.tensor([5, 0, 7], dtype=torch.int32))
     tensor([12, 26])
 
-    The tensor is read twice, where it is; nothing waits for the device.
+    The tensor is read twice on its device; the host waits for nothing.
     """
     flat = data.detach().reshape(-1).view(torch.uint8)
     words = flat.view(next(dtype for size, dtype in _WORDS.items() if not flat.numel() % size))
@@ -40,7 +40,7 @@ def sums(data: Tensor) -> Tensor:
     rest = words[first:].long()
     plain, placed = rest.sum(), (rest * torch.arange(first + 1, num + 1, device=flat.device)).sum()
     if first:
-        # The place of a word is that of its row's first one and that in the row: no word is weighted by itself.
+        # The place of a word is that of its row plus that in its row, so that no word is multiplied by itself.
         rows = words[:first].view(-1, _WIDTH)
         of_rows, of_columns = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
         plain = plain + of_columns.sum()
@@ -50,9 +50,9 @@ def sums(data: Tensor) -> Tensor:
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, shapes, types and bits of all weights, which are on one kind of device.
+    """Return a digest of the names, shapes, types and bits of all weights, which are on one kind of device.
 
-    What is not on the host is summed up where it is, and waited for once.
+    On accelerators the sums are computed there, and the host waits for them once.
     """
     digest = xxhash.xxh3_128()
     found: list[Tensor] = []

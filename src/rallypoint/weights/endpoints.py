@@ -1,11 +1,10 @@
-"""Both ends of the stream: weights into buckets, and out of them into a model, each rectangle with a checksum.
+"""Both ends of a transfer: weights packed into buckets, and unpacked into a model, each rectangle with a checksum.
 
-Owns: the copies, and the checksums. Must not know: how a bucket gets from one process to another.
+Owns: the copies and the checksums. Must not know: how a bucket gets from one process to another.
 
-A load is all or nothing in what it says, not in what it does: rectangles are copied into the model as they come, so
-that no second model is needed. From the first to the last one the model is of no version; see `Receiver`. On the host a
-damaged rectangle is found before it is copied. On accelerators the host waits for no bucket: what is wrong with any of
-them is kept there, and looked at once, in the end.
+Rectangles are copied into the model as they arrive, so that no second model is needed; from the first to the last one,
+the model has no version (`Receiver`). On a host, a damaged rectangle is found before it is copied. On accelerators the
+host waits for no bucket: errors are collected on the device and read once, at the end.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from rallypoint.weights.manifest import (
 )
 
 Runs: TypeAlias = Sequence[npt.NDArray[np.uint8]]
-"""The bytes of each rectangle of a bucket, in their order, on the host."""
+"""Bytes of each rectangle of a bucket, in order, on the host."""
 
 _PLACE = struct.Struct("<QQ")
-"""Version, and place in the stream."""
+"""Version, and index of the bucket."""
 
 
 class Sender:
-    """The weights of one rank, to be sent."""
+    """The weights of one rank, as they are sent."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send what the rank holds, as it said for the manifest; another type is converted, rectangle by rectangle."""
+        """Send the tensors that the manifest describes; other types are converted, rectangle by rectangle."""
         self._tensors, self._bytes = tensors, _Bytes(tensors)
         self._staged: Tensor | None = None
 
     def pack(self, manifest: Manifest, index: int, version: int, memory: Tensor) -> None:
-        """Fill a bucket's memory, which may be on the host where the weights are not."""
+        """Fill the memory of a bucket, which may be on the host while the weights are not."""
         bucket = manifest.buckets[index]
         if manifest.checksum == "xxh3":
             data = memory.numpy()
@@ -71,19 +70,19 @@ class Sender:
             memory[: bucket.num_bytes].copy_(here[: bucket.num_bytes])
 
     def part(self, rectangle: Rectangle) -> Tensor:
-        """Return a rectangle where it is, in the type that the rank has."""
+        """Return a rectangle of the weights, without a copy and in their own type."""
         return self._tensors[rectangle.name].detach()[rectangle.source.index]
 
     def run(self, rectangle: Rectangle) -> npt.NDArray[np.uint8] | None:
-        """Return its bytes; see `_Bytes.run`."""
+        """Return its bytes in place; see `_Bytes.run`."""
         return self._bytes.run(rectangle, rectangle.source)
 
     def lie_at(self, addresses: Mapping[str, int]) -> bool:
-        """Say whether the first bytes of tensors are still where they were."""
+        """Return whether tensors still have these addresses."""
         return all(self._tensors[name].data_ptr() == address for name, address in addresses.items())
 
     def _beside(self, memory: Tensor) -> Tensor:
-        """Return memory of a bucket on the device of the weights: this one, if it is there."""
+        """Return memory for a bucket on the device of the weights: the given one, if it is there."""
         device = next(iter(self._tensors.values())).device
         if memory.device == device:
             return memory
@@ -93,28 +92,28 @@ class Sender:
 
 
 class Receiver:
-    """A model that takes over the weights of one version, bucket by bucket.
+    """A model that receives the weights of one version, bucket by bucket.
 
-    What is wrong with a bucket is kept until `finish`, so that a rank goes on to take what the others send to it.
+    Errors are kept until `finish`, so that a rank goes on receiving and the others can finish sending.
     """
 
     def __init__(self, manifest: Manifest, into: Mapping[str, Tensor], version: int) -> None:
-        """Begin: from now on, and until `finish` has returned, the model is of no version.
+        """Begin: from now on, until `finish` has returned, the model has no version.
 
         Args:
-            manifest: which has been checked against `into`.
-            into: the model's weights, all of those that are published.
-            version: that is expected.
+            manifest: checked against `into`.
+            into: all published weights of the model.
+            version: expected in every bucket.
         """
         self._manifest, self._into, self._bytes, self._version = manifest, into, _Bytes(into), version
         self._device = next(iter(into.values())).device
         self._missing = set(range(len(manifest.buckets)))
         self._problem: str | None = None
         self._unread: list[tuple[int, Tensor]] = []
-        """Buckets that were taken on an accelerator, each with what its header says of it and of every rectangle."""
+        """Buckets unpacked on an accelerator: index, and [version, index, whether each rectangle is damaged]."""
 
     def take(self, index: int, source: Sender) -> None:
-        """Take over a bucket that this process would send to itself: straight from the weights."""
+        """Copy a bucket of this process's own, straight from the weights."""
         for rectangle in self._manifest.buckets[index].rectangles:
             run, target = source.run(rectangle), self._bytes.run(rectangle, rectangle.target)
             if run is None or target is None:
@@ -123,16 +122,16 @@ class Receiver:
                 target[:] = run
         self._missing.discard(index)
 
-    def unpack(self, index: int, memory: Tensor, elsewhere: Runs | None = None) -> None:
-        """Take over a bucket, if it is the one it should be and nothing of it was damaged.
+    def unpack(self, index: int, memory: Tensor, in_place: Runs | None = None) -> None:
+        """Unpack a bucket, if it is the expected one and undamaged.
 
         Args:
             index: of the bucket.
             memory: of the bucket.
-            elsewhere: its rectangles, where only the header is in `memory`.
+            in_place: its rectangles, if only the header is in `memory`.
         """
         if self._manifest.checksum == "xxh3":
-            self._unpack_on_host(index, memory, elsewhere)
+            self._unpack_on_host(index, memory, in_place)
             return
         bucket = self._manifest.buckets[index]
         here = memory[: bucket.num_bytes].to(self._device)
@@ -144,10 +143,10 @@ class Receiver:
         self._missing.discard(index)
 
     def finish(self) -> None:
-        """Return if the model has all of the version.
+        """Return once the model has the whole version.
 
         Raises:
-            WeightsMismatchError: a bucket was damaged, of another version, or did not come.
+            WeightsMismatchError: a bucket was damaged, had another version, or did not come.
         """
         self._read()
         problem = self._problem
@@ -157,9 +156,9 @@ class Receiver:
         if problem is not None:
             raise WeightsMismatchError(f"version {self._version} was not loaded: {problem}")
 
-    def _unpack_on_host(self, index: int, memory: Tensor, elsewhere: Runs | None) -> None:
+    def _unpack_on_host(self, index: int, memory: Tensor, in_place: Runs | None) -> None:
         bucket = self._manifest.buckets[index]
-        runs = _runs(bucket, memory) if elsewhere is None else elsewhere
+        runs = _runs(bucket, memory) if in_place is None else in_place
         header = memory[:HEADER_BYTES].numpy().data
         if not self._is_expected(index, *_PLACE.unpack_from(header)):
             return
@@ -171,7 +170,7 @@ class Receiver:
                 return
             target = self._bytes.run(rectangle, rectangle.target)
             if target is None:
-                own = rectangle.view(memory) if elsewhere is None else rectangle.shaped(torch.from_numpy(run.copy()))
+                own = rectangle.view(memory) if in_place is None else rectangle.shaped(torch.from_numpy(run.copy()))
                 self._place(rectangle, own)
             else:
                 target[:] = run
@@ -181,20 +180,20 @@ class Receiver:
         self._into[rectangle.name].detach()[rectangle.target.index].copy_(part)
 
     def _read(self) -> None:
-        """Find out what is wrong with the buckets that were taken on an accelerator, which is waited for once."""
+        """Read the errors of the buckets unpacked on an accelerator; the host waits for it once."""
         unread, self._unread = self._unread, []
         if not unread:
             return
-        found = iter(torch.cat([said for _, said in unread]).tolist())
-        for index, said in unread:
-            version, place, *damaged = (next(found) for _ in range(len(said)))
+        found = iter(torch.cat([flags for _, flags in unread]).tolist())
+        for index, flags in unread:
+            version, place, *damaged = (next(found) for _ in range(len(flags)))
             if self._is_expected(index, version, place):
                 for rectangle, is_damaged in zip(self._manifest.buckets[index].rectangles, damaged, strict=True):
                     if is_damaged:
                         self._refuse_damaged(rectangle)
 
     def _is_expected(self, index: int, version: int, place: int) -> bool:
-        """Look at what a bucket says that it is."""
+        """Compare the header of a bucket with what is expected."""
         if (version, place) == (self._version, index):
             return True
         self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
@@ -208,14 +207,14 @@ class Receiver:
 
 
 class _Bytes:
-    """The memory of tensors, for copies that take half a microsecond each, where those of torch take six."""
+    """Tensors as bytes in numpy, whose copies take half a microsecond of overhead where torch's take six."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self._flat: dict[str, npt.NDArray[np.uint8] | None] = {}
 
     def run(self, rectangle: Rectangle, place: Place) -> npt.NDArray[np.uint8] | None:
-        """Return the bytes of a rectangle; None where they do not lie end to end on the host, in its type."""
+        """Return the bytes of a rectangle; None unless they lie end to end on the host, in its type."""
         if place.run is None:
             return None
         name = rectangle.name
@@ -228,7 +227,7 @@ class _Bytes:
 
 
 def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:
-    """Write the header of a bucket on the host: what it is, and the xxh3_128 of each rectangle's bytes."""
+    """Write the header of a bucket on the host: version, index, and the xxh3_128 of each rectangle."""
     header = memory.numpy().data
     _PLACE.pack_into(header, 0, version, index)
     checksums = b"".join(xxhash.xxh3_128_digest(run.data) for run in runs)
@@ -236,13 +235,13 @@ def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:
 
 
 def _header(bucket: Bucket, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the header of a bucket says, as int64: version and place, [2]; checksums of rectangles, [R, 2]."""
+    """Return the header of a bucket as int64: version and index, [2]; checksums of its rectangles, [R, 2]."""
     end = CHECKSUMS_START + len(bucket.rectangles) * CHECKSUM_BYTES
     return memory[:CHECKSUMS_START].view(torch.int64), memory[CHECKSUMS_START:end].view(torch.int64).view(-1, 2)
 
 
 def _sums(bucket: Bucket, memory: Tensor) -> Tensor:
-    """Return the checksums of what is in a bucket: [R, 2] int64."""
+    """Compute the checksums of the rectangles in a bucket: [R, 2] int64."""
     return torch.stack([sums(memory[one.start : one.stop]) for one in bucket.rectangles])
 
 

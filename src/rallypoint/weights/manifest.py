@@ -1,12 +1,12 @@
-"""What travels when weights are published: what every rank of the actor has of them, cut into rectangles and buckets.
+"""The layout of published weights: the parts that the ranks of the actor hold, cut into rectangles and buckets.
 
-Owns: the cut, and the layout of a bucket. Must not know: how a bucket gets from one process to another, or who they
-are. Sender and receiver cut alike, because both have the manifest; a bucket carries no names.
+Owns: the cut, and the layout of a bucket. Must not know: processes, or how a bucket gets from one to another. Sender
+and receiver have the same manifest, so that a bucket carries no names.
 
-A bucket is flat memory: a header (version and place in the stream, 8 bytes each, and a checksum of 16 bytes for each
-rectangle) and, from `HEADER_BYTES` on, the rectangles, each at a multiple of 64 bytes. No process needs more memory for
-it than a few buckets, whatever the size of a tensor. Ranks that hold the same send it once, and a tensor that several
-ranks hold in parts is never put together anywhere but in its destination.
+A bucket is flat memory: a header (version and index of the bucket, 8 bytes each, and a checksum of 16 bytes for each
+rectangle) and, from `HEADER_BYTES` on, the rectangles, each at a multiple of 64 bytes. A process needs memory for a few
+buckets, whatever the size of a tensor. What several ranks hold is sent once, and a tensor that is cut over ranks is put
+together only at its destination.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rallypoint.errors import WeightsMismatchError
 from rallypoint.models import Part, rectangles_of
 
 HEADER_BYTES = 4096
-"""Of a bucket, before its rectangles."""
+"""Size of a bucket's header."""
 CHECKSUMS_START, CHECKSUM_BYTES = 16, 16
-"""In a header."""
+"""First checksum in a header, and the size of one."""
 BUCKET_BYTES = 2**20 + HEADER_BYTES
-"""By default; what a way takes stands with the ways."""
+"""Default size of a bucket; the transports have sizes of their own."""
 
 Checksum: TypeAlias = Literal["xxh3", "sums"]
-"""`xxh3_128` of bytes on the host, the fastest there; or `digests.sums`, which accelerators can compute."""
+"""`xxh3_128` of bytes, the fastest on a host, or `checksums.sums`, which accelerators can compute."""
 
 _ALIGNMENT = 64
 _MAX_RECTANGLES = (HEADER_BYTES - CHECKSUMS_START) // CHECKSUM_BYTES
@@ -39,20 +39,20 @@ _MAX_RECTANGLES = (HEADER_BYTES - CHECKSUMS_START) // CHECKSUM_BYTES
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank has of a tensor."""
+    """The part of a tensor that a rank holds."""
 
     dtype: torch.dtype
-    """In which it travels."""
+    """Type in which the part is sent."""
     part: Part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rectangle lies in a tensor."""
+    """Position of a rectangle in a tensor."""
 
     index: tuple[slice, ...]
     run: slice | None
-    """Its bytes, counted from the first one of a contiguous tensor; None where it is not one run of them."""
+    """Its bytes in the contiguous tensor; None if they do not lie end to end."""
 
     @classmethod
     def of(cls, part: Part, outer: Part, dtype: torch.dtype) -> Place:
@@ -73,15 +73,15 @@ class Rectangle:
     name: str
     dtype: torch.dtype
     part: Part
-    """In the coordinates of the whole tensor."""
+    """Its coordinates in the whole tensor."""
     start: int
     """First byte in the bucket."""
     stop: int
     """The byte after its last one."""
     source: Place
-    """Where it lies in what the sender has of the tensor."""
+    """Its position in the part that the sender holds."""
     target: Place
-    """Where it lies in the whole tensor."""
+    """Its position in the whole tensor."""
 
     def view(self, memory: Tensor) -> Tensor:
         """Return its elements in the memory of a bucket."""
@@ -96,63 +96,63 @@ class Rectangle:
 class Bucket:
     """Rectangles that travel together."""
 
-    root: int
-    """The rank that sends it."""
+    sender: int
+    """Rank of the actor that sends it."""
     rectangles: tuple[Rectangle, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of the header and all rectangles, rounded up."""
+        """Size of the header and all rectangles, rounded up."""
         return _aligned(self.rectangles[-1].stop)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """What travels at every publish, in order; the same for all who take part."""
+    """The buckets of every publish, in order; the same in all members."""
 
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Of the whole tensors."""
+    """Types and shapes of the whole tensors."""
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
-    """What a bucket can have."""
+    """Bound on the size of a bucket."""
     checksum: Checksum
-    """Of rectangles; senders and takers have one kind of device."""
+    """Kind of the rectangles' checksums; all members have one kind of device."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, each once."""
+        """Size of all tensors."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.shapes.values())
 
     @classmethod
     def of(
         cls, ranks: Sequence[Mapping[str, Held]], *, bucket_bytes: int = BUCKET_BYTES, checksum: Checksum = "xxh3"
     ) -> Manifest:
-        """Cut what ranks hold into buckets; what several of them hold is sent by the first one.
+        """Cut what ranks hold into buckets; a part that several of them hold is sent by the first one.
 
         Two ranks with two rows each of `w`, and both with the same `b`:
 
         >>> rows = [Part.whole([4, 2]).rows(0, 2), Part.whole([4, 2]).rows(2, 4)]
         >>> b = Held(torch.float32, Part.whole([2]))
         >>> manifest = Manifest.of([{"w": Held(torch.float32, part), "b": b} for part in rows])
-        >>> [(bucket.root, [(r.name, r.part.starts) for r in bucket.rectangles]) for bucket in manifest.buckets]
+        >>> [(bucket.sender, [(r.name, r.part.starts) for r in bucket.rectangles]) for bucket in manifest.buckets]
         [(0, [('w', (0, 0)), ('b', (0,))]), (1, [('w', (2, 0))])]
 
         Args:
-            ranks: of the actor; name of a tensor -> what the rank has of it.
-            bucket_bytes: of a bucket.
+            ranks: for each rank of the actor, name of a tensor -> the part it holds.
+            bucket_bytes: bound on the size of a bucket.
             checksum: "sums" for weights on accelerators.
         """
         sent: set[tuple[str, Part]] = set()
         streams: list[list[Bucket]] = []
-        for root, held in enumerate(ranks):
+        for rank, held in enumerate(ranks):
             mine = {name: one for name, one in held.items() if one.part.num_elements and (name, one.part) not in sent}
             sent |= {(name, one.part) for name, one in mine.items()}
-            streams.append([Bucket(root, rectangles) for rectangles in _packed(mine, bucket_bytes)])
-        shapes = {name: (held.dtype, held.part.shape) for rank in ranks for name, held in rank.items()}
+            streams.append([Bucket(rank, rectangles) for rectangles in _packed(mine, bucket_bytes)])
+        shapes = {name: (held.dtype, held.part.shape) for parts in ranks for name, held in parts.items()}
         num_sent = sum(part.num_elements for _, part in sent)
         num_elements = sum(math.prod(shape) for _, shape in shapes.values())
         assert num_sent == num_elements, "parts overlap, or leave something out"
-        # In turns, so that all of them can be at work.
+        # Senders take turns, so that all of them are busy.
         turns = itertools.zip_longest(*streams)
         buckets = tuple(bucket for turn in turns for bucket in turn if bucket is not None)
         return cls(shapes, buckets, bucket_bytes, checksum)

@@ -1,18 +1,18 @@
-"""Published weights as a folder that other programs can read: an ordinary one of Hugging Face or PEFT, and a manifest.
+"""Published weights as a folder that other programs can read: a folder of Hugging Face or PEFT, and a manifest.
 
-Owns: what is in the folder, and that it is whole or not there. Must not know: who reads it, or when it may go. A reader
-needs nothing of ours: safetensors for the tensors, JSON for the manifest, and xxh3 to check the one by the other.
+Owns: the content of the folder, which is either whole or absent. Must not know: who reads it, or when it is removed. A
+reader needs no code of ours: safetensors for the tensors, JSON for the manifest, and xxh3 to verify them.
 
     published/version_000012/
         config.json  model.safetensors              of all weights; several files and an index when they are large
         adapter_config.json  adapter_model.safetensors      of adapters, instead
-        manifest.json                               comes last
+        manifest.json                               written last
 
     {"format": 1, "version": 12, "kind": "model",
      "tensors": {"model.norm.weight": {"file": "model.safetensors", "dtype": "BF16", "shape": [64], "xxh3_64": "..."}}}
 
-A tensor's checksum is the xxh3_64, in hex, of its bytes in the file. It is taken of the bytes in memory as they are
-written. Nothing is flushed to the disk: a machine that loses its power publishes again when it resumes.
+The checksum of a tensor is the xxh3_64, in hex, of its bytes in the file, computed from memory as they are written.
+Nothing is flushed to the disk: after a power cut, the resumed run publishes again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a folder of published weights says of itself."""
+class PublishedManifest:
+    """The manifest of a folder of published weights."""
 
     version: int
     is_adapter: bool
@@ -51,7 +51,7 @@ class Manifest:
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Return where a version lies.
+    """Return the folder of a version.
 
     >>> version_folder(Path("published"), 12)
     PosixPath('published/version_000012')
@@ -60,13 +60,13 @@ def version_folder(folder: Path, version: int) -> Path:
 
 
 def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
-    """Write what training changes of a model, and return where: every rank of its mesh calls, rank 0 writes.
+    """Write the trained weights of a model, and return their folder; every rank of its mesh calls.
 
     Args:
-        shard: the model; of one with adapters only these are written.
-        folder: that has the versions; one of the same number is replaced.
+        shard: the model; if it has adapters, only these are written.
+        folder: of all versions; an existing folder of this version is replaced.
         version: of the weights.
-        base: folder or hub name of the model, which adapters name.
+        base: folder or hub name of the model, for the config of adapters.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing partial is left.
@@ -91,25 +91,25 @@ def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
 
 
 def remove_others(written: Path) -> None:
-    """Remove all versions but one, which everybody has loaded."""
+    """Remove all versions but this one, which every engine has loaded."""
     for path in written.parent.iterdir():
         if path != written:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def verify(folder: Path, version: int) -> Manifest:
+def verify(folder: Path, version: int) -> PublishedManifest:
     """Compare every tensor with the manifest.
 
     Args:
         folder: of one version.
-        version: that it must be of.
+        version: that the folder must have.
 
     Raises:
         WeightsMismatchError: it is missing, incomplete or damaged, or of another version.
     """
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        manifest = Manifest(int(found["version"]), found["kind"] == "adapter", dict(found["tensors"]))
+        manifest = PublishedManifest(int(found["version"]), found["kind"] == "adapter", dict(found["tensors"]))
         expected = {name: str(tensor["xxh3_64"]) for name, tensor in manifest.tensors.items()}
         known = found["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -137,9 +137,9 @@ def read(shard: ModelShard, folder: Path, version: int) -> None:
     """Replace weights by those of a folder, once all of it has been verified.
 
     Args:
-        shard: of the same model, whole or a part of it.
+        shard: of the same model, whole or cut.
         folder: of one version.
-        version: that it must be of.
+        version: that the folder must have.
 
     Raises:
         WeightsMismatchError: see `verify`; or the folder is of another model.
@@ -180,7 +180,7 @@ def _write_manifest(folder: Path, version: int, digests: Mapping[str, xxhash.xxh
 
 @contextlib.contextmanager
 def _replacing(partial: Path, final: Path) -> Iterator[None]:
-    """Have a folder appear under its name when it is whole."""
+    """Rename a folder once it is whole."""
     try:
         shutil.rmtree(partial, ignore_errors=True)
         yield

@@ -1,8 +1,8 @@
-"""Weights in memory that other processes of the node can open, so that they take them without a copy in between.
+"""Weights in memory that other processes of the node can read, so that they need no copy in between.
 
-Owns: how weights get there, and which of them still are. Must not know: who reads them, or when. What trains them
-notices nothing: their numbers are elsewhere, and weights that lay behind one another still do. The memory has no name
-in the file system; see `memory`.
+Owns: how weights get there, and which of them are still there. Must not know: who reads them, or when. Training notices
+nothing: only the addresses change, and neighbouring weights stay neighbours. The memory has no name in the file system;
+see `same_node`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from rallypoint.weights.manifest import Bucket, Held
 
 _ALIGNMENT = 64
 _SEAL_FUTURE_WRITE = 0x10
-"""Python 3.11 has no name for it: all but mappings that there are already can only read."""
+"""Seal that makes all but existing mappings read-only; Python 3.11 has no name for it."""
 
 
 class SharedWeights:
-    """Memory that has what this rank holds of weights."""
+    """Memory that holds this rank's weights."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make memory for so many bytes; see `share`, which fills it."""
+        """Make memory of a size; see `share`, which fills it."""
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create("rallypoint weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
         self.memory = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
-        # From here on nobody else can write what is trained. Linux before 5.1 knows no such seal.
+        # From here on no other process can write the weights. Linux before 5.1 has no such seal.
         with contextlib.suppress(OSError):
             fcntl.fcntl(
                 self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
             )
 
     def exposed(self, held: Mapping[str, Held], tensors: Mapping[str, Tensor]) -> Exposed:
-        """Return what others may read here: tensors in the type in which they travel, whose bytes lie end to end."""
+        """Return the tensors that others may read here: contiguous ones, in the type in which they are sent."""
         first, starts = self.memory.data_ptr(), dict[str, int]()
         for name, tensor in tensors.items():
             start, last = tensor.data_ptr() - first, self.num_bytes - tensor.nbytes
@@ -61,29 +61,29 @@ class SharedWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exposed:
-    """Weights of one rank that others read where they are."""
+    """Weights of one rank that others read in place."""
 
     data: npt.NDArray[np.uint8]
-    """The memory."""
+    """Bytes of the memory."""
     starts: Mapping[str, int]
     """Name of a tensor -> its first byte."""
     descriptor: int
     """The open file behind the memory."""
 
     def told(self, names: Iterable[str]) -> bytes:
-        """Return what another process needs beside the file and the names of all tensors that travel; see `opened`."""
+        """Return what another process needs beside the open file and the names of the tensors; see `opened`."""
         return np.array([len(self.data), *(self.starts.get(name, -1) for name in names)]).tobytes()
 
     @classmethod
     def opened(cls, told: bytes, names: Iterable[str], descriptor: int) -> Exposed:
-        """Return what another process exposes, to be read only."""
+        """Map read-only what another process exposes."""
         num_bytes, *starts = np.frombuffer(told, dtype=np.int64).tolist()
         memory = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
         exposed = {name: start for name, start in zip(names, starts, strict=True) if start >= 0}
         return cls(np.frombuffer(memory, dtype=np.uint8), exposed, descriptor)
 
     def runs(self, bucket: Bucket) -> Runs | None:
-        """Return the bytes of each rectangle of a bucket; None where they are not all here."""
+        """Return the bytes of each rectangle of a bucket; None if one of them is not here."""
         found: list[npt.NDArray[np.uint8]] = []
         for rectangle in bucket.rectangles:
             start, run = self.starts.get(rectangle.name), rectangle.source.run
@@ -93,23 +93,24 @@ class Exposed:
         return found
 
     def addresses(self) -> dict[str, int]:
-        """Return where the tensors are in this process."""
+        """Return the addresses of the tensors in this process."""
         first = self.data.ctypes.data
         return {name: first + start for name, start in self.starts.items()}
 
 
 def share(tensors: Iterable[Tensor]) -> SharedWeights | None:
-    """Move tensors on the CPU to memory that other processes can open; None where the system has no such.
+    """Move tensors on the CPU to memory that other processes can open; None if the system has no such memory.
 
-    To be called before anybody else has views of them: those would stay where they are.
+    Call it before anything else has views of the tensors: views would stay at the old addresses.
     """
     return _moved((tensor, functools.partial(setattr, tensor, "data")) for tensor in tensors)
 
 
 def share_trained(model: nn.Module) -> SharedWeights | None:
-    """Move all that training changes of a model; see `share`. To be called before the first pass of a sharded one.
+    """Move the trained weights of a model, see `share`; of a sharded model, before its first pass.
 
-    Until that pass torch keeps what was there before. Parts smaller than others stay: it would move them again.
+    Until that pass torch keeps the old memory. Weights of which another rank has a larger part stay where they are,
+    because torch would move them again.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -120,12 +121,12 @@ def share_trained(model: nn.Module) -> SharedWeights | None:
 
 
 def _is_smaller(weight: Tensor) -> bool:
-    """Say whether another rank has more of a sharded weight."""
+    """Return whether another rank has a larger part of a sharded weight."""
     return isinstance(weight, DTensor) and held(weight).numel() * weight.device_mesh.size() < weight.numel()
 
 
 def _putting(weight: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> Callable[[Tensor], None]:
-    """Return what makes memory that of a weight: torch takes other memory for a sharded one as another parameter."""
+    """Return a function that gives a weight other memory; a sharded weight needs a new parameter for that."""
     if not isinstance(weight, DTensor):
         return functools.partial(setattr, weight, "data")
 
@@ -141,7 +142,7 @@ def _putting(weight: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> C
 
 @torch.no_grad()
 def _moved(tensors: Iterable[tuple[Tensor, Callable[[Tensor], None]]]) -> SharedWeights | None:
-    """Copy tensors, each with what replaces it, one after another to memory of the same layout, and let theirs go."""
+    """Copy tensors to shared memory of the same layout, one by one, and have each replaced by its copy."""
     storages: dict[int, list[tuple[Tensor, Callable[[Tensor], None]]]] = {}
     for tensor, put in tensors if sys.platform == "linux" else ():
         if tensor.nbytes:

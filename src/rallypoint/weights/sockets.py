@@ -1,7 +1,7 @@
-"""Sockets between processes of one node: who is there, what they share, and one byte for every bucket.
+"""Sockets between processes of one node, for memory that they share and one byte for every bucket.
 
-Owns: how two processes find each other, that they are of one user, and what a silent or closed end means. Must not
-know: weights. A process that dies closes its sockets, however it dies, so that the other end knows at once.
+Owns: how two processes of one user connect, and what a silent or closed end means. Must not know: weights. A process
+that dies closes its sockets, however it dies, so that the other end knows at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Self
 from rallypoint.errors import PeerFailedError, PublishError
 
 _LOOK_EVERY_S = 1.0
-"""How long a wait goes on without a line of Python, at which the call that it belongs to can be cancelled."""
+"""Seconds that a wait stays in the system call; a cancelled call is noticed in between."""
 _LOOK_AT_FIRST_S = 1e-4 if sys.platform == "linux" else 0.0
-"""How long a wait looks again and again; to be woken takes longer, where the other end is at work on a bucket."""
+"""Seconds that a wait polls first: waking up takes longer than the other end takes for a bucket."""
 _NUMBER = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -32,7 +32,7 @@ class Peer:
     """The other end of a connection."""
 
     def __init__(self, connection: socket.socket, name: str, timeout_s: float) -> None:
-        """Take over a connection; `name` is for people, `timeout_s` bounds every wait."""
+        """Take over a connection; `name` is for error messages, `timeout_s` bounds every wait."""
         self.name, self._socket, self._timeout_s = name, connection, timeout_s
         self._num_heard = 0
         connection.settimeout(_LOOK_EVERY_S)
@@ -49,7 +49,7 @@ class Peer:
             raise self._gone(error) from error
 
     def hear(self, count: int) -> None:
-        """Return when so many bytes have come since the beginning.
+        """Return once `count` bytes have come since the connection was made.
 
         Raises:
             PeerFailedError: the other end is gone.
@@ -72,11 +72,11 @@ class Peer:
             num_sent = socket.send_fds(self._socket, [message], descriptors)
         except OSError as error:
             raise self._gone(error) from error
-        if num_sent < len(message):  # to wait for room could be for ever: the other end may be giving, too
+        if num_sent < len(message):  # waiting for room could deadlock: the other end may be sending, too
             raise PublishError(f"{self.name} could be told {num_sent} of {len(message)} bytes about what is shared")
 
     def given(self) -> tuple[bytes, list[int]]:
-        """Return what the other end gave; the open files belong to the caller."""
+        """Return what the other end gave; the caller closes the open files."""
         try:
             self._socket.settimeout(self._timeout_s)
             head, descriptors, _, _ = socket.recv_fds(self._socket, _NUMBER.size, 1)
@@ -88,20 +88,20 @@ class Peer:
         return self.receive_exactly(_NUMBER.unpack(head)[0]), descriptors
 
     def receive_exactly(self, count: int) -> bytes:
-        """Return so many bytes."""
+        """Return `count` bytes."""
         data = b""
         while len(data) < count:
             data += self._receive(count - len(data))
         return data
 
     def close(self) -> None:
-        """Let the other end know that nothing will come any more; a second call does nothing."""
+        """End the connection, which the other end notices; a second call does nothing."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it, which `close` does not
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a waiting thread, which `close` does not
         self._socket.close()
 
     def _look(self, count: int) -> None:
-        """Hear what comes at once, and let others work in between; what is wrong with the other end is heard later."""
+        """Poll for a moment, yielding the processor; errors of the other end are noticed by the wait that follows."""
         until = time.perf_counter() + _LOOK_AT_FIRST_S
         try:
             self._socket.setblocking(False)
@@ -137,16 +137,16 @@ class Peer:
 
 
 class Listener:
-    """A place that other processes of this user and node connect to, until the end of the `with` block."""
+    """An address for other processes of this user and node, until the end of the `with` block."""
 
     def __init__(self) -> None:
-        """Listen under a name that nobody else has."""
+        """Listen at a unique address."""
         name = f"rallypoint-{uuid.uuid4().hex}"
         self._folder: str | None = None
         if sys.platform == "linux":
-            self.address = f"\0{name}".encode()  # stands in no folder, and ends with the process
+            self.address = f"\0{name}".encode()  # has no file, and ends with the process
         else:
-            self._folder = tempfile.mkdtemp(prefix="rally")  # that only this user may enter
+            self._folder = tempfile.mkdtemp(prefix="rally")  # only this user may enter it
             self.address = os.fsencode(os.path.join(self._folder, "socket"))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.address)
@@ -157,9 +157,9 @@ class Listener:
         """Return the peers that connect, in the order of `expected`.
 
         Args:
-            names: of everybody who might, by number.
-            expected: numbers of those who will.
-            timeout_s: how long to wait for all of them, and later for each word from them.
+            names: of all processes that may connect, by number.
+            expected: numbers of those that will.
+            timeout_s: how long to wait for all of them, and later for each message from them.
 
         Raises:
             PublishError: some did not come; they are named.
@@ -186,7 +186,7 @@ class Listener:
         return [found[number] for number in expected]
 
     def close(self) -> None:
-        """Listen no more; connections stay."""
+        """Stop listening; connections stay."""
         self._socket.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -199,13 +199,13 @@ class Listener:
 
 
 def connect(address: bytes, name: str, number: int, timeout_s: float) -> Peer:
-    """Connect to a listener that is there.
+    """Connect to a listener.
 
     Args:
         address: of the listener.
-        name: of it, for people.
+        name: of the listener, for error messages.
         number: of this process, for the listener.
-        timeout_s: how long to wait for each word from it.
+        timeout_s: how long to wait for each message from it.
 
     Raises:
         PeerFailedError: it is gone.
@@ -231,7 +231,7 @@ def closing_descriptors(descriptors: Iterable[int]) -> Iterator[None]:
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:
-    """Return whether the other end is a process of the same user; elsewhere than on Linux the folder sees to that."""
+    """Return whether the other end belongs to the same user; on systems other than Linux the folder ensures that."""
     if sys.platform != "linux":
         return True
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

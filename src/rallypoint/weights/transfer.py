@@ -1,8 +1,4 @@
-"""What every transport of weights is to those who use it: a line of processes, of which this is one.
-
-Owns: the words. Must not know: how a bucket travels. All processes of a line run the same publish at the same time;
-each sends what is its own, takes over everything if it has a model to fill, or does both.
-"""
+"""Who takes part in a transfer of weights, and what travels."""
 
 from __future__ import annotations
 
@@ -16,55 +12,55 @@ from rallypoint.weights.manifest import Manifest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Participant:
-    """A process of the line.
+    """A process that sends weights, receives them, or does both.
 
-    >>> Participant(root=0, taker=None).name, Participant(root=None, taker=3).name, Participant(root=1, taker=1).name
+    >>> Participant(0, None).name, Participant(None, 3).name, Participant(1, 1).name
     ('actor rank 0', 'rollout rank 3', 'actor rank 1 and rollout rank 1')
     """
 
-    root: int | None
-    """Whose buckets it sends: those of this rank of the actor; None for none."""
-    taker: int | None
-    """Whose model it fills: that of this rank of the rollout role; None for none."""
+    sender: int | None
+    """Rank of the actor whose buckets it sends, if any."""
+    receiver: int | None
+    """Rank of the rollout role whose model it fills, if any."""
 
     @property
     def name(self) -> str:
-        """For people."""
-        roles = [("actor", self.root), ("rollout", self.taker)]
+        """Name for error messages."""
+        roles = [("actor", self.sender), ("rollout", self.receiver)]
         return " and ".join(f"{role} rank {rank}" for role, rank in roles if rank is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Who takes part, and what travels; the same for all of them."""
+    """The participants and the manifest of a transfer; the same in all of them."""
 
     name: str
-    """Of the meeting; another one after a failure."""
+    """Name of the rendezvous; a new one after each failure."""
     members: tuple[Participant, ...]
     manifest: Manifest
     timeout_s: float
-    """How long to wait for one another, at the meeting and for every bucket."""
+    """Limit of the wait for each other, at the rendezvous and for every bucket."""
 
     @property
-    def takers(self) -> tuple[int, ...]:
-        """Places of the members that have a model to fill."""
-        return tuple(place for place, member in enumerate(self.members) if member.taker is not None)
+    def receivers(self) -> tuple[int, ...]:
+        """Indices of the members that have a model to fill."""
+        return tuple(place for place, member in enumerate(self.members) if member.receiver is not None)
 
-    def sender(self, root: int) -> int | None:
-        """Return the place of the member that sends the buckets of a rank of the actor; None if that has none."""
-        return next((place for place, member in enumerate(self.members) if member.root == root), None)
+    def place_of_sender(self, rank: int) -> int | None:
+        """Return the index of the member that sends for a rank of the actor; None if that rank sends nothing."""
+        return next((place for place, member in enumerate(self.members) if member.sender == rank), None)
 
-    def taker(self, rank: int) -> int:
-        """Return the place of the member that has the model of a rank of the rollout role."""
-        return next(place for place, member in enumerate(self.members) if member.taker == rank)
+    def place_of_receiver(self, rank: int) -> int:
+        """Return the index of the member that has the model of a rank of the rollout role."""
+        return next(place for place, member in enumerate(self.members) if member.receiver == rank)
 
 
 @contextlib.contextmanager
-def at_meeting(plan: TransferPlan) -> Iterator[None]:
-    """Name those who did not come to the meeting of a line.
+def naming_absentees(plan: TransferPlan) -> Iterator[None]:
+    """Turn a rendezvous that timed out into an error that names the missing members.
 
     Raises:
-        PublishError: some did not come.
+        PublishError: some members did not come.
     """
     try:
         yield

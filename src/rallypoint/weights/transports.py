@@ -1,4 +1,8 @@
-"""The transports that carry weights from process to process, by name: what all of them are, and which there are."""
+"""The transports that carry weights between processes: what they have in common, and the choice by name.
+
+All members of a transfer run the same publish at the same time. Each sends its own buckets, and receives all buckets if
+it has a model to fill.
+"""
 
 from __future__ import annotations
 
@@ -16,46 +20,46 @@ from rallypoint.weights.shared import Exposed
 from rallypoint.weights.transfer import TransferPlan
 
 BUCKET_BYTES = {"memory": 2 * 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
-"""Size of a bucket: small enough to stay in a processor's cache where it is copied twice."""
+"""Size of a bucket. One that is copied twice by a processor stays in its cache in between."""
 
 
 class Transport(Protocol):
-    """One process's end of it."""
+    """One member's end of a transfer."""
 
     def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
-        """Send what is this member's own, and hand every bucket to the sink, if there is one.
+        """Publish one version: send this member's buckets, and hand every bucket to the sink.
 
         Args:
             version: of the weights.
-            source: of a member with a root.
-            sink: of a member that takes.
-            tick: called at every bucket.
+            source: of a member that sends.
+            sink: of a member that receives.
+            tick: called after every bucket.
 
         Raises:
             PeerFailedError: another member went away.
-            MembershipLostError: likewise, and the rendezvous knows who.
+            MembershipLostError: likewise, where the rendezvous knows which one.
             PublishError: another member was silent for `timeout_s`.
         """
 
     def close(self) -> None:
-        """Leave; whoever still waits for this member gets an error."""
+        """Leave; members that wait for this one get an error."""
 
 
 def join(
     way: str, rendezvous: Rendezvous, plan: TransferPlan, place: int, *, device: Device, exposed: Exposed | None = None
 ) -> Transport:
-    """Meet the other members of a line; this is the one at `place`.
+    """Meet the other members of a transfer.
 
     Args:
         way: "memory", "ipc" or "broadcast".
         rendezvous: where to meet.
-        plan: who takes part.
-        place: of this member.
+        plan: the members and the manifest.
+        place: index of this member.
         device: where the weights are.
-        exposed: those that this member sends from where they are; other ways than "memory" copy them.
+        exposed: weights of this member that others read in place; only "memory" uses them.
 
     Raises:
-        PublishError: some did not come; they are named.
+        PublishError: some members did not come; they are named.
         PeerFailedError: another member went away.
     """
     if way == "memory":

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from recorded_syncs import recorded_syncs
 
 from rallypoint.checkpoint import writing
 from rallypoint.config import RunConfig, load_config
@@ -29,6 +30,17 @@ def run(tmp_path: Path) -> RunFolder:
 
 def stamps(run: RunFolder) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for folder in (run.model, run.data) for path in folder.iterdir()}
+
+
+def test_both_are_flushed_to_the_disk_before_they_have_their_names_and_then_their_names(run: RunFolder, tmp_path: Path):
+    for folder, make in ((run.model, made_model), (run.data, made_data)):
+        with recorded_syncs() as flushed:
+            make(config_of(tmp_path), run)
+        partial = folder.with_name(f".{folder.name}.partial")
+        expected = [partial / path.name for path in folder.iterdir()] + [partial]
+        begin = len(flushed) - len(expected) - 1
+        assert sorted(flushed[begin:-1]) == sorted(expected)
+        assert flushed[-1] == folder.parent
 
 
 def test_both_are_made_once_and_all_that_is_in_them_is_listed(run: RunFolder, tmp_path: Path):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from recorded_syncs import recorded_syncs
 
 from rallypoint.config import LoadedConfig, load_config
 from rallypoint.errors import DiskError, RunFolderError
@@ -38,6 +39,18 @@ def test_a_run_without_a_name_is_called_after_recipe_and_time_and_two_in_a_secon
     assert all(path.name.startswith(f"digits-{time.strftime('%Y')}") for path in paths)
     assert all((path / "config.yaml").is_file() for path in paths)
     assert all((path / "logs").is_dir() for path in paths)
+
+
+def test_the_config_of_a_run_is_flushed_to_the_disk_before_its_folder_appears_and_then_the_folder(tmp_path: Path):
+    with recorded_syncs() as flushed:
+        run = create_run(named(tmp_path, "mine"))
+    partial = flushed[-2]
+    assert partial.parent == run.path.parent
+    assert partial != run.path
+    below = [partial / path.relative_to(run.path) for path in run.path.rglob("*")]
+    assert partial / "config.yaml" in below
+    assert {*flushed} >= {partial, *below}
+    assert flushed[-1] == run.path.parent
 
 
 def test_a_name_is_used_once(tmp_path: Path):

@@ -39,7 +39,7 @@ class Colocated:
             for shard, own in actor
         ]
         self.plan = make_plan(config, "ipc", held, processes[: len(actor)], processes[: num_rollout or len(actor)])
-        self.models = {place: make_model() for place in self.plan.takers}
+        self.models = {place: make_model() for place in self.plan.receivers}
         self.lines = self.each(
             lambda place: same_node.join(
                 rendezvous,
@@ -56,9 +56,9 @@ class Colocated:
     def publish(self, version):
         def run(place):
             member = self.plan.members[place]
-            source = None if member.root is None else Sender(self.actor[member.root][1])
+            source = None if member.sender is None else Sender(self.actor[member.sender][1])
             sink = None
-            if member.taker is not None:
+            if member.receiver is not None:
                 sink = Receiver(self.plan.manifest, trained_weights(self.models[place]), version)
             self.lines[place].run(version, source, sink, lambda: None)
             if sink is not None:

@@ -146,7 +146,7 @@ def test_what_several_ranks_hold_is_sent_once_and_buckets_come_in_turns():
     shared = Held(torch.float32, Part.whole([16]))
     ranks = [{"w": Held(torch.float32, part), "b": shared} for part in (*parts, *parts)]
     manifest = Manifest.of(ranks, bucket_bytes=HEADER_BYTES + 128)
-    assert [bucket.root for bucket in manifest.buckets] == [0, 1, 0, 1, 0]
+    assert [bucket.sender for bucket in manifest.buckets] == [0, 1, 0, 1, 0]
     sent = [r for bucket in manifest.buckets for r in bucket.rectangles]
     assert sum(r.stop - r.start for r in sent) == manifest.num_bytes == 4 * (8 * 16 + 16)
     assert all(bucket.num_bytes <= manifest.bucket_bytes for bucket in manifest.buckets)

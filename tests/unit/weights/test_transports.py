@@ -59,7 +59,7 @@ class Company:
         members += [Participant(None, rank) for rank in range(int(shared), num_takers)]
         self.plan = TransferPlan(name, tuple(members), manifest(num_roots), timeout_s)
         self.rendezvous, self.join_line = rendezvous, join
-        self.models = {place: blank() for place in self.plan.takers}
+        self.models = {place: blank() for place in self.plan.receivers}
         self.lines = {}
 
     def each(self, do, places=None):
@@ -84,8 +84,8 @@ class Company:
     def publish(self, version, places=None, *, tick=lambda: None, expected=None):
         def run(place):
             member = self.plan.members[place]
-            mine = None if member.root is None else self.sources[member.root]
-            if member.taker is None:
+            mine = None if member.sender is None else self.sources[member.sender]
+            if member.receiver is None:
                 self.lines[place].run(version, mine, None, tick)
                 return
             sink = Receiver(self.plan.manifest, self.models[place], expected or version)
@@ -141,7 +141,7 @@ def test_weights_that_takers_read_from_where_they_are_arrive_whole(rendezvous, n
     held = {name: Held(tensor.dtype, whole(tensor.shape)) for name, tensor in WHOLE.items()}
 
     def join(rendezvous, plan, place):
-        root = plan.members[place].root
+        root = plan.members[place].sender
         exposed = None if root is None else memories[root].exposed(held, own[root])
         return same_node.join(rendezvous, plan, place, exposed=exposed)
 
