@@ -1,8 +1,8 @@
-"""Attention over rows that lie end to end in one stream, hooked into transformers by its registry.
+"""Attention over rows packed end to end in one stream, hooked into transformers by its attention registry.
 
-A model built with `attn_implementation=ATTENTION` receives its rows as the keyword argument `rows` of
-the forward pass and asks it at every layer. During training that is `PackedRows`; the generator brings
-its own, which reads and writes a cache. No model code is changed, and no padding leaves this file.
+A model built with `attn_implementation=ATTENTION` takes its rows as the keyword argument `rows` of the forward pass and
+calls them at every layer. Training passes `PackedRows`; the generator has its own, which read and write a cache. No
+model code is changed, and no padding leaves this file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rallypoint.parallel.transfer import sent
 
 ATTENTION = "rallypoint_rows"
 
-# What layers of some families pass along, by the names that transformers has for it.
+# Options of some families, by transformers' names.
 _UNSUPPORTED = ("s_aux", "position_bias")
 
 
 class Rows(Protocol):
-    """What a forward pass knows about the rows in its stream."""
+    """The rows of a stream, as attention layers see them."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
@@ -39,12 +39,12 @@ class Rows(Protocol):
         """Return the attention output of one layer.
 
         Args:
-            layer: index of the layer, for those who keep a cache.
+            layer: index of the layer, for rows with a cache.
             query: [T, H, D].
             key: [T, K, D] with K key/value heads, H a multiple of K.
             value: [T, K, D].
             scaling: factor of the scores.
-            limits: what else is done to them.
+            limits: window and soft cap of the scores.
 
         Returns:
             [T, H, D].
@@ -69,7 +69,7 @@ def attend_rows(
     """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `Rows`.
 
     Raises:
-        ValueError: the layer asks for what would change the result and is not supported yet.
+        ValueError: the layer has an option that is not supported yet and would change the result.
     """
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes neither a mask nor dropout: the rows say who sees whom")
@@ -89,8 +89,8 @@ class PackedRows:
     """Causal attention within each row of a packed stream; rows do not see each other.
 
     Rows are computed in classes of similar length (the same power of two), padded to the longest of their class
-    inside this file and `slots` only. Tokens that rows share are in the stream once; each row needs their keys and
-    values, and the first row's output is theirs. Tokens behind the last row see nothing.
+    inside this file and `slots` only. Tokens that rows share are in the stream once: every row reads their keys and
+    values, and their output is that of the first row. Filler tokens behind the last row see nothing.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class PackedRows:
         Args:
             offsets: [B+1] of the rows.
             device: of the stream.
-            shared: what of the rows is in the stream; None for all of it.
-            num_filler: tokens of the stream behind its rows.
+            shared: the tokens of the rows that are in the stream; None for all.
+            num_filler: number of tokens behind the last row.
         """
         lengths = offsets[1:] - offsets[:-1]
         position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
@@ -115,7 +115,7 @@ class PackedRows:
             position_ids = position_ids[shared.kept]
         self.position_ids = sent(functional.pad(position_ids, (0, num_filler)), device).unsqueeze(0)
         self._slots = Slots(offsets, _length_classes(lengths), shared, num_filler)
-        # What layers of one kind have in common is made by the first of them.
+        # Layers of one kind share these; the first of them makes them.
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[Batch]] = {}
 
@@ -125,7 +125,7 @@ class PackedRows:
         """See `Rows.attend`."""
         del layer
         kv_heads, share = key.shape[1], query.shape[1] // key.shape[1]
-        # They are in the order of their length.
+        # Rectangles are in order of length.
         by_products = [shape for shape in self._slots.rectangles if _suits_products(shape.longest, query, limits)]
         others = self._slots.rectangles[len(by_products) :]
         of_query, of_key = self._folds_of(by_products, others, kv_heads, share, query)
@@ -179,8 +179,8 @@ def _length_classes(lengths: Tensor) -> list[Tensor]:
 
 
 def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
-    """Whether rows of a length are computed by products rather than by the fused kernel."""
-    if limits.softcap is not None:  # which that does not know
+    """Whether rows of this length are computed by products rather than by the fused kernel."""
+    if limits.softcap is not None:  # the fused kernel knows none
         return True
     return computes_in_pieces(query.device) and min(limits.window or longest, longest) <= LONGEST_FOR_PRODUCTS
 

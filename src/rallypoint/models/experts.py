@@ -1,8 +1,8 @@
-"""The experts of a mixture, hooked into transformers by its registry of implementations, and who is asked.
+"""The experts of a mixture and their router, hooked into transformers by its registry of implementations.
 
 A model built with `experts_implementation=EXPERTS` multiplies the tokens of each expert as one block, in every
-precision, and with the same bits for the same tokens. Whose experts a module has is not known here: tokens that are
-sent to none of them are left to other ranks, which add their part.
+precision, with the same bits for the same tokens. Tokens that are sent to experts of other ranks are left out here;
+those ranks add their part.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rallypoint.families import FAMILIES
 EXPERTS = "rallypoint_experts"
 
 _ROUTERS = frozenset(name for family in FAMILIES.values() for name in family.routers)
-"""Classes of transformers that compute exactly what ours does, but in float32 always."""
+"""Classes of transformers that compute the same as ours, but always in float32."""
 
 
 class Experts(Protocol):
-    """What transformers calls the experts of a layer: gated MLPs, each a slice of two tensors."""
+    """The experts of a layer in transformers: gated MLPs, each a slice of two tensors."""
 
     gate_up_proj: Tensor
     """[X, 2 * I, E] of X experts: gate before up."""
@@ -37,7 +37,7 @@ class Experts(Protocol):
 
 
 class Router(Protocol):
-    """What transformers calls the router of Qwen3-MoE and its kin."""
+    """The router of Qwen3-MoE and similar families in transformers."""
 
     weight: Tensor
     """[X, E]."""
@@ -46,9 +46,9 @@ class Router(Protocol):
 
 
 class _RouterInPrecision:
-    """Before one of transformers' routers among the bases of a class: the same, and float64 where the model is float64.
+    """Mixed in before one of transformers' routers: the same computation, but in float64 where the model is float64.
 
-    transformers' own rounds probabilities to float32 there, so that gradients depend on which tokens stand beside.
+    The original rounds probabilities to float32, so that gradients in float64 depend on the other tokens in the batch.
     """
 
     def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,9 +62,9 @@ class _RouterInPrecision:
 
 
 def replace_routers(model: nn.Module) -> None:
-    """Let the routers of a transformers model round to no less than the model's own precision; they stay what they are.
+    """Have the routers of a transformers model compute in at least the model's own precision.
 
-    In float32 and below they give the same bits as before.
+    In float32 and below the bits stay the same.
     """
     for module in model.modules():
         kind = type(module)
@@ -78,27 +78,27 @@ def _in_precision(router: type[nn.Module]) -> type[nn.Module]:
 
 
 def add_up_experts(experts: Experts, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """Return the sum of what the chosen experts make of each token, weighted: [T, E].
+    """Return the weighted sum of the outputs of each token's chosen experts: [T, E].
 
     Args:
         experts: X of them.
         states: [T, E].
-        chosen: [T, k] int64; those of X and more are not here, and add nothing.
+        chosen: [T, k] int64; experts from X on are on other ranks and add nothing.
         shares: [T, k] weights.
     """
     num_experts, num_chosen = len(experts.gate_up_proj), chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts: list[int] = torch.bincount(chosen.flatten(), minlength=num_experts)[:num_experts].tolist()
     order = order[: sum(counts)]
-    # Repeated first, so that the backward pass adds up neighbours, and not whatever thread comes first.
+    # Repeated first, so that the backward pass adds up neighbours in a fixed order.
     repeated = states.unsqueeze(1).expand(-1, num_chosen, -1).reshape(chosen.numel(), -1)
     outs: list[Tensor] = []
-    # Unbound, so that the backward pass makes each weight's gradient once, and not once for every expert.
+    # Unbound, so that the backward pass allocates each weight's gradient once, not once per expert.
     gate_ups, downs = experts.gate_up_proj.unbind(), experts.down_proj.unbind()
-    # One at least, so that states and weights have gradients where no token is sent here.
-    asked = [expert for expert, count in enumerate(counts) if count] or [0]
-    groups = repeated.index_select(0, order).split([counts[expert] for expert in asked])
-    for expert, tokens in zip(asked, groups, strict=True):
+    # At least one, so that states and weights have gradients even if no token is sent here.
+    active = [expert for expert, count in enumerate(counts) if count] or [0]
+    groups = repeated.index_select(0, order).split([counts[expert] for expert in active])
+    for expert, tokens in zip(active, groups, strict=True):
         gate, up = functional.linear(tokens, gate_ups[expert]).chunk(2, dim=-1)
         outs.append(functional.linear(experts.act_fn(gate) * up, downs[expert]))
     weighted = torch.cat(outs) * shares.flatten().index_select(0, order).unsqueeze(1)

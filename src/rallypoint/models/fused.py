@@ -118,8 +118,8 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 @functools.cache
 def _warn_of_scores(device: torch.device) -> None:
     _LOG.warning(
-        "attention in bfloat16 keeps all scores in memory on %s, which the memory plan does not count: its kernels need "
-        "compute capability 8.0; set model.dtype=float32",
+        "attention in bfloat16 keeps all scores in memory on %s, which the memory plan does not count: other kernels "
+        "need compute capability 8.0; set model.dtype=float32",
         device,
     )
 
@@ -149,7 +149,7 @@ def attend_in_window(query: Tensor, key: Tensor, value: Tensor, scaling: float, 
 
 
 def _seen_in_piece(window: int, device: torch.device) -> Tensor:
-    """Return which keys of the piece before, and of its own, each query of a piece sees: [window, 2 * window].
+    """Return which keys of the previous piece and of its own each query of a piece sees: [window, 2 * window].
 
     >>> _seen_in_piece(3, torch.device("cpu")).int().tolist()
     [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]

@@ -1,19 +1,18 @@
-"""What a language-model head says of tokens, from hidden states, without the logits of all tokens at once.
+"""Logprobs and entropies of a language-model head from hidden states, without the logits of all tokens at once.
 
-Owns: logprobs and entropies from states and the head's weight, forward and backward. Must not know: which tokens
-they are, or which loss follows. Products are made for a chunk of tokens at a time, and everything between them, in
-float32, for a strip of a chunk, which on a CPU is small enough for its cache:
+Owns: their computation, forward and backward. Must not know: which tokens they are, or which loss follows. Matrix
+products are computed for a chunk of tokens at a time; the softmax, in float32, for a strip of a chunk, which on a CPU
+fits the cache:
 
     chunk     [ 2,000 tokens x V ]      a product in the precision of the states, then its gradient, in the same memory
     strip     [    16 tokens x V ]      softmax and its gradient, in float32
 
-The logits of the first chunks are kept for the backward pass as far as a bound of bytes allows; of the others only
-the normaliser stays, one number a token, and the backward pass makes them again.
+The logits of the first chunks are kept for the backward pass up to a bound of bytes. Of the others only the normaliser
+is kept, one number a token, and the backward pass computes them again.
 
-Invariants: where chunks end follows from the size of the vocabulary and the kind of device alone, so that the same call
-gives the same bits, with or without gradients, kept or made again. Another chunk size gives the same numbers up to
-rounding and no better: the gradient of the weight is a sum over tokens, and matrix products may round a row by how many
-others stand beside it.
+Invariants: chunk borders follow from the vocabulary size and the kind of device alone, so that the same call gives the
+same bits with or without gradients, kept or recomputed. Another chunk size gives the same numbers up to rounding: the
+weight's gradient is a sum over tokens, and matrix products may round a row depending on the number of rows.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
 
 _STRIP_BYTES = 2 * 2**20
-"""Of logits in the precision of the softmax on a CPU; two of this size exist."""
+"""Size of a strip of logits in the precision of the softmax, on a CPU; there are two such buffers."""
 
 _LOWEST_LOGIT = -1e30
-"""Logits below are taken for this: a model can exclude a token (-inf), whose share of the entropy is 0 and not NaN."""
+"""Lower bound of logits: a model can exclude a token (-inf), which must add 0 to the entropy, not NaN."""
 
 _Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into logits; `load_policy` made sure that there is one."""
+    """Return the layer that turns hidden states into logits; `load_policy` refuses models without one."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module), "load_policy refuses a model without one"
     return head
 
 
 def value_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer that turns hidden states into values, or scores; loading refuses a model without one."""
+    """Return the layer that turns hidden states into values or scores; models without one are refused at load."""
     return model.get_submodule("score")
 
 
 class _Context(FunctionCtx):
-    """What the forward pass leaves for the backward one."""
+    """State between the forward and the backward pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
     needs_input_grad: tuple[bool, ...]
@@ -61,7 +60,7 @@ class _Context(FunctionCtx):
     softcap: float | None
     rows_per_chunk: int
     kept: list[Tensor]
-    """Logits of the first chunks; taken by the backward pass, which writes over them."""
+    """Logits of the first chunks; the backward pass overwrites them."""
 
 
 def head_outputs(
@@ -75,13 +74,13 @@ def head_outputs(
     chunk_bytes: int | None = None,
     kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprobs of some tokens and the entropies (nats) of what they were drawn from: [N] each.
+    """Return the logprobs of tokens and the entropies (nats) of their distributions: [N] each.
 
         z = soft_capped(states @ weight.T + bias) / temperature
         logprobs = z[targets] - logsumexp(z)        entropy = -sum(softmax(z) * log_softmax(z))
 
     Products are in the precision of the states; everything after them is float32, or float64 for float64 states.
-    A token with a logit of -inf has no share in the entropy, and a logprob that is finite, below -1e29.
+    A token with a logit of -inf adds nothing to the entropy, and has a finite logprob below -1e29.
     Both results have gradients, once differentiable, to states, weight and bias.
 
     >>> weight = torch.tensor([0.5, 0.25, 0.25]).log().unsqueeze(1)
@@ -96,9 +95,8 @@ def head_outputs(
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
         softcap: see `soft_capped`.
-        chunk_bytes: of the logits that one product may make; at least one token is taken at a time. None: as the kind
-            of device likes it.
-        kept_bytes: of the logits that may wait for the backward pass; likewise.
+        chunk_bytes: bound on the logits of one product, which has at least one token; None for the device's default.
+        kept_bytes: bound on the logits kept for the backward pass; None for the device's default.
     """
     logprobs, entropy, _ = head_statistics(
         states, weight, bias, targets, temperature, softcap=softcap, chunk_bytes=chunk_bytes, kept_bytes=kept_bytes
@@ -107,7 +105,7 @@ def head_outputs(
 
 
 def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
-    """Return values bent to stay below a bound, as Gemma 2 does (arXiv 2408.00118); without one, as they are.
+    """Return values squashed below a bound, as in Gemma 2 (arXiv 2408.00118); unchanged without a bound.
 
     >>> soft_capped(torch.tensor([0.1, 100.0]), 2.0)
     tensor([0.0999, 2.0000])
@@ -126,9 +124,9 @@ def head_statistics(
     chunk_bytes: int | None = None,
     kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `head_outputs` returns, and logsumexp(z): [N], with gradients as well.
+    """Return the results of `head_outputs` and logsumexp(z), [N], with gradients.
 
-    With it, the results of a vocabulary in parts can be made from those of the parts.
+    Results of a vocabulary that is cut over ranks follow from these of its parts.
     """
     in_pieces = computes_in_pieces(states.device)
     if chunk_bytes is None:
@@ -145,7 +143,7 @@ def head_statistics(
 
 
 class _HeadStatistics(torch.autograd.Function):
-    """`head_statistics`, with rows per chunk and the number of chunks that are kept as the last arguments."""
+    """`head_statistics`, with rows per chunk and the number of kept chunks as the last arguments."""
 
     @staticmethod
     def forward(
@@ -165,7 +163,7 @@ class _HeadStatistics(torch.autograd.Function):
         for chunk in _chunks(len(states), rows_per_chunk):
             logits = functional.linear(states[chunk], weight, bias)
             for rows, part, scaled, shares in strips.of(chunk, logits):
-                # Against the largest, every term of the entropy is positive: nothing cancels where a token is sure.
+                # Relative to the largest logit, all terms of the entropy are positive: nothing cancels.
                 largest = _cap(_finite(part, out=scaled), softcap).amax(-1) / temperature
                 torch.add(-largest.unsqueeze(1), scaled, alpha=1.0 / temperature, out=scaled)
                 chosen = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
@@ -191,7 +189,7 @@ class _HeadStatistics(torch.autograd.Function):
         kept, ctx.kept = ctx.kept[::-1], []
         alpha = 1.0 / ctx.temperature
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs * alpha
-        # Both have the shares of all tokens in their gradient; that of a logprob also has its own token.
+        # Both gradients contain the shares of all tokens; a logprob's also its own token.
         grad_shares = -grad_logprobs if grad_normaliser is None else grad_normaliser * alpha - grad_logprobs
         grad_entropy = None if grad_entropy is None else grad_entropy * alpha
         grad_states = torch.empty_like(states) if wants_states else None
@@ -228,34 +226,34 @@ class _HeadStatistics(torch.autograd.Function):
 
 
 def _finite(logits: Tensor, *, out: Tensor) -> Tensor:
-    """Copy logits, and those of -inf as a number."""
+    """Copy logits, with -inf as a finite number."""
     return out.copy_(logits).clamp_(min=_LOWEST_LOGIT)
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Do what `soft_capped` does, in place."""
+    """Apply `soft_capped` in place."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 class _Strips:
-    """Cuts chunks into strips of rows, each with two tensors in the precision of the softmax to work in."""
+    """Strips of rows of a chunk, with two buffers in the precision of the softmax."""
 
     def __init__(self, states: Tensor, weight: Tensor, rows_per_chunk: int) -> None:
         vocabulary, dtype = weight.shape[0], _softmax_dtype(states)
         self._num_rows = max(1, min(len(states), rows_per_chunk))
-        if computes_in_pieces(states.device):  # elsewhere many small kernels cost more than memory does
+        if computes_in_pieces(states.device):  # elsewhere many small kernels cost more than the memory
             self._num_rows = max(1, min(self._num_rows, _STRIP_BYTES // (vocabulary * dtype.itemsize)))
-        self._room = [states.new_empty(self._num_rows, vocabulary, dtype=dtype) for _ in range(2)]
+        self._buffers = [states.new_empty(self._num_rows, vocabulary, dtype=dtype) for _ in range(2)]
 
     def of(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield each strip's rows among all, its part of the chunk's logits, and the room for it."""
+        """Yield the rows of each strip among all rows, its part of the chunk's logits, and its buffers."""
         for rows in _chunks(len(logits), self._num_rows):
-            first, second = (room[: rows.stop - rows.start] for room in self._room)
+            first, second = (buffer[: rows.stop - rows.start] for buffer in self._buffers)
             yield slice(chunk.start + rows.start, chunk.start + rows.stop), logits[rows], first, second
 
 
 class _Sum:
-    """A sum of matrix products, over chunks in the precision of the softmax, whatever that of the factors."""
+    """A sum of matrix products over chunks, in the precision of the softmax whatever that of the factors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -270,14 +268,14 @@ class _Sum:
             self._total = self._total.to(self._dtype).add_(left @ right)
 
     def total(self, like: Tensor) -> Tensor:
-        """Return the sum in the precision and shape of a tensor; zero when nothing was added."""
+        """Return the sum in the precision and shape of a tensor; zeros if nothing was added."""
         return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
 
 
 def _to_grad(
     shares: Tensor, log_shares: Tensor, grad_shares: Tensor, grad_entropy: Tensor | None, entropy: Tensor
 ) -> None:
-    """Turn the shares of a strip, [n, V], into the gradient of its scaled logits, but for that of the targets.
+    """Turn the shares of a strip, [n, V], into the gradient of its scaled logits, without the term of the targets.
 
     d logprob / d z = onehot(target) - share        d entropy / d z = -share * (log_share + entropy)
     d normaliser / d z = share
@@ -292,7 +290,7 @@ def _to_grad(
 
 
 def _softmax_dtype(states: Tensor) -> torch.dtype:
-    """Return at least float32: logits of half precision are too coarse to be exponents."""
+    """Return at least float32: half precision is too coarse for exponents."""
     return torch.promote_types(states.dtype, torch.float32)
 
 
@@ -306,6 +304,6 @@ def _chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """Return the bound that a model bends its logits below, see `head_outputs`; None if it does not."""
+    """Return the soft cap of a model's logits, see `soft_capped`; None if it has none."""
     family = FAMILIES.get(str(config.model_type))
     return config.final_logit_softcapping if family is not None and family.caps_logits else None  # pyright: ignore[reportReturnType]

@@ -1,8 +1,9 @@
-"""The attention and the MLP of Llama and its kin, in place of transformers' own: the same arithmetic, fewer passes.
+"""Attention and MLP of Llama and similar families, in place of transformers' own: the same arithmetic in fewer passes.
 
-Owns: which modules are replaced, and by what. Must not know: rows, gradients, or how weights are cut. A replacement has
-the submodules of what it replaces, by the same names, so that whatever reads, cuts or adapts a model works as before;
-without rows of ours, as in transformers' `generate`, its attention is what it was.
+Owns: which modules are replaced and by what, and which of their weights are neighbours in memory. Must not know: what
+rows are, or how weights are cut. A replacement has the submodules of the original under the same names, so that code
+which reads, cuts or adapts a model works as before. Without `rows`, as in transformers' `generate`, its attention is
+the original one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rallypoint.models.norm import replace_norms
 
 _MLPS = frozenset(name for family in FAMILIES.values() for name in family.mlps)
 _WINDOWS = {name: window for family in FAMILIES.values() for name, window in family.attentions.items()}
-"""Attentions of transformers that differ in this only: how far a token looks back; None for all before it."""
+"""Attention classes of transformers that differ only in their window; None for no window."""
 
 
 class GatedMLP(nn.Module):
@@ -40,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 class _Attention(Protocol):
-    """What transformers calls an attention."""
+    """An attention module of transformers."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -56,7 +57,7 @@ class _Attention(Protocol):
 
 
 class _OnRows:
-    """Before one of transformers' attentions among the bases of a class: does its work where there are rows."""
+    """Mixed in before one of transformers' attention classes: computes attention over `rows`, if there are any."""
 
     def forward(
         self: _Attention,
@@ -66,7 +67,7 @@ class _OnRows:
         rows: Rows | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[1, T, E] -> [1, T, E], and no weights of the attention."""
+        """[1, T, E] -> [1, T, E], and no attention weights."""
         if rows is None:
             return super().forward(hidden_states, position_embeddings, *args, **options)
         shape = (hidden_states.shape[1], -1, self.head_dim)
@@ -81,9 +82,9 @@ class _OnRows:
 
 
 def replace_layers(model: nn.Module) -> None:
-    """Put our norms, routers, attentions and MLPs in the place of those of a transformers model that they equal.
+    """Replace the norms, routers, attentions and MLPs of a transformers model for which ours compute the same.
 
-    Weights stay, and so do the names of everything that has some.
+    Weights and names of modules stay.
     """
     replace_norms(model)
     replace_routers(model)
@@ -100,7 +101,7 @@ def replace_layers(model: nn.Module) -> None:
 
 
 def _on_rows(attention: nn.Module) -> nn.Module:
-    """Return an attention with the submodules of one of transformers', and our way through them."""
+    """Return an attention of ours with the submodules of one of transformers."""
     own = cast("_Attention", attention)
     with torch.device("meta"):
         new = _class_on_rows(type(attention))(own.config, own.layer_idx)
@@ -119,9 +120,10 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def allocate_joined(model: nn.Module, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the weights of layers of one input, each with its part of memory that they have in common.
+    """Yield the weights of layers with the same input, each with its part of a common buffer.
 
-    What is sharded or adapted is left out: it is computed by other means.
+    One product then serves them all (`joined`). Each stays a parameter of its own. Sharded and adapted layers are left
+    out.
     """
     for module in model.modules():
         children = dict(module.named_children())
@@ -131,12 +133,12 @@ def allocate_joined(model: nn.Module, device: torch.device) -> Iterator[tuple[Te
                 continue
             first, sizes = weights[0], [len(weight) for weight in weights]
             memory = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
-            # `data`, as the versions of views would be counted as one.
+            # `data`, because views would share one version counter.
             yield from zip(weights, (part.data for part in memory.split(sizes)), strict=True)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors as one along the first dim, without a copy; None where they do not lie behind one another.
+    """Return tensors as one along the first dim, without a copy; None if they are not neighbours in memory.
 
     >>> memory = torch.arange(6).view(3, 2)
     >>> joined([memory[:1], memory[1:]]).tolist()
@@ -150,12 +152,12 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += tensor.nbytes
     if first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() < end:
-        return None  # neighbours by chance
+        return None  # neighbours by chance, in different buffers
     return first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
 def _fit_together(weights: Sequence[Tensor]) -> bool:
-    """Say whether weights are plain, and rows of one matrix."""
+    """Return whether weights are plain parameters that can be rows of one matrix."""
     kinds = {(type(weight), weight.dtype, weight.shape[1:]) for weight in weights}
     return len(kinds) == 1 and type(weights[0]) is nn.Parameter
 
@@ -170,25 +172,25 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return states turned by the angle of their position (Su et al., 2021, arXiv:2104.09864), once differentiable.
+    """Return states rotated by the angle of their position (Su et al., 2021, arXiv:2104.09864), once differentiable.
 
-    A number of the first half of a head and its fellow in the second half are a point in a plane:
+    A number in the first half of a head and its counterpart in the second half are a point in a plane:
 
         y1 = x1 * cos - x2 * sin        y2 = x2 * cos + x1 * sin
 
-    >>> rotate(torch.tensor([[[3.0, 4.0]]]), torch.zeros(1, 2), torch.ones(1, 2))  # by a right angle
+    >>> rotate(torch.tensor([[[3.0, 4.0]]]), torch.zeros(1, 2), torch.ones(1, 2))  # a right angle
     tensor([[[-4.,  3.]]])
 
     Args:
         states: [T, H, D].
-        cos: [T, D], whose halves are the same; without gradient.
+        cos: [T, D], two equal halves; without gradient.
         sin: likewise.
     """
     return _Rotation.apply(states, cos, sin)  # pyright: ignore[reportReturnType] - `apply` is untyped
 
 
 class _Context(FunctionCtx):
-    """What a forward pass leaves for the backward one."""
+    """State between the forward and the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
 
@@ -212,7 +214,7 @@ class _SwiGLU(torch.autograd.Function):
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)  # as they came: all layers have these in common
+        ctx.save_for_backward(cos, sin)  # unchanged: all layers share these tensors
         return _rotated(states, cos, _signed(sin))
 
     @staticmethod
@@ -223,13 +225,13 @@ class _Rotation(torch.autograd.Function):
 
 
 def _signed(sin: Tensor) -> Tensor:
-    """Return it with its first half negative."""
+    """Return the sine with its first half negated."""
     first, second = sin.chunk(2, -1)
     return torch.cat((-first, second), -1)
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, H, D]; the first half of `sin` is negative already."""
+    """[T, H, D]; the first half of `sin` is negated already."""
     first, second = states.chunk(2, -1)
     out = torch.cat((second, first), -1).mul_(sin.unsqueeze(1))
     return out.add_(states * cos.unsqueeze(1))  # `addcmul` may round once less, depending on a number's address
