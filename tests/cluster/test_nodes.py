@@ -224,9 +224,7 @@ def test_what_does_not_fit_now_is_waited_for_with_a_voice_then_given_up_and_leav
         wanted = r"missing 1 x \(1 CPU\) \+ 1 x \(1 CPU\); free now:\n"
         assert re.match(rf"waiting for a place for pool 'second' for \d s of 1.3; {wanted}", line)
     assert "1 (127.0.0.1)  1 CPU   0 CPU      too little" in nodes.said[0], "the table shows what is free"
-    assert said.startswith(
-        "gave up after cluster.placement_timeout_s=1.3: waiting for a place for pool 'second' for "
-    )
+    assert said.startswith("gave up after cluster.placement_timeout_s=1.3: waiting for a place for pool 'second' for ")
     assert sorted(places) == ["large", "small"], "the pool that gave up does not stand in the way of another"
     assert nodes.open_groups() == []
 
