@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from rallypoint.config.check_devices import device_contradictions
-from rallypoint.config.check_sampling import sampling_contradictions
-from rallypoint.config.check_vllm import vllm_contradictions
-from rallypoint.config.fields import shown, values_of
-from rallypoint.config.mesh_fit import misfit_of
-from rallypoint.config.problem import Problem
+from rallypoint.config.check_placement import placement_contradictions
+from rallypoint.config.fields import Problem, shown, values_of
+from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE, MOST_VLLM_RANK
 from rallypoint.config.recipes import RECIPES
-from rallypoint.config.sections import LoRAConfig
-from rallypoint.config.shape import read_shape, shape_of
+from rallypoint.config.sections.material import LoRAConfig
+from rallypoint.config.shape import shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import RunConfig, unread_sections, why_unread
-from rallypoint.families import FAMILIES
 
-_MOST_INLINE = 256
-"""Processes that are threads of one; far beyond what is of use."""
+_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dims that vLLM's attention takes on CPUs."""
 
 
 def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
@@ -32,16 +25,10 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
         yield from check(config)
     yield from _batch(config)
     if "rollout" in config.roles:
-        yield from sampling_contradictions(config)
-        yield from vllm_contradictions(config)
+        yield from _sampling(config)
     yield from _created_model(config)
     yield from _lora(config)
-    yield from _placement(config)
-    yield from _mesh(config)
-    yield from _sleep(config)
-    yield from _shared_models(config)
-    yield from _cluster(config)
-    yield from device_contradictions(config)
+    yield from placement_contradictions(config)
     yield from _without_effect(config, origins)
 
 
@@ -175,152 +162,118 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _placement(config: RunConfig) -> Iterator[Problem]:
-    pools = config.cluster.pools
-    if not pools:
-        yield Problem(("cluster.pools",), "cluster.pools is empty; expected at least one pool, such as {main: [1]}")
-        return
-    whole = True
-    num_processes = sum(itertools.chain.from_iterable(pools.values()))
-    if config.cluster.runtime == "inline" and num_processes > _MOST_INLINE:
+def _sampling(config: RunConfig) -> Iterator[Problem]:
+    """Yield what does not fit together in the section `rollout`."""
+    rollout = config.rollout
+    if rollout.min_response_tokens > rollout.max_response_tokens:
         yield Problem(
-            ("cluster.pools", "cluster.runtime"),
-            f"cluster.runtime=inline runs all {num_processes} processes of cluster.pools in one; expected at most "
-            f"{_MOST_INLINE}, or cluster.runtime=ray",
+            ("rollout.min_response_tokens", "rollout.max_response_tokens"),
+            f"rollout.min_response_tokens={rollout.min_response_tokens} is more than rollout.max_response_tokens="
+            f"{rollout.max_response_tokens}; expected at most that",
         )
-    for name, nodes in pools.items():
-        if not nodes or min(nodes) < 1:
-            whole = False
-            yield Problem(
-                (f"cluster.pools.{name}",),
-                f"cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, "
-                "such as [2]",
-            )
-    for role, placement in config.roles.items():
-        key = f"{role}.placement"
-        if placement.pool not in pools:
-            yield Problem(
-                (f"{key}.pool", "cluster.pools"),
-                f"{key}.pool={placement.pool!r} is not in cluster.pools; expected one of {', '.join(pools)}",
-            )
-        elif whole and placement.num_ranks is not None and placement.num_ranks > sum(pools[placement.pool]):
-            yield Problem(
-                (f"{key}.num_ranks", "cluster.pools"),
-                f"{key}.num_ranks={placement.num_ranks} is more ranks than pool {placement.pool!r} has bundles "
-                f"(cluster.pools.{placement.pool}={list(pools[placement.pool])} makes {sum(pools[placement.pool])})",
-            )
-    used = {placement.pool for placement in config.roles.values()}
-    for name in pools:
-        if name not in used:
-            yield Problem(
-                (f"cluster.pools.{name}",),
-                f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
-                f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
-            )
-
-
-def _mesh(config: RunConfig) -> Iterator[Problem]:
-    """Yield meshes that do not have as many cells as the role has ranks."""
-    for role, placement in config.roles.items():
-        if role == "rollout" or not config.cluster.pools.get(placement.pool):
-            continue
-        sizes, ranks = config.mesh(role), config.num_ranks(role)
-        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        if (product := math.prod(sizes.values())) != ranks:
-            name, size = placement.pool, sum(config.cluster.pools[placement.pool])
-            larger = f"a pool of as many, such as cluster.pools.{name}=[{product}]"
-            if product <= size or placement.num_ranks is not None:
-                own = f"{role}.placement.num_ranks={product}"
-                larger = own if product <= size else f"{larger} with {own}"
-            yield Problem(
-                (f"{role}.mesh", f"{role}.placement.num_ranks", "cluster.pools"),
-                f"{role}.mesh: {shown} makes {product} ranks, but the role has {ranks} (in pool {name!r}); expected "
-                f"sizes whose product divides {ranks}, or {larger}",
-            )
-        if sizes["dp_shard"] > 1 and config.cluster.runtime == "inline":
-            yield Problem(
-                (f"{role}.mesh.dp_shard", "cluster.runtime"),
-                f"{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and cluster.runtime=inline "
-                "has threads; use cluster.runtime=ray",
-            )
-
-
-def _sleep(config: RunConfig) -> Iterator[Problem]:
-    """Yield what there is to say against sleeping between turns."""
-    if not config.engine.sleep:
-        return
-    if config.cluster.device == "cpu":
+    if "" in rollout.stop:
         yield Problem(
-            ("engine.sleep", "cluster.device"),
-            "engine.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory already; "
-            "leave it at false",
+            ("rollout.stop",),
+            f"rollout.stop={list(rollout.stop)} has an empty text, which every response begins with; leave it out",
         )
-    elif not config.sleeping:
+    if rollout.top_k == 1 and rollout.group_size > 1:
         yield Problem(
-            ("engine.sleep", "cluster.pools"),
-            "engine.sleep=true has nothing to gain: every role has a pool of its own; leave it at false",
+            ("rollout.top_k", "rollout.group_size"),
+            f"rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (rollout.group_size) the same; "
+            "expected at least 2, or null",
         )
-    for role in sorted(config.sleeping):
-        if (num_shards := config.mesh(role)["dp_shard"]) > 1:
-            yield Problem(
-                (f"{role}.mesh.dp_shard", "engine.sleep"),
-                f"{role}.mesh.dp_shard={num_shards} cannot be combined with engine.sleep=true yet, but leaves each "
-                "rank a part of the weights already; leave one of them out",
-            )
+    if 0 < config.validation.temperature < MIN_TEMPERATURE:
+        yield Problem(
+            ("validation.temperature",),
+            f"validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
+            f"{MIN_TEMPERATURE:g}; logits are divided by it",
+        )
+    if rollout.weights != "auto":
+        yield from _way_of_weights(config)
+    if rollout.max_batch_rows < rollout.group_size:
+        yield Problem(
+            ("rollout.max_batch_rows", "rollout.group_size"),
+            f"rollout.max_batch_rows={rollout.max_batch_rows} is less than one group: expected at least "
+            f"rollout.group_size={rollout.group_size}",
+        )
+    if rollout.cache_tokens is not None:
+        yield from _cache(config, rollout.cache_tokens)
+    if rollout.engine == "vllm":
+        yield from _vllm(config)
 
 
-def _shared_models(config: RunConfig) -> Iterator[Problem]:
-    """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
-    for role, mesh in (
-        ("actor", config.actor.mesh),
-        ("critic", config.critic.mesh),
-        ("reference", config.reference.mesh),
-        ("reward", config.reward.mesh),
-    ):
-        tp, own_path = mesh.tp, config.own_models.get(role)
-        shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
-        if shape is None or role not in config.roles:
-            continue
-        if tp > 1 and shape.model_type not in FAMILIES:
-            yield Problem(
-                (f"{role}.mesh.tp",),
-                f"{role}.mesh.tp={tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
-                f"those of type {', '.join(FAMILIES)} can",
-            )
-        elif misfit := misfit_of(tp, shape.shared_by_tensor_parallel_ranks):
-            yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
-        elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // tp}):
-            yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
-
-
-def _cluster(config: RunConfig) -> Iterator[Problem]:
-    cluster = config.cluster
-    if cluster.address is not None and cluster.runtime == "inline":
+def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
+    """Yield what there is to say against the size of the KV cache."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    # A prompt and its response begin a block each; one more keeps the longest prompt below the longest row.
+    least = (1 + sum(-(-longest // BLOCK_TOKENS) for longest in (prompt, response))) * BLOCK_TOKENS
+    if config.rollout.engine == "hf":
         yield Problem(
-            ("cluster.address", "cluster.runtime"),
-            f"cluster.address={cluster.address!r} contradicts cluster.runtime=inline, which runs everything in this "
-            "process; leave one of them out",
+            ("rollout.cache_tokens", "rollout.engine"),
+            f"rollout.cache_tokens={cache_tokens} has no effect: rollout.engine='hf' has no such cache; leave it out",
         )
-    if cluster.address is not None and not _is_address(cluster.address) and cluster.address != "auto":
+    elif config.rollout.engine == "native" and cache_tokens < least:
         yield Problem(
-            ("cluster.address",),
-            f"cluster.address={cluster.address!r}: expected auto, or the host:port of a running cluster's head, such "
-            "as 10.0.0.1:6379",
-        )
-    if cluster.rendezvous == "ray" and cluster.runtime == "inline":
-        yield Problem(
-            ("cluster.rendezvous", "cluster.runtime"),
-            "cluster.rendezvous=ray contradicts cluster.runtime=inline, which has no Ray; leave it at auto",
-        )
-    kind = cluster.rendezvous
-    if kind not in ("auto", "ray", "tcp") and not kind.startswith(("http://", "https://")):
-        yield Problem(
-            ("cluster.rendezvous",),
-            f"cluster.rendezvous={kind!r}: expected auto, ray, tcp, or the URL of an etcd server, such as "
-            "http://10.0.0.1:2379",
+            ("rollout.cache_tokens", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"rollout.cache_tokens={cache_tokens} cannot hold one row of data.max_prompt_tokens={prompt} + "
+            f"rollout.max_response_tokens={response}, which lie in blocks of {BLOCK_TOKENS}; expected at least {least}",
         )
 
 
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and "/" not in text and port.isdigit() and 0 < int(port) < 65536
+def _way_of_weights(config: RunConfig) -> Iterator[Problem]:
+    """Yield why published weights cannot take the way that was named."""
+    way, device = config.rollout.weights, config.cluster.device
+    placements = (config.actor.placement, config.rollout.placement)
+    pools = {placement.pool: config.cluster.pools.get(placement.pool, ()) for placement in placements}
+    if config.actor.placement.pool in config.cluster.pools and config.rollout_shares_actor:
+        yield Problem(
+            ("rollout.weights", "rollout.placement.pool", "actor.placement.pool"),
+            f"rollout.weights={way!r} has no effect: rollouts are sampled from the actor's own weights, on the same "
+            "pool; leave it at auto",
+        )
+    elif way == "ipc" and device == "cpu":
+        yield Problem(
+            ("rollout.weights", "cluster.device"),
+            "rollout.weights='ipc' shares the memory of accelerators, and cluster.device=cpu has none; "
+            "expected auto or memory",
+        )
+    elif way in ("memory", "ipc") and any(len(nodes) > 1 for nodes in pools.values()):
+        name = next(name for name, nodes in pools.items() if len(nodes) > 1)
+        yield Problem(
+            ("rollout.weights", f"cluster.pools.{name}"),
+            f"rollout.weights={way!r} leads from process to process of one node, but cluster.pools.{name}="
+            f"{list(pools[name])} has {len(pools[name])}; expected auto, broadcast or folder",
+        )
+
+
+def _vllm(config: RunConfig) -> Iterator[Problem]:
+    """Yield what a run with rollout.engine=vllm cannot have."""
+    if config.rollout.exact:
+        yield Problem(
+            ("rollout.exact", "rollout.engine"),
+            "rollout.exact=true is for our own engine: with rollout.engine=vllm the last bits of logits depend on "
+            "what else is in the batch; use rollout.engine=native",
+        )
+    if config.model.lora is not None and config.model.lora.rank > MOST_VLLM_RANK:
+        yield Problem(
+            ("model.lora.rank", "rollout.engine"),
+            f"model.lora.rank={config.model.lora.rank} is more than rollout.engine='vllm' has room for; expected at "
+            f"most {MOST_VLLM_RANK}, or rollout.engine=native",
+        )
+    if config.rollout.weights not in ("auto", "folder"):
+        yield Problem(
+            ("rollout.weights", "rollout.engine"),
+            f"rollout.weights={config.rollout.weights!r} ends in a process of ours: with rollout.engine=vllm weights "
+            "take the way `folder`; leave it at auto",
+        )
+    shape = shape_of(config)
+    if shape is not None and config.cluster.device == "cpu" and shape.head_dim not in _CPU_HEAD_DIMS:
+        made, fits = config.model.create, ", ".join(map(str, _CPU_HEAD_DIMS))
+        remedy = "use rollout.engine=native"
+        if made is not None and (num_heads := made.hidden_size // 32) and made.hidden_size % 32 == 0:
+            remedy += f", or model.create.num_heads={num_heads} model.create.num_key_value_heads={num_heads}"
+        yield Problem(
+            ("rollout.engine", "cluster.device", "model.create.num_heads"),
+            f"rollout.engine='vllm' with cluster.device=cpu: the model's heads are {shape.head_dim} wide, and vLLM on "
+            f"processors knows {fits} only; {remedy}",
+        )

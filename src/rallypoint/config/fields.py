@@ -1,7 +1,8 @@
-"""How a key of the config is declared: its help text, its unit, its range, its default, in one place."""
+"""How a key is declared, with its help, unit, range and default in one place, and how a check reports what is wrong."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, cast
 
@@ -16,6 +17,16 @@ Texts = Annotated[
     tuple[str, ...], Strict(False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
 """One text, or a list of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, and the keys that it follows from (the first is the one to change)."""
+
+    keys: tuple[str, ...]
+    text: str
+    is_missing: bool = False
+    """Whether the first key is required and was not set: what is the user's to say, as in a shipped recipe."""
 
 
 class Section(BaseModel):

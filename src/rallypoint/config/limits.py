@@ -36,3 +36,6 @@ KEPT_BYTES, KEPT_BYTES_ON_ACCELERATORS = 256 * 2**20, 2**30
 CACHE_MARGIN = 0.1
 """Share of an accelerator's memory left free by a cache that is sized by free memory: for holes between tensors,
 libraries, captured steps."""
+
+MOST_VLLM_RANK = 512
+"""Highest rank of the adapters that vLLM takes."""

@@ -17,8 +17,7 @@ from pydantic_core import ErrorDetails
 
 from rallypoint.config.automatic import Choose, with_values, without_nulls
 from rallypoint.config.check import contradictions
-from rallypoint.config.fields import is_automatic, leaves, shown, unit_of, values_of
-from rallypoint.config.problem import Problem
+from rallypoint.config.fields import Problem, is_automatic, leaves, shown, unit_of, values_of
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.source import Source, origin_of, read
 from rallypoint.config.suggest import foreign_keys, options_of, section_at, suggest_key, suggest_value, words_of

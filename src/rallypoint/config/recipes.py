@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rallypoint.config.problem import Problem
+from rallypoint.config.fields import Problem
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import RunConfig

@@ -14,26 +14,19 @@ from pydantic import AfterValidator
 
 from rallypoint.config.fields import Section, key, section
 from rallypoint.config.recipes import RECIPES, RoleName, unread_by
-from rallypoint.config.sections import (
+from rallypoint.config.sections.frame import CheckConfig, CheckpointConfig, TrainerConfig
+from rallypoint.config.sections.learning import (
     ActorConfig,
-    CheckConfig,
-    CheckpointConfig,
-    ClusterConfig,
     CriticConfig,
-    DataConfig,
     EngineConfig,
     GRPOConfig,
     KLConfig,
-    MeshConfig,
-    ModelConfig,
-    PlacementConfig,
     PPOConfig,
     ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainerConfig,
-    ValidationConfig,
 )
+from rallypoint.config.sections.material import DataConfig, ModelConfig, RewardConfig
+from rallypoint.config.sections.places import ClusterConfig, MeshConfig, PlacementConfig
+from rallypoint.config.sections.sampling import RolloutConfig, ValidationConfig
 
 
 def _declared(name: str) -> str:

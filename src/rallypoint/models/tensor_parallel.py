@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rallypoint.config.mesh_fit import misfit_of
+from rallypoint.config.shape import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES, Cut, Family
 from rallypoint.models.head import head_statistics

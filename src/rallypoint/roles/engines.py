@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext
 from rallypoint.config import LoRAConfig, RunConfig
-from rallypoint.config.check_vllm import MOST_VLLM_RANK
-from rallypoint.config.limits import BLOCK_TOKENS
+from rallypoint.config.limits import BLOCK_TOKENS, MOST_VLLM_RANK
 from rallypoint.config.shape import parse_shape
 from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine

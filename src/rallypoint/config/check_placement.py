@@ -1,0 +1,230 @@
+"""Contradictions between keys that place roles on processes and devices; see `check.py`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from rallypoint.config.fields import Problem
+from rallypoint.config.shape import misfit_of, read_shape, shape_of
+from rallypoint.config.tree import RunConfig
+from rallypoint.families import FAMILIES
+
+_MOST_INLINE = 256
+"""Processes that are threads of one; far beyond what is of use."""
+
+
+def placement_contradictions(config: RunConfig) -> Iterator[Problem]:
+    """Yield what stands against the pools, meshes and devices of a config, whatever machine it is on."""
+    yield from _placement(config)
+    yield from _mesh(config)
+    yield from _sleep(config)
+    yield from _shared_models(config)
+    yield from _cluster(config)
+    yield from _devices(config)
+
+
+def _placement(config: RunConfig) -> Iterator[Problem]:
+    pools = config.cluster.pools
+    if not pools:
+        yield Problem(("cluster.pools",), "cluster.pools is empty; expected at least one pool, such as {main: [1]}")
+        return
+    whole = True
+    num_processes = sum(itertools.chain.from_iterable(pools.values()))
+    if config.cluster.runtime == "inline" and num_processes > _MOST_INLINE:
+        yield Problem(
+            ("cluster.pools", "cluster.runtime"),
+            f"cluster.runtime=inline runs all {num_processes} processes of cluster.pools in one; expected at most "
+            f"{_MOST_INLINE}, or cluster.runtime=ray",
+        )
+    for name, nodes in pools.items():
+        if not nodes or min(nodes) < 1:
+            whole = False
+            yield Problem(
+                (f"cluster.pools.{name}",),
+                f"cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, "
+                "such as [2]",
+            )
+    for role, placement in config.roles.items():
+        key = f"{role}.placement"
+        if placement.pool not in pools:
+            yield Problem(
+                (f"{key}.pool", "cluster.pools"),
+                f"{key}.pool={placement.pool!r} is not in cluster.pools; expected one of {', '.join(pools)}",
+            )
+        elif whole and placement.num_ranks is not None and placement.num_ranks > sum(pools[placement.pool]):
+            yield Problem(
+                (f"{key}.num_ranks", "cluster.pools"),
+                f"{key}.num_ranks={placement.num_ranks} is more ranks than pool {placement.pool!r} has bundles "
+                f"(cluster.pools.{placement.pool}={list(pools[placement.pool])} makes {sum(pools[placement.pool])})",
+            )
+    used = {placement.pool for placement in config.roles.values()}
+    for name in pools:
+        if name not in used:
+            yield Problem(
+                (f"cluster.pools.{name}",),
+                f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
+                f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
+            )
+
+
+def _mesh(config: RunConfig) -> Iterator[Problem]:
+    """Yield meshes that do not have as many cells as the role has ranks."""
+    for role, placement in config.roles.items():
+        if role == "rollout" or not config.cluster.pools.get(placement.pool):
+            continue
+        sizes, ranks = config.mesh(role), config.num_ranks(role)
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        if (product := math.prod(sizes.values())) != ranks:
+            name, size = placement.pool, sum(config.cluster.pools[placement.pool])
+            larger = f"a pool of as many, such as cluster.pools.{name}=[{product}]"
+            if product <= size or placement.num_ranks is not None:
+                own = f"{role}.placement.num_ranks={product}"
+                larger = own if product <= size else f"{larger} with {own}"
+            yield Problem(
+                (f"{role}.mesh", f"{role}.placement.num_ranks", "cluster.pools"),
+                f"{role}.mesh: {shown} makes {product} ranks, but the role has {ranks} (in pool {name!r}); expected "
+                f"sizes whose product divides {ranks}, or {larger}",
+            )
+        if sizes["dp_shard"] > 1 and config.cluster.runtime == "inline":
+            yield Problem(
+                (f"{role}.mesh.dp_shard", "cluster.runtime"),
+                f"{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and cluster.runtime=inline "
+                "has threads; use cluster.runtime=ray",
+            )
+
+
+def _sleep(config: RunConfig) -> Iterator[Problem]:
+    """Yield what there is to say against sleeping between turns."""
+    if not config.engine.sleep:
+        return
+    if config.cluster.device == "cpu":
+        yield Problem(
+            ("engine.sleep", "cluster.device"),
+            "engine.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory already; "
+            "leave it at false",
+        )
+    elif not config.sleeping:
+        yield Problem(
+            ("engine.sleep", "cluster.pools"),
+            "engine.sleep=true has nothing to gain: every role has a pool of its own; leave it at false",
+        )
+    for role in sorted(config.sleeping):
+        if (num_shards := config.mesh(role)["dp_shard"]) > 1:
+            yield Problem(
+                (f"{role}.mesh.dp_shard", "engine.sleep"),
+                f"{role}.mesh.dp_shard={num_shards} cannot be combined with engine.sleep=true yet, but leaves each "
+                "rank a part of the weights already; leave one of them out",
+            )
+
+
+def _shared_models(config: RunConfig) -> Iterator[Problem]:
+    """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
+    for role, mesh in (
+        ("actor", config.actor.mesh),
+        ("critic", config.critic.mesh),
+        ("reference", config.reference.mesh),
+        ("reward", config.reward.mesh),
+    ):
+        tp, own_path = mesh.tp, config.own_models.get(role)
+        shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
+        if shape is None or role not in config.roles:
+            continue
+        if tp > 1 and shape.model_type not in FAMILIES:
+            yield Problem(
+                (f"{role}.mesh.tp",),
+                f"{role}.mesh.tp={tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
+                f"those of type {', '.join(FAMILIES)} can",
+            )
+        elif misfit := misfit_of(tp, shape.shared_by_tensor_parallel_ranks):
+            yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
+        elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // tp}):
+            yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
+
+
+def _cluster(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.address is not None and cluster.runtime == "inline":
+        yield Problem(
+            ("cluster.address", "cluster.runtime"),
+            f"cluster.address={cluster.address!r} contradicts cluster.runtime=inline, which runs everything in this "
+            "process; leave one of them out",
+        )
+    if cluster.address is not None and not _is_address(cluster.address) and cluster.address != "auto":
+        yield Problem(
+            ("cluster.address",),
+            f"cluster.address={cluster.address!r}: expected auto, or the host:port of a running cluster's head, such "
+            "as 10.0.0.1:6379",
+        )
+    if cluster.rendezvous == "ray" and cluster.runtime == "inline":
+        yield Problem(
+            ("cluster.rendezvous", "cluster.runtime"),
+            "cluster.rendezvous=ray contradicts cluster.runtime=inline, which has no Ray; leave it at auto",
+        )
+    kind = cluster.rendezvous
+    if kind not in ("auto", "ray", "tcp") and not kind.startswith(("http://", "https://")):
+        yield Problem(
+            ("cluster.rendezvous",),
+            f"cluster.rendezvous={kind!r}: expected auto, ray, tcp, or the URL of an etcd server, such as "
+            "http://10.0.0.1:2379",
+        )
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and "/" not in text and port.isdigit() and 0 < int(port) < 65536
+
+
+def _devices(config: RunConfig) -> Iterator[Problem]:
+    """Yield what stands against the device that was chosen."""
+    cluster = config.cluster
+    gpus = cluster.num_gpus_per_process
+    if gpus > 1 and gpus % 1:
+        yield Problem(
+            ("cluster.num_gpus_per_process",),
+            f"cluster.num_gpus_per_process={gpus:g}: expected a whole number, or a fraction below 1 to share a GPU",
+        )
+    if config.engine.activations == "offload" and cluster.device == "cpu":
+        yield Problem(
+            ("engine.activations", "cluster.device"),
+            "engine.activations='offload' has nothing to gain with cluster.device=cpu, where activations lie in CPU "
+            "memory already; expected checkpoint or keep",
+        )
+    if ":" in cluster.device:
+        yield Problem(
+            ("cluster.device",),
+            f"cluster.device={cluster.device!r}: expected the kind alone, such as {cluster.device.split(':')[0]}; "
+            "which one a process takes is decided by its place (CUDA_VISIBLE_DEVICES hides some)",
+        )
+    if cluster.device == "cuda":
+        yield from _inline_processes(config)
+        yield from _shared_by_ranks(config)
+
+
+def _inline_processes(config: RunConfig) -> Iterator[Problem]:
+    num_processes = sum(map(sum, config.cluster.pools.values()))
+    if config.cluster.runtime == "inline" and num_processes > 1:
+        yield Problem(
+            ("cluster.runtime", "cluster.pools", "cluster.device"),
+            f"cluster.runtime=inline with cluster.device=cuda: the {num_processes} processes of cluster.pools would be "
+            "threads on one GPU, where NCCL refuses several ranks; use cluster.runtime=ray, or one process",
+        )
+
+
+def _shared_by_ranks(config: RunConfig) -> Iterator[Problem]:
+    """Yield roles of which several ranks would be on one GPU: NCCL refuses that."""
+    gpus = config.cluster.num_gpus_per_process
+    if config.cluster.runtime == "inline" or gpus > 0.5:  # more than half of one is had by one process
+        return
+    for role, placement in config.roles.items():
+        per_node = config.cluster.pools.get(placement.pool, ())
+        if role != "rollout" and config.num_ranks(role) > 1 and max(per_node, default=0) > 1:
+            yield Problem(
+                ("cluster.num_gpus_per_process", f"{role}.placement.pool"),
+                f"cluster.num_gpus_per_process={gpus:g} puts several of the {config.num_ranks(role)} ranks of {role} "
+                "on one GPU, which NCCL refuses; expected 1, or one process that has the GPU for itself "
+                f"(cluster.pools.{placement.pool}=[1])",
+            )
+            return
