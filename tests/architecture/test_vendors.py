@@ -12,7 +12,6 @@ EXCEPTIONS = {
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",
-    "parallel/nccl.py": "calls one vendor's library itself, for weights between two sets of processes",
     "recipes/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
     "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "models/fused.py": "the rules by which one vendor's kernels are chosen, and the limits of its grids",

@@ -1,6 +1,6 @@
 """The config: a frozen, typed tree that is checked whole before anything starts."""
 
-from rallypoint.config.fields import Problem, Section, leaves, section_of, shown, values_of
+from rallypoint.config.fields import Problem, leaves, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName, declare
 from rallypoint.config.sections.frame import CheckConfig, TrainerConfig
@@ -8,20 +8,14 @@ from rallypoint.config.sections.learning import (
     Activations,
     ActorConfig,
     CriticConfig,
-    GRPOConfig,
-    KLConfig,
     OptimizerConfig,
-    PPOConfig,
 )
 from rallypoint.config.sections.material import (
     CreateModelConfig,
-    DataConfig,
-    GenerateDataConfig,
     LoRAConfig,
     OnTooLong,
     RewardConfig,
 )
-from rallypoint.config.sections.places import ClusterConfig, PlacementConfig
 from rallypoint.config.sections.sampling import RolloutConfig
 from rallypoint.config.source import COMMAND_LINE, describe, read, shipped_recipes, to_yaml
 from rallypoint.config.tree import RunConfig, unread_sections, why_unread
@@ -32,26 +26,18 @@ __all__ = [
     "Activations",
     "ActorConfig",
     "CheckConfig",
-    "ClusterConfig",
     "CreateModelConfig",
     "CriticConfig",
-    "DataConfig",
-    "GRPOConfig",
-    "GenerateDataConfig",
-    "KLConfig",
     "LoRAConfig",
     "LoadedConfig",
     "OnTooLong",
     "OptimizerConfig",
-    "PPOConfig",
-    "PlacementConfig",
     "Problem",
     "RecipeSpec",
     "RewardConfig",
     "RoleName",
     "RolloutConfig",
     "RunConfig",
-    "Section",
     "TrainerConfig",
     "declare",
     "describe",
@@ -59,7 +45,6 @@ __all__ = [
     "leaves",
     "load_config",
     "read",
-    "section_of",
     "shipped_recipes",
     "shown",
     "to_yaml",
