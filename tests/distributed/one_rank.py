@@ -11,7 +11,7 @@ from ranks import CONFIG, DTYPES, EPS, TOLERANCES, loss_and_norm, loss_from, mak
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.engine import TrainingEngine, policy_outputs
-from rallypoint.engine.token_stream import Stream
+from rallypoint.engine.forward import TokenStream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, lm_head, named_weights
 from rallypoint.parallel import DeviceMesh
@@ -40,7 +40,7 @@ def take_steps(engine: TrainingEngine[ActorBatch], part: ActorBatch, denominator
     def outputs(part: Sequences, at: torch.Tensor) -> torch.Tensor:
         if engine.model.dtype != torch.float64:
             return policy_outputs(engine.shard, part, at, 1.0).logprobs
-        stream = Stream(engine.shard, part, at)
+        stream = TokenStream(engine.shard, part, at)
         everything = lm_head(engine.model)(stream.join(stream.states())).log_softmax(-1)
         return everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
 

@@ -1,8 +1,14 @@
 """One rank of training."""
 
-from rallypoint.engine.forward import critic_values, policy_outputs, reward_scores, scored_tokens
+from rallypoint.engine.forward import (
+    choosing_tokens,
+    critic_values,
+    policy_outputs,
+    reward_scores,
+    scored_tokens,
+    trained_positions,
+)
 from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
-from rallypoint.engine.token_stream import choosing_tokens, trained_positions
 from rallypoint.engine.training_engine import TrainingEngine
 
 __all__ = [

@@ -1,20 +1,143 @@
-"""The forward pass over packed rows: what a policy and a critic say of trained tokens, and a reward model of rows."""
+"""The forward pass over packed rows, and the one place where positions are shifted by one.
+
+Owns: which tokens of some rows pass through a model, and what a policy and a critic say of trained tokens and a reward
+model of rows. Must not know: losses, optimizers, the batch of a step.
+
+The hidden state at position t predicts token t + 1. Carriers speak of the token itself (`logprobs[t]` is about token
+t), so what a pass computes at `source = target - 1` is stored at `target`.
+
+    position          0     1     2     3
+    tokens            5     6     7     8
+    loss_mask         F     F     T     T       target = [2, 3]
+    hidden state      h0    h1    h2    -       source = [1, 2]: h1 chose token 7, h2 chose token 8
+
+The last token of a row chooses nothing and stays out, unless a reward model asks for its state. What the rows of a
+group begin with is computed once. Filler takes the place of tokens that stay out where that saves time (`cpu.onednn`).
+Ranks along `sp` share a stream: each has a slice of its tokens, and answers for what these choose.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rallypoint.algorithms import TokenOutputs
-from rallypoint.engine.token_stream import Stream, whole_rows
+from rallypoint.cpu.onednn import filled_up
 from rallypoint.errors import ModelError
-from rallypoint.models import ModelShard, lm_head, value_head
+from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
 from rallypoint.models.head import head_outputs, logit_softcap
+from rallypoint.models.prefix import pick
 from rallypoint.models.tensor_parallel import VocabParallelLinear, vocab_parallel_outputs
+from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
+from rallypoint.parallel.transfer import sent
 from rallypoint.types import Sequences
+
+
+def trained_positions(batch: Sequences) -> Tensor:
+    """Return the positions of the trained tokens in the stream: [N] int64.
+
+    Raises:
+        ValueError: the first token of a row is marked as trained; nothing precedes it.
+    """
+    firsts = batch.offsets[:-1][batch.lengths > 0]
+    if bool(batch.loss_mask[firsts].any()):
+        raise ValueError("loss_mask is True for the first token of a row, which no state has chosen")
+    return torch.nonzero(batch.loss_mask).flatten()
+
+
+def choosing_tokens(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows without their last tokens, as offsets and tokens, and where in these each position was chosen.
+
+    >>> batch = Sequences(
+    ...     offsets=torch.tensor([0, 3, 3, 5]), tokens=torch.tensor([5, 6, 7, 8, 9]),
+    ...     loss_mask=torch.tensor([False, False, True, False, True]),
+    ...     prompt_index=torch.zeros(3, dtype=torch.int64), sample_index=torch.arange(3),
+    ... )
+    >>> choosing_tokens(batch, torch.tensor([2, 4]))
+    (tensor([0, 2, 2, 3]), tensor([5, 6, 8]), tensor([1, 2]))
+    """
+    has_tokens = batch.lengths > 0
+    chooses = torch.ones(batch.num_tokens, dtype=torch.bool)
+    chooses[batch.offsets[1:][has_tokens] - 1] = False
+    num_last = functional.pad(has_tokens.cumsum(0), (1, 0))
+    return batch.offsets - num_last, batch.tokens[chooses], positions - 1 - num_last[batch.row_of_token[positions]]
+
+
+def whole_rows(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows to their last tokens, as `choosing_tokens` does, and the positions as they are."""
+    return batch.offsets, batch.tokens, positions
+
+
+class TokenStream:
+    """The tokens of some rows that this rank sends through a model, to learn what chose others."""
+
+    def __init__(
+        self,
+        shard: ModelShard,
+        batch: Sequences,
+        positions: Tensor,
+        asked: Callable[[Sequences, Tensor], tuple[Tensor, Tensor, Tensor]] = choosing_tokens,
+    ) -> None:
+        """Lay the stream out.
+
+        Args:
+            shard: whose model it passes through, on its device; ranks along `sp` have the same rows and positions.
+            batch: the rows.
+            positions: [N] int64, rising: of the tokens in question.
+            asked: which tokens pass through, and where the states in question are: by default those that chose the
+                tokens; with `whole_rows` those of the tokens themselves.
+        """
+        self._model, sp = shard.model, shard.mesh.sp
+        self._most = batch.num_tokens
+        offsets, tokens, sources = asked(batch, positions)
+        shared = SharedPrefixes.of(offsets, tokens, batch.prompt_index)
+        tokens, sources = tokens[shared.kept], shared.place[sources]
+        # What rows share stands in the first of them, so that a slice's share of the positions is not in one piece.
+        self._order = sources.argsort(stable=True)
+        self._from_order = sent(self._order.argsort(), self._model.device)
+        sources = sources[self._order]
+        self._part = TokenSlice.of(self._size(len(tokens)), sources, sp)
+        num_filler = sum(self._part.num_tokens) - len(tokens)
+        rows = PackedRows(offsets, self._model.device, shared, num_filler=num_filler)
+        self._rows = rows if sp.size == 1 else SequenceParallelRows(rows, self._part)
+        # What is not finite in the embedding of a token that is nowhere stays out of gradients.
+        filler = tokens[-1:].expand(num_filler) if len(tokens) else tokens.new_zeros(num_filler)
+        self._tokens = torch.cat([tokens, filler])[self._part.tokens]
+        self._sources = sources[self._part.positions] - self._part.tokens.start
+        self._targets = batch.tokens[positions[self._order[self._part.positions]]]
+
+    def states(self) -> Tensor:
+        """Run the backbone, and return the states of this rank's share of the tokens in question: [n, E].
+
+        n may be more than its share; what is behind is zero.
+        """
+        output = self._model.base_model(
+            input_ids=sent(self._tokens, self._model.device).unsqueeze(0),
+            position_ids=self._rows.position_ids,
+            use_cache=False,
+            rows=self._rows,
+        )
+        return pick(output.last_hidden_state.squeeze(0), self._sources, self._size(len(self._sources)))
+
+    def targets(self) -> Tensor:
+        """Return the tokens in question that `states` chose: [n] int64, with the same filler."""
+        num_filler = self._size(len(self._targets)) - len(self._targets)
+        return sent(functional.pad(self._targets, (0, num_filler)), self._model.device)
+
+    def join(self, outputs: Tensor) -> Tensor:
+        """Return what all ranks computed, [N] in the order of the positions, from [n] of each.
+
+        Every rank has all of it. Backward returns to each the gradient of its own.
+        """
+        outputs = self._part.join(outputs[: len(self._sources)])
+        return outputs[self._from_order]
+
+    def _size(self, num_tokens: int) -> int:
+        return filled_up(num_tokens, self._model.dtype, self._model.device, at_most=self._most)
 
 
 def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
@@ -30,7 +153,7 @@ def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, tempe
     # A subclass may do more than multiply by its weight.
     if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
         raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
-    stream = Stream(shard, batch, positions)
+    stream = TokenStream(shard, batch, positions)
     states, targets = stream.states(), stream.targets()
     if isinstance(head, VocabParallelLinear):
         logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature, softcap=softcap)
@@ -44,7 +167,7 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
 
     The ranks along `sp` share the work, and each returns all numbers.
     """
-    stream = Stream(shard, batch, positions)
+    stream = TokenStream(shard, batch, positions)
     return stream.join(_one_number(shard, stream.states()))
 
 
@@ -81,7 +204,7 @@ def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
 
     The ranks along `sp` share the work, and each returns all numbers.
     """
-    stream = Stream(shard, batch, positions, whole_rows)
+    stream = TokenStream(shard, batch, positions, whole_rows)
     return stream.join(_one_number(shard, stream.states()))
 
 

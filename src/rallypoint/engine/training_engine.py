@@ -19,9 +19,9 @@ from torch import Tensor
 from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_groups, pad_rows
 from rallypoint.engine.activations import Checkpoints
+from rallypoint.engine.forward import TokenStream, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.engine.sleeper import Sleeper
-from rallypoint.engine.token_stream import Stream, trained_positions
 from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard
 from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
@@ -181,7 +181,7 @@ class TrainingEngine(Generic[BatchT]):
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
         """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
-        return Stream(self.shard, part, positions).states().sum() + self._sharding.touch()
+        return TokenStream(self.shard, part, positions).states().sum() + self._sharding.touch()
 
     @torch.no_grad()
     def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:

@@ -29,7 +29,7 @@ from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_r
 class TokenSlice:
     """What one rank computes of a packed stream: its tokens, and those positions whose choice was made at one of them.
 
-    The hidden state at a token chooses the next one (`engine.token_stream`), so that positions 4 and 5 of a stream of
+    The hidden state at a token chooses the next one (`engine.forward`), so that positions 4 and 5 of a stream of
     six belong to the ranks that have tokens 3 and 4: both to the second of two.
 
     No rank is without tokens, which transformers cannot compute: a stream that is too short for all of them is filled

@@ -5,7 +5,7 @@
 
 Frame of reference: every per-token field is aligned with `tokens`. `logprobs[t]` is the log-probability
 of token t given the tokens before it in its row, and `values[t]` is the value of the state in which
-token t was chosen. The shift by one that this needs is made in one place, `engine.token_stream`.
+token t was chosen. The shift by one that this needs is made in one place, `engine.forward`.
 
 A worked example. A prompt of two tokens (5 6) was answered with 7 8 <eos>:
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_tiny_model
 from transformers import PreTrainedModel
 
-from rallypoint.engine.token_stream import Stream
+from rallypoint.engine.forward import TokenStream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, lm_head
 from rallypoint.types import ActorBatch, Mean, Metrics, offsets_from_lengths
@@ -74,7 +74,7 @@ def policy_gradient() -> Callable:
         shard = ModelShard.whole(model)
 
         def loss(part, at):
-            stream = Stream(shard, part, at)
+            stream = TokenStream(shard, part, at)
             everything = lm_head(model)(stream.join(stream.states())).log_softmax(-1)
             logprobs = everything.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
             ratio = (logprobs - part.old_logprobs[at]).exp()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
-from rallypoint.engine.token_stream import Stream, trained_positions
+from rallypoint.engine.forward import TokenStream, trained_positions
 from rallypoint.errors import RowTooLongError
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard
@@ -129,7 +129,7 @@ def test_passes_in_bfloat16_on_a_cpu_have_few_numbers_of_tokens_and_never_more_t
         lengths = torch.randint(3, 30, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
         batch, most = make_batch(lengths, seed=seed), sum(lengths)
         at = trained_positions(batch)
-        stream = Stream(shard, batch, at)
+        stream = TokenStream(shard, batch, at)
         chosen.add(len(stream.states()))
         assert len(stream.join(stream.states())) == len(at) <= len(stream.targets()) <= most
         assert seen[-1] <= most
@@ -162,7 +162,7 @@ def test_filler_changes_neither_what_a_policy_says_nor_its_gradients(make_folder
 @pytest.mark.parametrize("lengths", [[], [0, 1, 1]], ids=["no rows", "single tokens"])
 def test_a_stream_that_chooses_nothing_gives_no_states(make_policy, make_batch, lengths):
     nowhere = torch.zeros(0, dtype=torch.int64)
-    assert len(Stream(ModelShard.whole(make_policy()), make_batch(lengths), nowhere).states()) == 0
+    assert len(TokenStream(ModelShard.whole(make_policy()), make_batch(lengths), nowhere).states()) == 0
 
 
 def test_evaluating_makes_no_gradients_and_asks_nothing_of_rows_that_are_not_trained(make_policy, make_batch):

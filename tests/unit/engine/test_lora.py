@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import TrainingEngine
-from rallypoint.engine.token_stream import Stream
+from rallypoint.engine.forward import TokenStream
 from rallypoint.model_files import load_policy
 from rallypoint.models import adapted_layers, lm_head
 from rallypoint.models.norm import replace_norms
@@ -59,7 +59,7 @@ def engine_steps(shard, batch):
     model = shard.model
 
     def loss(part, at):
-        stream = Stream(shard, part, at)
+        stream = TokenStream(shard, part, at)
         logprobs = lm_head(model)(stream.join(stream.states())).log_softmax(-1)
         taken = logprobs.gather(-1, part.tokens[at].unsqueeze(-1)).squeeze(-1)
         return -(taken * part.advantages[at]).sum(), Metrics({})

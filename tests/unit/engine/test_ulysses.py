@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from rallypoint.engine import critic_values, policy_outputs
-from rallypoint.engine.token_stream import trained_positions
+from rallypoint.engine.forward import trained_positions
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.ulysses import TokenSlice

@@ -9,7 +9,7 @@ import torch
 from sampling_cases import CHANGES, decode
 
 from rallypoint.engine import policy_outputs
-from rallypoint.engine.token_stream import trained_positions
+from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import RequestError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import load_policy

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rallypoint.engine import policy_outputs
-from rallypoint.engine.token_stream import trained_positions
+from rallypoint.engine.forward import trained_positions
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard

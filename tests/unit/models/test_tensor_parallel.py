@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from rallypoint.engine import critic_values, policy_outputs
-from rallypoint.engine.token_stream import trained_positions
+from rallypoint.engine.forward import trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy, save_model
