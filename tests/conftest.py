@@ -1,7 +1,7 @@
 """Settings for every test: algorithms check shapes at each call, hypothesis has no deadline, workers share the files.
 
 With `pytest --numprocesses=N` each worker takes whole files, so that a module's fixtures are made once, and one of them
-takes `tests/cluster`, whose modules share a Ray cluster. The order is that of collection: the longest files come first.
+takes `tests/cluster`, whose modules share a Ray cluster. Files that take longest are dealt first.
 """
 
 import os
@@ -35,13 +35,22 @@ settings.register_profile("rallypoint", deadline=None)
 settings.load_profile("rallypoint")
 
 
+LONGEST = ("tests/cluster/", "tests/distributed/", "tests/unit/test_pretend_device.py", "tests/e2e/")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: next((at for at, path in enumerate(LONGEST) if item.nodeid.startswith(path)), 99))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal files, and all files of tests/cluster to one worker."""
+    """Deal files, all files of tests/cluster to one worker, and each test of the pretend device by itself."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
+            if nodeid.startswith("tests/unit/test_pretend_device.py"):
+                return nodeid
             return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False

@@ -31,8 +31,8 @@ from rallypoint.weights import (
     SharedWeights,
     TransferPlan,
     Transport,
-    folder,
     join,
+    published_folder,
     share_trained,
 )  # fmt: skip
 from rallypoint.weights.transports import BUCKET_BYTES
@@ -118,12 +118,12 @@ class Process:
     def publish_folder(self, shard: ModelShard, version: int) -> None:
         """Write a folder, or read it when it is there."""
         if self.place != TAKER:
-            folder.write(shard, self.into, version, base=str(self.into / "model"))
+            published_folder.write(shard, self.into, version, base=str(self.into / "model"))
             return
-        where = folder.version_folder(self.into, version)
+        where = published_folder.version_folder(self.into, version)
         while not where.exists():
             time.sleep(0.01)
-        folder.read(shard, where, version)
+        published_folder.read(shard, where, version)
 
 
 def main(small: str, into: Path, place: int) -> None:

@@ -95,7 +95,7 @@ def open_meeting(folder: Path) -> Rendezvous:
 
 
 def run_ranks(
-    program: str, model: str, folder: Path, *, statuses: Sequence[int], limit_s: float, fresh: bool = False
+    program: str, model: str, folder: Path, *, statuses: Sequence[int], limit_s: float = 100, fresh: bool = False
 ) -> None:
     """Run a program of this folder on every rank, to the end.
 

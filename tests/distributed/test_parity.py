@@ -21,7 +21,7 @@ from tiny_models import make_tiny_model
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.parallel.mesh import AXES
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(400)
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
@@ -31,7 +31,7 @@ def run_all(folder: Path) -> None:
     make_tiny_model(folder / "models" / "qwen3", architecture="qwen3")
     for family in FAMILIES:
         make_family_model(folder / "models" / family, family)
-    run_ranks("parity_rank", str(folder / "models"), folder, statuses=[0] * 4, limit_s=500)
+    run_ranks("parity_rank", str(folder / "models"), folder, statuses=[0] * 4, limit_s=380)
 
 
 def error_of(folder: Path, case: Case) -> dict[str, float]:

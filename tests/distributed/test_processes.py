@@ -25,7 +25,7 @@ def outcomes(tmp_path_factory) -> Path:
     """The folder into which three ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
     model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
-    run_ranks("one_rank", model, folder, statuses=[0, 0, -9], limit_s=120)
+    run_ranks("one_rank", model, folder, statuses=[0, 0, -9])
     return folder
 
 

@@ -15,7 +15,7 @@ def said(tmp_path_factory):
     """What three of four processes said of each publish; the last one was killed in the midst of the third."""
     folder, before = tmp_path_factory.mktemp("said"), set(os.listdir("/dev/shm"))
     model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
-    run_ranks("publish_rank", model, folder, statuses=[0, 0, 0, -9], limit_s=120)
+    run_ranks("publish_rank", model, folder, statuses=[0, 0, 0, -9])
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "rallypoint" in name]
     return [json.loads((folder / f"said by {place}.json").read_text()) for place in range(3)]
 

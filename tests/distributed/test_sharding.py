@@ -35,7 +35,7 @@ def outcomes(tmp_path_factory):
     """The folder into which four ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
     model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3", tie_embeddings=True)
-    run_ranks("sharded_rank", model, folder, statuses=[0, 0, -9, 0], limit_s=400)
+    run_ranks("sharded_rank", model, folder, statuses=[0, 0, -9, 0])
     return folder
 
 

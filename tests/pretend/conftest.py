@@ -1,6 +1,6 @@
 """Everything here runs on the pretend device, in a process of its own: torch has one accelerator for good.
 
-`tests/unit/test_pretend_device.py` starts one for each file. By hand:
+`tests/unit/test_pretend_device.py` starts these processes. By hand:
 
     RALLYPOINT_PRETEND=1 python -m pytest tests/pretend/test_device.py
 """

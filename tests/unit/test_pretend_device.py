@@ -8,27 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "tests" / "pretend").glob("test_*.py"))
+TRAINING = "test_training.py"
+"""The file that takes half of the time."""
 FOR_GPUS = ("test_forward.py", "test_norm.py", "test_sleep.py")
 """Of tests/gpu, those that are small enough for a CPU and need no more of a GPU than that it is not one."""
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem.removeprefix("test_"))
-def test_on_the_pretend_device(file):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
-    run(command)
+def test_on_the_pretend_device():
+    run(*(path for path in sorted((ROOT / "tests" / "pretend").glob("test_*.py")) if path.name != TRAINING))
+
+
+def test_training_on_the_pretend_device():
+    run(ROOT / "tests" / "pretend" / TRAINING)
 
 
 def test_tests_for_gpus_run():
-    files = [str(Path("tests", "gpu", name)) for name in FOR_GPUS]
-    said = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files])
+    said = run(*(ROOT / "tests" / "gpu" / name for name in FOR_GPUS))
     assert "skipped" not in said
 
 
-def run(command):
-    environment = {**os.environ, "RALLYPOINT_PRETEND": "1", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def run(*files):
+    """Run files of tests in a process of their own, and return what it printed."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
+    found = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"RALLYPOINT_PRETEND": "1"}, capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stdout[-10_000:] + found.stderr[-2_000:]
     return found.stdout
 
