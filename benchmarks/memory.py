@@ -50,7 +50,6 @@ HOWS = {
     "full": ["model.lora=null"],
     "LoRA": ["model.lora={rank: 8, alpha: 16}"],
     "tp2": ["cluster.pools={main: [2]}", "actor.mesh.tp=2", "reference.mesh.tp=2"],
-    "lanes2": ["cluster.num_cpus_per_process=2"],
     "shard2": ["cluster.pools={main: [2]}", "actor.mesh.dp_shard=2", "reference.mesh.dp_shard=2"],
 }
 Way: TypeAlias = Literal["keep", "checkpoint", "offload", "sleep"]
