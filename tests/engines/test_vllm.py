@@ -21,7 +21,7 @@ from rallypoint.config import LoRAConfig
 from rallypoint.errors import NotFiniteError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
-from rallypoint.generation.vllm.leftovers import shared_files
+from rallypoint.generation.vllm.server import shared_files
 from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
 from rallypoint.run import read_metrics

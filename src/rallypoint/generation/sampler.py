@@ -8,7 +8,7 @@ a token is a hash of (seed, prompt, sample, position), so it does not matter whi
 beside which others, or how often after a crash. The hash is splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable
 Pseudorandom Number Generators, 2014).
 
-On a CPU `sample` runs as TorchScript, see `rallypoint.generation.script`.
+On a CPU `sample` runs as TorchScript, see `rallypoint.cpu.script`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from rallypoint.config.limits import SAMPLED_BLOCK
 from rallypoint.cpu.forms import computes_in_pieces
+from rallypoint.cpu.script import without_python
 from rallypoint.generation.protocol import Request, SamplingParams
-from rallypoint.generation.script import without_python
 
 _CHUNK_BYTES = 2**20
 """Size of the float64 numbers that exist at once; more would leave the CPU's cache."""

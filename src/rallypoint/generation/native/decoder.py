@@ -5,7 +5,7 @@ operations that what stands around the matrix products takes longer than they do
 Qwen) run on arithmetic in about half the operations of their own code, and are compared with that code when an engine
 begins. Whatever is not exactly of transformers' classes runs its own code.
 
-TorchScript reads the functions of `Network` (see `rallypoint.generation.script`), so annotations must be types.
+TorchScript reads the functions of `Network` (see `rallypoint.cpu.script`), so annotations must be types.
 """
 
 from collections.abc import Sequence

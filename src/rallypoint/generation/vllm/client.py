@@ -1,6 +1,8 @@
-"""As much of HTTP as it takes to talk to a server on this machine: one request a connection, over a Unix socket.
+"""The client of a server on this machine: as much of HTTP as it takes, and the JSON of its endpoint for token ids.
 
-Owns: bytes on the wire. Must not know: what they say. Every wait ends: the caller gives a deadline or cancels.
+Owns: bytes on the wire, one request a connection over a Unix socket; what `/inference/v1/generate` is sent, and what
+its answers say. Whatever is no answer to the request is refused. Must not know: which requests there are. Every wait
+ends: the caller gives a deadline or cancels.
 """
 
 from __future__ import annotations
@@ -8,10 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any, cast
+
+from rallypoint.errors import GenerationError
+from rallypoint.generation.protocol import FinishReason, Request
+from rallypoint.generation.requests import not_finite
+from rallypoint.generation.vllm.sampler import NOT_FINITE, encode, needs_companion
 
 _MAX_HEADER_BYTES = 2**16
+_SHOWN = 200
+"""Characters of an answer that an error shows."""
+_ROUNDING = 1e-3
+"""How far below 0 a surprisal may be."""
 
 
 class LostError(Exception):
@@ -27,7 +41,7 @@ class Address:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """The head of an answer; the body comes in parts."""
 
     status: int
@@ -39,7 +53,7 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def ask(at: Address, method: str, path: str, body: bytes = b"") -> AsyncIterator[Answer]:
+async def send(at: Address, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
     """Send a request and yield the answer; leaving closes the connection, which is how a server learns to stop.
 
     Raises:
@@ -58,7 +72,7 @@ async def ask(at: Address, method: str, path: str, body: bytes = b"") -> AsyncIt
         try:
             await writer.drain()
             status, headers = await _read_head(reader)
-            yield Answer(status, _body(reader, headers))
+            yield Response(status, _body(reader, headers))
         except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
             raise LostError(f"the connection broke: {type(error).__name__}: {error}") from error
     finally:
@@ -84,7 +98,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
         await reader.readexactly(2)
 
 
-async def events(answer: Answer) -> AsyncIterator[bytes]:
+async def events(answer: Response) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events until the one that says that it is done.
 
     Raises:
@@ -100,3 +114,136 @@ async def events(answer: Answer) -> AsyncIterator[bytes]:
                     return
                 yield data
     raise LostError("the stream ended before it was done")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token of a response, as the server reports it."""
+
+    token: int
+    logprob: float
+    sampled_logprob: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What one answer, or one event of a stream, says."""
+
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None
+    versions: tuple[int, ...] | None
+    """Version of the weights of each token; None in events before the last one."""
+
+
+def request_body(request: Request, done: tuple[int, ...], limit: int, *, stream: bool, model: str | None) -> bytes:
+    """Return the body of a request.
+
+    Args:
+        request: to be answered.
+        done: tokens of the response that are there already, after an interruption.
+        limit: tokens that may still come.
+        stream: whether they come one by one.
+        model: name of an adapter; None for the model that the server began with.
+    """
+    return json.dumps(
+        {
+            **({} if model is None else {"model": model}),
+            "token_ids": [*request.tokens, *done],
+            "stream": stream,
+            "sampling_params": {
+                "temperature": 0,
+                "max_tokens": limit,
+                "stop_token_ids": list(request.params.stop_tokens),
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 2 if needs_companion(request.params) else 0,
+                "extra_args": {"rallypoint": encode(request, len(done))},
+            },
+        }
+    ).encode()
+
+
+def read_answer(data: bytes, request: Request, num_before: int, limit: int, num_ids: int, *, is_event: bool) -> Answer:
+    """Read an answer, or an event of a stream.
+
+    Args:
+        data: JSON.
+        request: that it answers.
+        num_before: tokens of the response that are there already.
+        limit: tokens that may still come.
+        num_ids: size of the model's vocabulary.
+        is_event: whether more may follow.
+
+    Raises:
+        GenerationError: it is no answer to the request; what came is shown.
+        NotFiniteError: the logits of a token were not finite.
+    """
+    try:
+        choice = json.loads(data)["choices"][0]
+        tokens, reason, spans = choice["token_ids"] or [], choice["finish_reason"], choice["weight_versions"]
+        content = (choice["logprobs"] or {}).get("content") or []
+        problem = next(_problems(tokens, reason, content, request, limit, num_ids, is_event=is_event), None)
+        if problem is None:
+            drawn = tuple(
+                _sampled(token, entry, request, num_before + at)
+                for at, (token, entry) in enumerate(zip(tokens, content, strict=True))
+            )
+            versions = None if is_event and reason is None else _versions(spans, None if is_event else len(tokens))
+            return Answer(drawn, cast("FinishReason | None", reason), versions)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    shown = data[:_SHOWN].decode(errors="replace") + ("..." if len(data) > _SHOWN else "")
+    raise GenerationError(
+        f"vllm answered nonsense to prompt {request.prompt_index} sample {request.sample_index}: {problem}; "
+        f"its answer: {shown}"
+    )
+
+
+def _problems(
+    tokens: list[Any], reason: object, content: list[Any], request: Request, limit: int, num_ids: int, *, is_event: bool
+) -> Iterator[str]:
+    """Yield what is wrong with an answer."""
+    stops = request.params.stop_tokens
+    if len(content) != len(tokens):
+        yield f"{len(tokens)} tokens with {len(content)} logprobs"
+    if len(tokens) > limit or not (tokens or is_event):
+        yield f"{len(tokens)} tokens, expected 1 to {limit}"
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < num_ids:
+            yield f"token {token!r}, but the model knows 0 to {num_ids - 1}"
+    for token in tokens[:-1]:
+        if token in stops and not request.params.min_new_tokens:
+            yield f"it went on after the stop token {token}"
+    if reason == "stop" and not (tokens and tokens[-1] in stops):
+        yield f"it stopped without one of the stop tokens {list(stops)}"
+    if reason == "length" and len(tokens) != limit and not is_event:
+        yield f"it ended for its length after {len(tokens)} tokens, expected {limit}"
+    if reason not in ("stop", "length", None) or (reason is None and not is_event):
+        yield f"finish_reason {reason!r}, expected stop or length"
+
+
+def _sampled(token: int, entry: dict[str, Any], request: Request, position: int) -> SampledToken:
+    surprisal = float(entry["logprob"])
+    if entry["token_id"] != token:
+        raise ValueError(f"the logprob of token {entry['token_id']} beside token {token}")
+    if surprisal >= NOT_FINITE / 2:
+        raise not_finite(request, position)
+    if not surprisal >= -_ROUNDING or math.isinf(surprisal):
+        raise ValueError(f"a logprob of {-surprisal}")
+    params = request.params
+    sampled = -surprisal
+    if params.temperature == 0:
+        sampled = 0.0
+    elif needs_companion(params):
+        # Left out if both are 0.
+        beside = [float(other["logprob"]) for other in entry["top_logprobs"] if other["token_id"] != token]
+        sampled = next((logprob for logprob in beside if logprob > -5000), 0.0)
+    return SampledToken(token, -surprisal, sampled)
+
+
+def _versions(spans: list[dict[str, Any]] | None, num_tokens: int | None) -> tuple[int, ...]:
+    """Return the version of each token; the last event of a stream has those of all its tokens."""
+    versions = tuple(int(span["version"]) for span in spans or () for _ in range(span["end"] - span["start"]))
+    if not versions or num_tokens not in (None, len(versions)):
+        raise ValueError(f"weight_versions of {len(versions)} tokens")
+    return versions

@@ -4,22 +4,23 @@ Owns: requests that are under way, and what becomes of them when the server dies
 know: how a server is started, or what its answers look like.
 
 Two threads: the caller's, in which all state lives, and that of the connection, which talks to the server and puts what
-comes into a queue. Every request carries how often it was sent: what belongs to an earlier time is thrown away.
+comes into a queue. Every request counts how often it was sent: what belongs to an earlier time is dropped.
 
-Consumes: requests. Produces: outputs. Waits for: the server; `step` looks for a moment and returns. Unblocked by: an
+Consumes: requests. Produces: outputs. Waits for: the server, a moment in each `step`. Unblocked by: an
 answer, the server's end, or `silence_s` without a sign of work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import queue
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import abc, deque
+from concurrent.futures import Future
 from pathlib import Path
 
 from torch import Tensor
@@ -27,15 +28,84 @@ from torch import Tensor
 from rallypoint.errors import GenerationError, NotFiniteError, RallyError, WeightsMismatchError
 from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode, StopChecker, check_request
-from rallypoint.generation.vllm.answers import Said, ask_for, read
-from rallypoint.generation.vllm.asked import Asked
-from rallypoint.generation.vllm.client import LostError, ask, events
-from rallypoint.generation.vllm.connection import Connection
+from rallypoint.generation.vllm.client import Answer, LostError, SampledToken, events, read_answer, request_body, send
+from rallypoint.generation.vllm.supervisor import Connection
 from rallypoint.generation.vllm.weights import Outline
 
 _LOOK_S = 0.05
-"""How long `step` looks for something new, so that whoever calls it in a loop does not spin."""
+"""How long `step` waits for something new, so that callers in a loop do not spin."""
 _MOST_LOSSES = 2
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A request and its response so far."""
+
+    id: int
+    request: Request
+    limit: int
+    """Tokens that the response may have."""
+    stops: StopChecker
+    sampled: list[tuple[SampledToken, int]] = dataclasses.field(default_factory=list)
+    """The response; each token with the version of its weights."""
+    num_delivered: int = 0
+    """Tokens that outputs have returned; the others are sampled again after an interruption."""
+    num_sent: int = 0
+    sent_at_version: int = 0
+    """Version of the weights when it was sent."""
+    server: int = 0
+    """Number of the server that it was sent to, counted from 1."""
+    num_lost: int = 0
+    """Times that the server was lost with it."""
+    answer: Future[None] | None = None
+    """Its answer, on the way; None if it waits to be sent."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The response."""
+        return [one.token for one, _ in self.sampled]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether tokens are needed one by one."""
+        return self.request.streamed or bool(self.request.params.stop_strings)
+
+    def interrupt(self) -> bool:
+        """Drop the answer that is on the way, to send the request again later; return whether there was one."""
+        if self.answer is None:
+            return False
+        self.answer.cancel()
+        self.answer = None
+        del self.sampled[self.num_delivered :]
+        return True
+
+    def take_outputs(self, reason: FinishReason | None) -> list[Output]:
+        """Return what no output has returned yet, one for each version of the weights; the last one has the reason."""
+        new = self.sampled[self.num_delivered :]
+        self.num_delivered = len(self.sampled)
+        if not new:
+            return [self.output((), self.sent_at_version, reason)] if reason is not None else []
+        spans = [(version, [one for one, _ in span]) for version, span in itertools.groupby(new, lambda one: one[1])]
+        reasons = [None] * (len(spans) - 1) + [reason]
+        return [self.output(span, version, why) for (version, span), why in zip(spans, reasons, strict=True)]
+
+    def output(
+        self,
+        tokens: abc.Sequence[SampledToken],
+        version: int,
+        reason: FinishReason | None = None,
+        error: RallyError | None = None,
+    ) -> Output:
+        """Return an output with some tokens."""
+        return Output(
+            request_id=self.id,
+            tokens=tuple(one.token for one in tokens),
+            logprobs=tuple(one.logprob for one in tokens),
+            sampled_logprobs=tuple(one.sampled_logprob for one in tokens),
+            version=version,
+            finish_reason=reason,
+            error=error,
+        )
 
 
 class VLLMEngine:
@@ -54,8 +124,8 @@ class VLLMEngine:
         """Begin without requests; nothing waits for the server here.
 
         Args:
-            connection: to the server.
-            outline: of the model that it serves.
+            connection: the way to the server.
+            outline: what the model that it serves looks like.
             max_request_tokens: see `GenerationEngine`.
             max_rows: requests that are sent at once.
             decode: turns token ids into text, for stop strings.
@@ -63,31 +133,28 @@ class VLLMEngine:
         """
         self.is_asleep = False
         self.max_request_tokens = max_request_tokens
-        self._connection, self._control = connection, connection.control
+        self._connection, self._supervisor = connection, connection.supervisor
         self._outline, self._max_rows, self._decode, self._silence_s = outline, max_rows, decode, silence_s
         self._lock = threading.Lock()  # of the next three, which `submit` and `cancel` change from any thread
-        self._open: dict[int, Asked] = {}
+        self._open: dict[int, Sequence] = {}
         self._waiting: deque[int] = deque()
         self._cancelled: set[int] = set()
         self._ids = itertools.count(1)
-        self._news: queue.SimpleQueue[tuple[int, int, Said | Exception]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int, int, Answer | Exception]] = queue.SimpleQueue()
         self._told_restarts = 0
         self._sign = (0, 0.0)  # the last beat, and when it was seen
 
     def memory_bytes(self) -> int:
-        """Return the most memory that the server's processes had of their own since this was last asked."""
-        return self._control.memory_bytes()
+        """Return the most memory that the server's processes had of their own since the last call."""
+        return self._supervisor.memory_bytes()
 
     def take_restarts(self) -> int:
-        """Return how often the server had to be started again since this was last asked."""
-        told, self._told_restarts = self._told_restarts, self._control.num_restarts
+        """Return how often the server had to be started again since the last call."""
+        told, self._told_restarts = self._told_restarts, self._supervisor.num_restarts
         return self._told_restarts - told
 
     def beside(self, *, max_rows: int, decode: Decode) -> VLLMEngine:
-        """Return another engine over the same server, with requests of its own, of which so many are sent at once.
-
-        Of the two one must be asleep whenever the other is awake.
-        """
+        """Return another engine over the same server, with requests of its own; only one of the two may be awake."""
         return VLLMEngine(
             self._connection,
             self._outline,
@@ -113,7 +180,7 @@ class VLLMEngine:
         limit = min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens))
         with self._lock:
             request_id = next(self._ids)
-            self._open[request_id] = Asked(request_id, request, limit, StopChecker(request.params, self._decode))
+            self._open[request_id] = Sequence(request_id, request, limit, StopChecker(request.params, self._decode))
             self._waiting.append(request_id)
         return request_id
 
@@ -124,7 +191,7 @@ class VLLMEngine:
                 self._cancelled.add(request_id)
 
     def step(self) -> list[Output]:
-        """See `GenerationEngine.step`; what is new are answers that came."""
+        """See `GenerationEngine.step`; returns what the server has answered."""
         if not self._open:
             return []
         with self._lock:
@@ -138,23 +205,23 @@ class VLLMEngine:
             if not self._connection.is_ready():
                 return outputs
         except RallyError as error:
-            return [*outputs, *(self._end(asked, "failed", error) for asked in list(self._open.values()))]
-        for asked in list(self._open.values()):
-            if asked.answer is not None and asked.server != self._control.num_servers:
-                outputs += self._lose(asked, "it was started again")
+            return [*outputs, *(self._end(sequence, "failed", error) for sequence in list(self._open.values()))]
+        for sequence in list(self._open.values()):
+            if sequence.answer is not None and sequence.server != self._supervisor.num_servers:
+                outputs += self._retry(sequence, "it was started again")
         self._send()
-        for request_id, num_sent, news in self._take():
-            asked = self._open.get(request_id)
-            if asked is not None and asked.answer is not None and asked.num_sent == num_sent:
-                outputs += self._hear(asked, news)
+        for request_id, num_sent, news in self._take_news():
+            sequence = self._open.get(request_id)
+            if sequence is not None and sequence.answer is not None and sequence.num_sent == num_sent:
+                outputs += self._receive(sequence, news)
         self._look_for_silence()
         return outputs
 
-    def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
-        """See `GenerationEngine.load`; weights always have to be given, as they cross into another process.
+    def load(self, version: int, weights: abc.Mapping[str, Tensor] | None) -> None:
+        """See `GenerationEngine.load`; weights must be given, as they go to another process.
 
         Raises:
-            WeightsMismatchError: they are not the model's, or did not arrive whole; those of before are served then.
+            WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
             GenerationError: the server died and could not be started again.
         """
         if weights is None:
@@ -172,16 +239,16 @@ class VLLMEngine:
         Raises:
             WeightsMismatchError, GenerationError: see `load`.
         """
-        for asked in self._open.values():
-            if asked.is_stream:
-                self._set_back(asked)  # so that it is certain which tokens are of which version
+        for sequence in self._open.values():
+            if sequence.is_stream:
+                self._interrupt(sequence)  # so that the version of every token is certain
         self._connection.load(version, folder)
 
     def sleep(self) -> None:
         """See `GenerationEngine.sleep`."""
         if not self.is_asleep:
-            for asked in self._open.values():
-                self._set_back(asked)
+            for sequence in self._open.values():
+                self._interrupt(sequence)
             self.is_asleep = True
             self._connection.sleep()
 
@@ -192,44 +259,44 @@ class VLLMEngine:
             self._connection.wake()
 
     def _send(self) -> None:
-        """Send as many of those that wait as may be under way."""
+        """Send waiting requests, as many as may be under way at once."""
         with self._lock:
-            num_under_way = sum(asked.answer is not None for asked in self._open.values())
+            num_under_way = sum(sequence.answer is not None for sequence in self._open.values())
             num_free = self._max_rows - num_under_way
             chosen = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
         if chosen and not num_under_way:
-            self._sign = (self._control.beat(), time.monotonic())  # what was before is no silence: nobody asked
+            self._sign = (self._supervisor.beat(), time.monotonic())  # while nothing was sent it was not silent
         for request_id in chosen:
-            if (asked := self._open.get(request_id)) is not None:
-                asked.num_sent, asked.since = asked.num_sent + 1, self.version
-                asked.server = self._control.num_servers
-                asked.answer = self._connection.run(self._answer(request_id, asked, asked.num_sent))
+            if (sequence := self._open.get(request_id)) is not None:
+                sequence.num_sent, sequence.sent_at_version = sequence.num_sent + 1, self.version
+                sequence.server = self._supervisor.num_servers
+                sequence.answer = self._connection.run(self._answer(sequence, sequence.num_sent))
 
-    async def _answer(self, request_id: int, asked: Asked, num_sent: int) -> None:
-        """Have a request answered, and put what comes into the queue; in the loop's thread."""
-        request, num_before, stream = asked.request, asked.num_given, asked.is_stream
-        done = tuple(drawn.token for drawn, _ in asked.drawn[:num_before])
-        limit = asked.limit - num_before
+    async def _answer(self, sequence: Sequence, num_sent: int) -> None:
+        """Send a request, and put what comes into the queue; in the loop's thread."""
+        request, num_before, stream = sequence.request, sequence.num_delivered, sequence.is_stream
+        done = tuple(sequence.tokens[:num_before])
+        limit = sequence.limit - num_before
 
-        def read_said(data: bytes, so_far: int = 0) -> Said:
+        def read_part(data: bytes, so_far: int = 0) -> Answer:
             before, left = num_before + so_far, limit - so_far
-            return read(data, request, before, left, self._outline.num_ids, is_event=stream)
+            return read_answer(data, request, before, left, self._outline.num_ids, is_event=stream)
 
         try:
-            body = ask_for(request, done, limit, stream=stream, model=self._control.model)
-            async with ask(self._control.address, "POST", "/inference/v1/generate", body) as answer:
-                if answer.status != 200:
-                    raise self._refused(answer.status, await answer.whole(), request)
+            body = request_body(request, done, limit, stream=stream, model=self._supervisor.model)
+            async with send(self._supervisor.address, "POST", "/inference/v1/generate", body) as response:
+                if response.status != 200:
+                    raise self._refused(response.status, await response.whole(), request)
                 if not stream:
-                    self._news.put((request_id, num_sent, read_said(await answer.whole())))
+                    self._news.put((sequence.id, num_sent, read_part(await response.whole())))
                     return
                 so_far = 0
-                async for data in events(answer):
-                    said = read_said(data, so_far)
-                    so_far += len(said.drawn)
-                    self._news.put((request_id, num_sent, said))
+                async for data in events(response):
+                    part = read_part(data, so_far)
+                    so_far += len(part.tokens)
+                    self._news.put((sequence.id, num_sent, part))
         except (LostError, RallyError) as error:
-            self._news.put((request_id, num_sent, error))
+            self._news.put((sequence.id, num_sent, error))
 
     def _refused(self, status: int, body: bytes, request: Request) -> Exception:
         text = f"status {status}: {body[:500].decode(errors='replace')}"
@@ -237,85 +304,85 @@ class VLLMEngine:
             return LostError(text)
         return GenerationError(f"vllm refused prompt {request.prompt_index} sample {request.sample_index} with {text}")
 
-    def _take(self) -> list[tuple[int, int, Said | Exception]]:
+    def _take_news(self) -> list[tuple[int, int, Answer | Exception]]:
         """Return what came, after a moment of waiting if nothing did."""
-        found: list[tuple[int, int, Said | Exception]] = []
+        found: list[tuple[int, int, Answer | Exception]] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._news.get(timeout=_LOOK_S))
             while True:
                 found.append(self._news.get_nowait())
         return found
 
-    def _hear(self, asked: Asked, news: Said | Exception) -> list[Output]:
-        """Take what came for a request, and return the outputs that can be given."""
-        self._sign = (self._control.beat(), time.monotonic())
+    def _receive(self, sequence: Sequence, news: Answer | Exception) -> list[Output]:
+        """Take what came for a request, and return what is new."""
+        self._sign = (self._supervisor.beat(), time.monotonic())
         if isinstance(news, LostError):
-            self._control.doubt(str(news))
-            return self._lose(asked, str(news))
+            self._supervisor.doubt(str(news))
+            return self._retry(sequence, str(news))
         if isinstance(news, NotFiniteError):
-            # What is not finite stays in the cache, and what is masked there is multiplied by 0, which is NaN.
-            self._control.give_up(str(news))
+            # NaN stays in the cache, where masked values are multiplied by 0, which is NaN for other requests.
+            self._supervisor.give_up(str(news))
         if isinstance(news, RallyError):
-            return [self._end(asked, "failed", news)]
-        assert isinstance(news, Said)
-        versions = news.versions
-        wrong = [version for version in versions or () if not asked.since <= version <= self.version]
+            return [self._end(sequence, "failed", news)]
+        assert isinstance(news, Answer)
+        first, versions = sequence.sent_at_version, news.versions
+        wrong = [version for version in versions or () if not first <= version <= self.version]
         if wrong:
-            expected = f"expected {asked.since}" + (f" to {self.version}" if self.version > asked.since else "")
+            expected = f"expected {first}" + (f" to {self.version}" if self.version > first else "")
             error = GenerationError(f"vllm sampled from weights of version {wrong[0]}, {expected}")
-            return [self._end(asked, "failed", error)]
-        if versions is None or asked.is_stream:
-            versions = (self.version,) * len(news.drawn)
+            return [self._end(sequence, "failed", error)]
+        if versions is None or sequence.is_stream:
+            versions = (self.version,) * len(news.tokens)
         reason = news.finish_reason
-        for drawn, version in zip(news.drawn, versions, strict=True):
-            asked.drawn.append((drawn, version))
-            if asked.is_stream and asked.stops.ends([drawn.token for drawn, _ in asked.drawn]):
+        for token, version in zip(news.tokens, versions, strict=True):
+            sequence.sampled.append((token, version))
+            if sequence.is_stream and sequence.stops.ends(sequence.tokens):
                 reason = "stop"
                 break
         if reason is None:
-            return asked.give(None) if asked.request.streamed else []
-        outputs = asked.give(reason)
-        self._forget(asked)
+            return sequence.take_outputs(None) if sequence.request.streamed else []
+        outputs = sequence.take_outputs(reason)
+        self._forget(sequence)
         return outputs
 
-    def _lose(self, asked: Asked, why: str) -> list[Output]:
-        """Send a request again whose server was lost, once."""
-        asked.num_lost += 1
-        if asked.num_lost < _MOST_LOSSES:
-            self._set_back(asked)
+    def _retry(self, sequence: Sequence, why: str) -> list[Output]:
+        """Send a request again whose server was lost, but only once."""
+        sequence.num_lost += 1
+        if sequence.num_lost < _MOST_LOSSES:
+            self._interrupt(sequence)
             return []
-        request = asked.request
+        request = sequence.request
         error = GenerationError(
-            f"prompt {request.prompt_index} sample {request.sample_index} was sent {asked.num_sent} times, and each "
+            f"prompt {request.prompt_index} sample {request.sample_index} was sent {sequence.num_sent} times, and each "
             f"time the vllm server was lost: {why}"
         )
-        return [self._end(asked, "failed", error)]
+        return [self._end(sequence, "failed", error)]
 
     def _look_for_silence(self) -> None:
-        """Give a server up that has work and does none."""
-        beat, now = self._control.beat(), time.monotonic()
+        """Give up a server that has work and does none."""
+        beat, now = self._supervisor.beat(), time.monotonic()
         if beat != self._sign[0]:
             self._sign = (beat, now)
         elif now - self._sign[1] > self._silence_s:
             self._sign = (beat, now)
-            self._control.give_up(f"no token for {self._silence_s:g} s")
+            self._supervisor.give_up(f"no token for {self._silence_s:g} s")
 
-    def _set_back(self, asked: Asked) -> None:
-        """Have a request that is under way sent again, from what was given of it."""
-        if asked.set_back():
+    def _interrupt(self, sequence: Sequence) -> None:
+        """Have a request sent again if it is under way, from what was delivered of it."""
+        if sequence.interrupt():
             with self._lock:
-                self._waiting.appendleft(asked.request_id)
+                self._waiting.appendleft(sequence.id)
 
-    def _end(self, asked: Asked, reason: FinishReason, error: RallyError | None = None) -> Output:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: RallyError | None = None) -> Output:
         """End a request that has no more tokens."""
-        self._forget(asked)
-        return asked.end(reason, self.version, error)
+        self._forget(sequence)
+        return sequence.output((), self.version, reason, error)
 
-    def _forget(self, asked: Asked) -> None:
+    def _forget(self, sequence: Sequence) -> None:
         with self._lock:
-            del self._open[asked.request_id]
-            self._cancelled.discard(asked.request_id)
+            del self._open[sequence.id]
+            self._cancelled.discard(sequence.id)
             with contextlib.suppress(ValueError):
-                self._waiting.remove(asked.request_id)
-        if asked.answer is not None:
-            asked.answer.cancel()
+                self._waiting.remove(sequence.id)
+        if sequence.answer is not None:
+            sequence.answer.cancel()

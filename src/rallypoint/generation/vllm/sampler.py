@@ -1,13 +1,13 @@
-"""The rows of vLLM's batch, and how their tokens are drawn. Runs inside of vLLM's processes, and in tests.
+"""How the tokens of vLLM's batch are sampled. Runs inside of vLLM's processes, and in tests.
 
-Owns: what is written into logits so that vLLM takes the token that was drawn and reports our logprobs. Must not know:
+Owns: what is written into logits so that vLLM takes the token that we sampled and reports our logprobs. Must not know:
 vLLM. Imported where only torch is certain.
 
-vLLM is told to be greedy and to report the logits as they are. So the drawn token gets the only numbers that count:
+vLLM is told to be greedy and to report the logits as they are. So they are overwritten:
 
-- its own logit is its surprisal (minus its logprob in the whole distribution at the temperature), 0 or more;
-- where the distribution is narrowed, the token after it has the logprob in what was drawn from, 0 or less;
-- all others have -inf.
+- the sampled token gets its surprisal (minus its logprob in the whole distribution at the temperature), 0 or more;
+- if the distribution is narrowed, the next token id gets the logprob in the narrowed distribution, 0 or less;
+- all others get -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Encoded(TypedDict):
     prompt_index: int
     sample_index: int
     num_done: int
-    """The last so many tokens of the prompt are the response so far."""
+    """Tokens at the end of the prompt that are the response so far."""
 
 
 NOT_FINITE = 1e30
@@ -38,12 +38,12 @@ NOT_FINITE = 1e30
 
 
 def needs_companion(params: SamplingParams) -> bool:
-    """Whether two numbers are reported of each token."""
+    """Whether two numbers are reported for each token."""
     return params.narrows and params.temperature > 0
 
 
 def encode(request: Request, num_done: int) -> Encoded:
-    """Return what vLLM passes on for a request; the last `num_done` tokens of its prompt are its response so far."""
+    """Return a request as vLLM passes it on; the last `num_done` tokens of its prompt are its response so far."""
     return {
         "params": dataclasses.asdict(request.params),
         "prompt_index": request.prompt_index,
@@ -56,13 +56,13 @@ def encode(request: Request, num_done: int) -> Encoded:
 class _Row:
     request: Request
     done: tuple[int, ...]
-    """The response so far when the request came."""
+    """The response when the request was sent."""
     response: Sequence[int]
-    """What came since; vLLM appends to it."""
+    """The response since then; vLLM appends to it."""
 
 
 class BatchSampler:
-    """Draws for those rows of a batch that ask for it."""
+    """Samples for the rows of a batch that have our arguments."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,10 +70,10 @@ class BatchSampler:
         self._sampler: Sampler | None = None
         self._places: list[int] = []
         self._lengths: list[int] = []
-        """Of the responses that `_sampler` draws the next token for."""
+        """Lengths of the responses when `_sampler` samples next."""
 
     def add(self, place: int, asked: Encoded | None, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Let a request have a row of the batch, in the place of whatever was there."""
+        """Put a request into a row of the batch."""
         self._sampler = None
         self._rows.pop(place, None)
         if asked is None:
@@ -95,7 +95,7 @@ class BatchSampler:
         self._rows.pop(place, None)
 
     def move(self, start: int, end: int, *, swap: bool) -> None:
-        """Let a row have another place; the one that was there has its place, or is forgotten."""
+        """Move a row to another place; the row there is swapped with it, or forgotten."""
         self._sampler = None
         moved, replaced = self._rows.pop(start, None), self._rows.pop(end, None)
         if moved is not None:
@@ -104,7 +104,7 @@ class BatchSampler:
             self._rows[start] = replaced
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Draw a token for each row: [B, V] float32, changed in place and returned."""
+        """Sample a token for each row: [B, V] float32, overwritten and returned."""
         if not self._rows:
             return logits
         lengths = [len(row.response) for row in self._rows.values()]
@@ -122,7 +122,7 @@ class BatchSampler:
         if narrowed:
             at = torch.tensor(narrowed, device=logits.device)
             beside = (draws.tokens[at] + 1) % logits.shape[1]
-            # Where both are 0 the first of them would be taken, so one says it for both.
+            # If both are 0, vLLM would take the first of them, so only one is written.
             sampled = draws.sampled_logprobs[at].where(surprisals[at] > 0, float("-inf"))
             logits[places[at], beside] = sampled.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
         return logits

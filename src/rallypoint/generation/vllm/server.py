@@ -1,7 +1,11 @@
 """A vLLM server as a process of this machine, in an environment of its own.
 
-Owns: its command, its folder, how it ends. Must not know: what is asked of it. Invariant: it does not outlive the
-process that started it, however that one ends, and neither does its folder.
+Owns: its command, its folder, its memory, and how it ends. Must not know: what it is asked. Invariant: neither the
+server nor its folder outlives the process that started it, however that process ends.
+
+Python's `multiprocessing`, by which a server's processes talk, gives shared memory and semaphores names in /dev/shm and
+removes them at its end; a process that is killed cannot. So they are removed here: only what processes of the server's
+group had mapped, and only if no other process has.
 """
 
 from __future__ import annotations
@@ -15,21 +19,25 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from rallypoint.generation.vllm.client import Address
-from rallypoint.generation.vllm.leftovers import remove_shared, shared_files, take_peak_memory
 
 INSIDE = Path(__file__).parent / "inside"
-"""What the server's own processes load of ours; the only folder of ours that they can import from."""
+"""The folder that the server's processes import from; the only one of ours."""
 
 _FOLDER_NAME = "rallypoint-vllm"
 _LOG_LINES, _LOG_BYTES = 12, 2**14
-"""Of the end of the log, that an error shows."""
+"""How much of the end of the log an error shows."""
 _STOP_S = 10.0
+_NAMES = ("psm_", "sem.mp-")
+"""Beginnings of the names that `multiprocessing` gives."""
+_FOLDER = Path("/dev/shm")
+_PROCESSES = Path("/proc")
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That a server can make room for."""
+"""Ranks that a server can reserve memory for."""
 
 
 class Server(Protocol):
@@ -37,7 +45,7 @@ class Server(Protocol):
 
     @property
     def address(self) -> Address:
-        """Where it listens, or will."""
+        """Where it listens, or will listen."""
         ...
 
     def beat(self) -> int:
@@ -45,19 +53,19 @@ class Server(Protocol):
         ...
 
     def ended(self) -> str | None:
-        """Return why it ended, with the last it said; None while it runs."""
+        """Return why it ended, with the end of its log; None while it runs."""
         ...
 
     def last_said(self) -> str:
-        """Return the last line of its log; empty where there is none."""
+        """Return the last line of its log, or an empty string."""
         ...
 
     def memory_bytes(self) -> int:
-        """Return the most private memory that it and what it started had since this was last asked."""
+        """Return the peak of private memory, in bytes, of it and its children since the last call."""
         ...
 
     def stop(self) -> None:
-        """End it, with everything that it started."""
+        """End it and all its children."""
         ...
 
 
@@ -71,21 +79,21 @@ class Launch:
     """Hugging Face folder or hub name."""
     dtype: str
     device: str
-    """Type of the device that this process holds."""
+    """Type of the device."""
     num_cpus: int
     max_tokens: int
-    """Of a request, with its response."""
+    """Tokens of a request with its response."""
     max_rows: int
     """Requests that run together."""
     cache_bytes: int
-    """For keys and values."""
+    """Memory for keys and values."""
     trust_remote_code: bool
     log: Path
-    """What the server says is added to it."""
+    """File to which the server's output is appended."""
     memory_share: float | None = None
-    """Part of its accelerator's memory that has to be free for it; None on a CPU."""
+    """Part of its accelerator's memory that must be free when it starts; None on a CPU."""
     adapter_rank: int | None = None
-    """Of the adapters that are published to it; None where whole models are."""
+    """Rank of the adapters that are published to it; None if whole models are."""
 
     def command(self, folder: Path) -> list[str]:
         """Return the server's command line."""
@@ -96,14 +104,14 @@ class Launch:
             "max-model-len": str(self.max_tokens),
             "max-num-seqs": str(self.max_rows),
             "kv-cache-memory-bytes": str(self.cache_bytes),
-            # Tokens are drawn by ours, and what it writes into the logits is what we want to be told.
+            # Our processor samples the tokens, and reports what it writes into the logits.
             "logits-processors": "rallypoint_vllm:Drawn",
             "logprobs-mode": "processed_logits",
             "max-logprobs": "2",
             "worker-extension-cls": "rallypoint_vllm.Loading",
         }
         if self.memory_share is not None:
-            # It does not start unless so much is free, whatever the cache is told to take: without it 92 %.
+            # It does not start unless so much is free, 92 % by default, however small the cache is.
             options["gpu-memory-utilization"] = f"{self.memory_share:.4f}"
         flags = ["tokens-only", "skip-tokenizer-init", "no-async-scheduling", "disable-uvicorn-access-log"]
         # Compiling takes half a minute on a CPU, for a fifth of the time of a step.
@@ -112,17 +120,17 @@ class Launch:
         if self.adapter_rank is not None:
             flags.append("enable-lora")
             options["max-lora-rank"] = str(next(rank for rank in _ADAPTER_RANKS if rank >= self.adapter_rank))
-        # Not `vllm serve`: builds for processors have another name than the one under which it looks for its version.
+        # Not `vllm serve`: it looks up its version under a name that builds for CPUs do not have.
         start = [str(self.python), "-m", "vllm.entrypoints.launchers.api_server.entry"]
         return [*start, *(f"--{name}={value}" for name, value in options.items()), *(f"--{flag}" for flag in flags)]
 
     def environment(self, folder: Path, key: str) -> dict[str, str]:
-        """Return the server's environment: this one's, without what points to our own packages."""
+        """Return the server's environment: that of this process, without what points to our packages."""
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         return kept | {
             "PYTHONPATH": str(INSIDE),
             "VLLM_API_KEY": key,
-            "VLLM_SERVER_DEV_MODE": "1",  # the calls for weights; nobody else can reach the socket
+            "VLLM_SERVER_DEV_MODE": "1",  # has the calls for weights; nobody else can reach the socket
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has no place for `Drawn` yet
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -145,8 +153,8 @@ class ServerProcess:
         """Start it.
 
         Args:
-            launch: how.
-            folder: of its own, which goes when this process does.
+            launch: its settings.
+            folder: of its own; it is removed when this process ends.
         """
         self.address = Address(folder / "socket", secrets.token_urlsafe(32))
         self._beat, self._log = folder / "beat", launch.log
@@ -158,7 +166,7 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 [str(launch.python), str(INSIDE / "launch.py"), str(folder), *launch.command(folder)],
                 env=launch.environment(folder, self.address.key),
-                stdin=subprocess.PIPE,  # its end is how they learn of ours
+                stdin=subprocess.PIPE,  # its end tells them that this process has ended
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -166,13 +174,13 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the first process of its group."""
+        """Process id of the server, which is also its process group."""
         return self._process.pid
 
     def beat(self) -> int:
         """See `Server.beat`."""
         number = int.from_bytes(self._beat.read_bytes(), "little")
-        if number and self._shared is None:  # all that it shares is there when it samples for the first time
+        if number and self._shared is None:  # all shared memory exists when it samples for the first time
             self._shared = shared_files(self._process.pid)
         return number
 
@@ -191,7 +199,7 @@ class ServerProcess:
         return take_peak_memory(self._process.pid)
 
     def stop(self) -> None:
-        """See `Server.stop`; one that does not end when it is told to is killed, and cleaned up after."""
+        """See `Server.stop`; a server that does not end in time is killed, and its shared memory removed."""
         shared = (self._shared or {}) | shared_files(self._process.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -205,20 +213,20 @@ class ServerProcess:
 
 
 class OwnFolder:
-    """A folder in memory for the server of this process; it is swept up by the next one if this one cannot."""
+    """A folder in memory for the server of this process; if this process cannot remove it, the next one does."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        """Make it, and remove those whose processes are gone."""
+        """Make it, and remove those of processes that have ended."""
         shared = Path("/dev/shm")
         usable = shared.is_dir() and os.access(shared, os.W_OK)
         parent = parent or (shared if usable else Path(tempfile.gettempdir()))
         sweep(parent)
         while (held := hold(Path(tempfile.mkdtemp(prefix=f"{_FOLDER_NAME}-", dir=parent)))) is None:
-            pass  # a neighbour that starts now has swept it up, because nobody held it yet
+            pass  # a neighbour that starts now has removed it, because nobody held it yet
         self.path, self._lock = held
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove it and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -227,19 +235,19 @@ def sweep(parent: Path) -> None:
     """Remove folders that nobody holds."""
     for folder in parent.glob(f"{_FOLDER_NAME}-*"):
         with contextlib.suppress(OSError):
-            folder.rmdir()  # which one has no lock yet, or never came to have one, and does if it is empty
+            folder.rmdir()  # works if it is empty: it has no lock yet, or its process ended before it had one
         with contextlib.suppress(OSError), (folder / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for as long as its process lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def hold(folder: Path) -> tuple[Path, BinaryIO] | None:
-    """Hold a new folder for as long as this process lives; None if it was swept up before it was held."""
+    """Lock a new folder for as long as this process lives; return None if it was removed before it was locked."""
     try:
         lock = (folder / "lock").open("wb")
     except FileNotFoundError:
         return None
-    fcntl.flock(lock, fcntl.LOCK_EX)  # who sweeps it up holds it meanwhile
+    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that is removing it
     if (folder / "lock").exists():
         return folder, lock
     lock.close()
@@ -254,7 +262,66 @@ def _lines_of(log: Path) -> list[str]:
 
 
 def _end_of(log: Path) -> str:
-    """Return what a person wants of the end of a log: its last errors, or its last lines."""
+    """Return the last errors of a log, or its last lines if it has none."""
     lines = _lines_of(log)
     errors = [line for line in lines if "Error" in line and "File " not in line]
     return "\n".join((errors or lines)[-_LOG_LINES:])
+
+
+def shared_files(group: int) -> dict[Path, int]:
+    """Return the shared files of a process group, with their inode numbers."""
+    return {path: number for pid in _pids() if _group_of(pid) == group for path, number in _mapped(pid)}
+
+
+def remove_shared(files: dict[Path, int], group: int) -> None:
+    """Remove files of a group that has ended, unless other processes use them or have made new ones of that name."""
+    used = {path for pid in _pids() if files and _group_of(pid) != group for path, _ in _mapped(pid)}
+    for path, number in files.items():
+        with contextlib.suppress(OSError):
+            if path not in used and path.stat().st_ino == number:
+                path.unlink()
+
+
+def take_peak_memory(group: int) -> int:
+    """Return the peak of private memory of a process group since the last call, in bytes.
+
+    It is the sum of each process's own peak; 0 if the system does not tell.
+    """
+    return sum(_take_peak(_PROCESSES / str(pid)) for pid in _pids() if _group_of(pid) == group)
+
+
+def _take_peak(process: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        lines = (process / "status").read_text(errors="replace").splitlines()
+        sizes = {
+            name: int(rest.split()[0]) * 1024
+            for name, _, rest in (line.partition(":") for line in lines)
+            if rest.endswith("kB")
+        }
+        (process / "clear_refs").write_text("5")  # resets the peak
+        return sizes.get("VmHWM", 0) - sizes.get("RssFile", 0) - sizes.get("RssShmem", 0)
+    return 0
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in _PROCESSES.glob("[0-9]*"))
+
+
+def _group_of(pid: int) -> int | None:
+    """Return the group of a process; None if it has ended meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
+
+
+def _mapped(pid: int) -> Iterator[tuple[Path, int]]:
+    """Yield path and inode of each `multiprocessing` file that a process has mapped; none of other users."""
+    with contextlib.suppress(OSError):
+        for line in (_PROCESSES / str(pid) / "maps").read_text(errors="replace").splitlines():
+            fields = line.split(maxsplit=5)  # address, rights, offset, device, number and path, if there is one
+            if len(fields) < 6:
+                continue
+            number, name = fields[4:]
+            path = Path(name)
+            if path.parent == _FOLDER and path.name.startswith(_NAMES) and not name.endswith(" (deleted)"):
+                yield path, int(number)

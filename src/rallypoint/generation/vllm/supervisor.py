@@ -1,7 +1,10 @@
-"""The life of a server: started, made to hold the right weights, looked after, started again.
+"""The life of a vLLM server, and the thread in which it is talked to.
 
-Owns: which server there is and what it holds. Must not know: requests. All coroutines are for one event loop, and only
-one of them runs at a time. Every wait has a deadline and says what it waits for.
+Owns: which server there is, what weights it holds and whether it holds its memory (`Supervisor`, in an event loop); the
+loop's thread and the folder that both processes see (`Connection`, for callers). Must not know: requests.
+
+Several engines may share a connection; only one of them is awake at a time. Every wait has a deadline and says what it
+waits for.
 """
 
 from __future__ import annotations
@@ -9,22 +12,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import GenerationError, WeightsMismatchError
-from rallypoint.generation.vllm.client import Address, LostError, ask
-from rallypoint.generation.vllm.server import Server
+from rallypoint.generation.vllm.client import Address, LostError, send
+from rallypoint.generation.vllm.server import OwnFolder, Server
 
+ResultT = TypeVar("ResultT")
+
+_LOOK_S = 0.05
+"""How long `is_ready` waits, so that callers that ask in a loop do not spin."""
 _LOOK_EVERY_S = 0.1
 _HEALTH_S, _CALL_S = 10.0, 600.0
 _ADAPTER = "rallypoint"
 """Name under which a server has the adapter that was published last."""
 
 
-class Control:
+class Supervisor:
     """Keeps one server with the weights that were loaded last."""
 
     def __init__(
@@ -42,29 +51,29 @@ class Control:
         self._takes_adapters, self._voice_every_s = takes_adapters, voice_every_s
         self._server: Server | None = None
         self._knows_adapter: Server | None = None
-        """The server whose front knows that there is an adapter."""
+        """The server whose HTTP process has been told that there is an adapter."""
         self.num_servers = 0
-        """That were started, so far as they came to be ready."""
+        """Servers that were started and became ready."""
         self.num_restarts = 0
-        """How often another one had to be started, whether it came to be ready or not."""
+        """Times that a server had to be started again, whether it became ready or not."""
         self._doubt: str | None = None
         self._held: tuple[int, Path | None] = (version, None)
         """Version of the weights and their folder; None for those that a server begins with."""
 
     @property
     def address(self) -> Address:
-        """Of the server; there is one after `revive`."""
+        """Address of the server; there is one after `revive`."""
         assert self._server is not None
         return self._server.address
 
     @property
     def model(self) -> str | None:
-        """What requests have to ask for by name; None for what the server began with, or whole weights in its place."""
+        """Name of the adapter that requests ask for; None if whole weights are served."""
         return _ADAPTER if self._takes_adapters and self._held[1] is not None else None
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether `revive` has to be called before anything is asked."""
+        """Whether `revive` must be called before a request is sent."""
         return self._server is None or self._doubt is not None or self._server.ended() is not None
 
     def beat(self) -> int:
@@ -72,7 +81,7 @@ class Control:
         return self._server.beat() if self._server is not None else 0
 
     def doubt(self, why: str) -> None:
-        """Have `revive` look whether the server is well."""
+        """Have `revive` check whether the server is well."""
         self._doubt = self._doubt or why
 
     def give_up(self, why: str) -> None:
@@ -118,7 +127,7 @@ class Control:
         """Have the server hold other weights; requests under way wait and go on with them.
 
         Raises:
-            WeightsMismatchError: it does not take them; it holds those of before.
+            WeightsMismatchError: it does not take them, and keeps the old ones.
             GenerationError: see `revive`.
         """
         before, self._held = self._held, (version, folder)
@@ -127,11 +136,11 @@ class Control:
             if self.is_doubtful:
                 await self.revive()
             if self.num_servers > num_servers:
-                return  # it began with them
+                return  # the new server began with them
             assert self._server is not None
             await self._call(self._server, "/pause?mode=keep")
             await self._enter(self._server, version, folder)
-            # Keys and values of the weights before go, also those of requests under way, which are computed again.
+            # Drop keys and values of the old weights; those of requests under way are computed again.
             await self._call(self._server, "/reset_prefix_cache?reset_running_requests=true", expect={"success": True})
             await self._call(self._server, "/update_weight_version", {"new_version": str(version)})
             await self._call(self._server, "/resume")
@@ -145,7 +154,7 @@ class Control:
             raise
 
     async def call(self, path: str) -> None:
-        """Have the server do something that has no answer; a server that is lost is started again.
+        """Make a call whose answer does not matter; a server that is lost is started again.
 
         Raises:
             GenerationError: see `revive`.
@@ -183,7 +192,7 @@ class Control:
 
     async def _is_well(self, server: Server) -> bool:
         try:
-            async with asyncio.timeout(_HEALTH_S), ask(server.address, "GET", "/health") as answer:
+            async with asyncio.timeout(_HEALTH_S), send(server.address, "GET", "/health") as answer:
                 return answer.status == 200
         except (LostError, TimeoutError):
             return False
@@ -204,7 +213,7 @@ class Control:
         if wrong or not results:
             raise WeightsMismatchError(f"version {version} was not loaded by vllm: {'; '.join(wrong) or 'no worker'}")
         if self._takes_adapters and self._knows_adapter is not server:
-            # The workers have it under the number 1, which is the one that the first name is given.
+            # The workers have it under the number 1, which vLLM gives to the first name.
             await self._tell(server, "/v1/load_lora_adapter", {"lora_name": _ADAPTER, "lora_path": str(folder)})
             self._knows_adapter = server
 
@@ -214,7 +223,7 @@ class Control:
         """Return what a call answers, which is JSON or nothing.
 
         Raises:
-            LostError: it failed, did not answer in time, or another thing than what is expected.
+            LostError: it failed, did not answer in time, or answered something else than expected.
         """
         whole = await self._tell(server, path, body)
         shown = whole[:500].decode(errors="replace")
@@ -227,17 +236,147 @@ class Control:
         return said
 
     async def _tell(self, server: Server, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Return what a call answers, as it came.
+        """Return the body of the answer to a call.
 
         Raises:
             LostError: it failed, or did not answer in time.
         """
         data = json.dumps(body).encode() if body is not None else b""
         try:
-            async with asyncio.timeout(_CALL_S), ask(server.address, "POST", path, data) as answer:
+            async with asyncio.timeout(_CALL_S), send(server.address, "POST", path, data) as answer:
                 whole = await answer.whole()
         except TimeoutError as error:
             raise LostError(f"{path} did not answer in {_CALL_S:g} s") from error
         if answer.status != 200:
             raise LostError(f"{path} answered with status {answer.status}: {whole[:500].decode(errors='replace')}")
         return whole
+
+
+class Connection:
+    """The way to a server. Every method but `run` is for the callers' thread."""
+
+    def __init__(
+        self,
+        launch: Callable[[Path], Server],
+        *,
+        version: int = 0,
+        takes_adapters: bool = False,
+        gives_memory: bool = False,
+        start_s: float = 600.0,
+        tick: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = print,
+        voice_every_s: float = 10.0,
+    ) -> None:
+        """Start a server; nothing waits for it here.
+
+        Args:
+            launch: starts one, given a folder in memory; called again when it died.
+            version: of its first weights.
+            takes_adapters: whether adapters are loaded, for the first weights, instead of whole models.
+            gives_memory: whether the server can sleep, as on accelerators.
+            start_s: how long a start may take.
+            tick: called while this waits.
+            say: called with one line about what happens to the server.
+            voice_every_s: seconds between two lines about a start that takes long.
+        """
+        self.version = version
+        """Version of the weights that the server holds."""
+        self._gives_memory, self._is_asleep, self._tick = gives_memory, False, tick
+        self._folder = OwnFolder()
+        self.supervisor = Supervisor(
+            launch,
+            self._folder.path,
+            version,
+            takes_adapters=takes_adapters,
+            start_s=start_s,
+            say=say,
+            voice_every_s=voice_every_s,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._reviving: Future[None] | None = self.run(self.supervisor.revive())
+
+    def close(self) -> None:
+        """End the server."""
+        with contextlib.suppress(Exception):
+            if self._reviving is not None:
+                self._reviving.cancel()
+        self.wait(self.run(self.supervisor.end()))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._folder.remove()
+
+    @property
+    def versions(self) -> Path:
+        """Folder in memory for weights that are to be loaded."""
+        return self._folder.path / "versions"
+
+    def is_ready(self) -> bool:
+        """Return whether the server can be asked, after a moment; if not, it is being started.
+
+        Raises:
+            GenerationError: it could not be started.
+        """
+        if self._reviving is None and self.supervisor.is_doubtful:
+            self._reviving = self.run(self.supervisor.revive())
+        if self._reviving is not None:
+            with contextlib.suppress(TimeoutError):
+                self._reviving.exception(_LOOK_S)
+            if not self._reviving.done():
+                return False
+            reviving, self._reviving = self._reviving, None
+            reviving.result()
+        return True
+
+    def load(self, version: int, folder: Path) -> None:
+        """Have the server load weights that were published as a folder; no engine may be in the middle of a step.
+
+        Raises:
+            WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
+            GenerationError: the server died and could not be started again.
+        """
+        if self._is_asleep:
+            self._call_if_it_sleeps("/wake_up")
+        if self._reviving is not None:
+            with contextlib.suppress(WeightsMismatchError):  # about the old weights, which do not matter any more
+                self._until_ready()
+        self.wait(self.run(self.supervisor.load(version, folder)))
+        self.version = version
+        if self._is_asleep:
+            self._call_if_it_sleeps("/sleep?level=1")
+
+    def sleep(self) -> None:
+        """Have a server on an accelerator free its memory."""
+        if not self._is_asleep:
+            self._is_asleep = True
+            self._call_if_it_sleeps("/sleep?level=1")
+
+    def wake(self) -> None:
+        """Have it reserve its memory again."""
+        if self._is_asleep:
+            self._is_asleep = False
+            self._call_if_it_sleeps("/wake_up")
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Start work in the thread that talks to the server."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Future[ResultT]) -> ResultT:
+        """Return the result of such work, which has a deadline of its own."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                work.exception(1.0)
+            if work.done():
+                return work.result()
+            self._tick()
+
+    def _until_ready(self) -> None:
+        while not self.is_ready():
+            self._tick()
+
+    def _call_if_it_sleeps(self, path: str) -> None:
+        """Make a call about memory, if the server can free any."""
+        if self._gives_memory:
+            self._until_ready()
+            self.wait(self.run(self.supervisor.call(path)))

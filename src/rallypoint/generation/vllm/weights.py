@@ -1,6 +1,6 @@
-"""What a server's model looks like, without its weights.
+"""The weights that a server is sent, and what its model looks like without them.
 
-Owns: what is checked of weights before they are sent to a server, and the folder in which they are; that is the one of
+Owns: what is checked of weights before they are sent, and the folder that they are written to; that is the one of
 `rallypoint.weights.published_folder`, with one file.
 """
 
@@ -33,17 +33,17 @@ class Outline:
     """Names, shapes and types of a model's weights, and its vocabulary."""
 
     weights: Mapping[str, Tensor]
-    """On the meta device will do."""
+    """By name; may be on the meta device."""
     sources: Sources
-    """How they are named in files."""
+    """Their names in files."""
     num_ids: int
-    """Token ids that it knows."""
+    """Size of the vocabulary."""
     cache_bytes_per_token: int
-    """Of keys and values."""
+    """Bytes of the keys and values of one token."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights together."""
+        """Size of all weights."""
         return sum(weight.numel() * weight.dtype.itemsize for weight in self.weights.values())
 
     @classmethod
@@ -56,7 +56,7 @@ class Outline:
         return cls(named_weights(model), sources_of(model), vocabulary_of(model), num_heads * per_head)
 
     def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
-        """Write weights into a folder of their own below one, and return it.
+        """Write weights into a new folder below another one, and return it.
 
         Raises:
             WeightsMismatchError: they are not the model's.

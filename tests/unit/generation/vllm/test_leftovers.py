@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.generation.vllm.leftovers import remove_shared, shared_files
+from rallypoint.generation.vllm.server import remove_shared, shared_files
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs Linux")
 

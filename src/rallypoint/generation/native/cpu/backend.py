@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rallypoint.cpu.onednn import filled_up
+from rallypoint.cpu.script import without_python
 from rallypoint.generation.native.block_manager import AttentionMetadata, Block, Integers
 from rallypoint.generation.native.cpu.bags import Bags, Moves, advance, attend, decode, decode_steps
 from rallypoint.generation.native.decoder import Decoder
@@ -24,7 +25,6 @@ from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
-from rallypoint.generation.script import without_python
 from rallypoint.models.attention import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64

@@ -11,7 +11,7 @@ rectangles: queries with about as many blocks form a class, whose shorter ones a
 
 Here are also whole steps of a plain decoder that work on bags. What Python does between two steps of a small model
 takes as long as half a step, and none of it changes the next token, unless sampling depends on earlier tokens. So all
-of this runs as TorchScript, see `rallypoint.generation.script`.
+of this runs as TorchScript, see `rallypoint.cpu.script`.
 """
 
 from typing import NamedTuple

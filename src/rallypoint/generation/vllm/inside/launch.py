@@ -1,10 +1,9 @@
-"""Runs a command until it ends or the process that wanted it does; nothing of it stays. Needs Python alone.
+"""Runs a command until it ends or the process that started this one does; no child stays. Needs Python alone.
 
     python launch.py FOLDER COMMAND...
 
-Both end at SIGTERM. When the other end of standard input is gone FOLDER is removed as well: nobody will start again.
-It must be the first process of a group of its own. Everything that the command starts is of that group, and ends with
-it.
+Both end at SIGTERM. When standard input is closed, FOLDER is removed, too: nobody will start the command again. This
+must be the first process of its own process group, which ends with all that the command has started.
 """
 
 import os
@@ -19,13 +18,13 @@ GRACE_S = 5.0
 
 
 def main() -> None:
-    """Wait for one end or the other."""
+    """Run the command, and wait for either end."""
     folder, *command = sys.argv[1:]
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def end(*_signal: object) -> None:
-        child.terminate()  # so that it gives its shared memory back
+        child.terminate()  # so that it frees its shared memory
         threading.Timer(GRACE_S, os.killpg, (0, signal.SIGKILL)).start()
 
     def watch() -> None:

@@ -1,10 +1,10 @@
 """What vLLM's own processes load of rallypoint, in an environment that has vLLM's packages and none of ours.
 
-Owns: how a token is drawn there (`Drawn`, a logits processor) and how published weights enter the model (`Loading`,
-an extension of its worker). Both are points that vLLM offers: nothing of it is replaced. Of rallypoint only modules
-that need torch alone are imported, beside the package's `__init__`, which would import more.
+Owns: how tokens are sampled there (`Drawn`, a logits processor) and how published weights enter the model (`Loading`,
+an extension of its worker). Both are extension points of vLLM: nothing of it is replaced. Of rallypoint only modules
+that need torch alone are imported, past the packages' `__init__`, which would import more.
 
-Invariant: the tokens and logprobs of a request are those that our own engines give for the same logits.
+Invariant: the tokens and logprobs of a request are those of our own engines for the same logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rallypoint.generation.vllm.sampler import BatchSampler  # noqa: E402 - only
 
 
 class Drawn(LogitsProcessor):
-    """Draws the token of every request by the request's own random numbers; see `sampler.BatchSampler`."""
+    """Samples the tokens of requests with their own random numbers; see `sampler.BatchSampler`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
@@ -56,14 +56,14 @@ class Drawn(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: VLLMSamplingParams) -> None:
-        """Accept all: a request without our arguments is left as it is."""
+        """Accept all: requests without our arguments are left alone."""
 
     def is_argmax_invariant(self) -> bool:
-        """Say no, so that it is applied to requests that vLLM takes for greedy."""
+        """Return False, so that vLLM applies it to greedy requests, too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the rows of the batch: out, in, and from place to place, in this order."""
+        """Follow the rows of the batch: those that leave, join and move, in this order."""
         if batch_update is None:
             return
         for place in batch_update.removed:
@@ -74,7 +74,7 @@ class Drawn(LogitsProcessor):
             self._rows.move(start, end, swap=direction == MoveDirectionality.SWAP)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave the drawn token of each row as the likeliest one."""
+        """Make the sampled token of each row the likeliest one."""
         self._beat()
         return self._rows.draw(logits)
 
@@ -136,7 +136,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def _heartbeat() -> Callable[[], None]:
-    """Return a function that counts up in the file that RALLYPOINT_BEAT names, for whoever waits for this process."""
+    """Return a function that counts up in the file that RALLYPOINT_BEAT names: a sign of life."""
     path = os.environ.get("RALLYPOINT_BEAT")
     if path is None:
         return lambda: None
