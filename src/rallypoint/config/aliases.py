@@ -1,4 +1,4 @@
-"""What others call our keys: verl, TRL, OpenRLHF and NeMo-RL, so that whoever comes from there is led to the right one.
+"""Names that verl, TRL, OpenRLHF and NeMo-RL have for our keys, so that their users are led to the right one.
 
 Data only; `suggest.py` reads it. An alias is not a key: it is refused, and the refusal says what to write instead.
 """
@@ -21,7 +21,7 @@ class Alias:
     to: tuple[str, ...] = ()
     """Assignments, or keys alone where the value means something else here; none where there is no such key."""
     note: str = ""
-    """What is different here."""
+    """The difference between their key and ours."""
     values: tuple[tuple[str, str], ...] = ()
     """Single values, in lower case, that are written in another way."""
 

@@ -21,7 +21,7 @@ Texts = Annotated[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and the keys that it follows from (the first is the one to change)."""
+    """A sentence on what is wrong, and the keys that it follows from; the first is the one to change."""
 
     keys: tuple[str, ...]
     text: str

@@ -27,7 +27,7 @@ from rallypoint.errors import ConfigError
 _MAX_LISTED = 12
 
 AUTOMATICALLY, THIS_MACHINE = "automatic", "this machine"
-"""Origins of automatic keys that nobody set: with their defaults until a run begins, and chosen for it."""
+"""Origins of automatic keys that nobody set: before and after a value is chosen for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class LoadedConfig:
     """A config that passed every check, and where each of its values was set."""
 
     name: str
-    """Of the recipe or file, for naming the run."""
+    """Name of the recipe or file; a run is named after it."""
     config: RunConfig
     origins: Mapping[str, str]
     """Dotted key -> `digits.yaml:12`, `command line`, `default`, `automatic` or `this machine`."""
     missing: tuple[str, ...] = ()
     """Required keys that nobody set; always empty but in a draft."""
     overrides: tuple[str, ...] = ()
-    """What was set on the command line, as it was given."""
+    """Overrides of the command line, as they were given."""
 
 
 def load_config(

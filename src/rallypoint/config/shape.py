@@ -16,7 +16,7 @@ from rallypoint.families import FAMILIES
 _DIGITS_VOCABULARY = 20
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-"""What config.json says of a plain decoder."""
+"""Fields of config.json that every plain decoder has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class ModelShape:
     model_type: str = "llama"
     """The family, as in config.json."""
     num_sparse_layers: int = 0
-    """Those with a mixture of experts in place of the MLP."""
+    """Layers with a mixture of experts in place of the MLP."""
     num_experts: int = 0
-    """Of a sparse layer."""
+    """Experts of a sparse layer."""
     num_chosen_experts: int = 0
-    """That a token is sent to."""
+    """Experts that a token is sent to."""
     expert_size: int = 0
     """The width inside an expert."""
     caps_scores: bool = False
@@ -53,7 +53,7 @@ class ModelShape:
 
     @property
     def shared_by_tensor_parallel_ranks(self) -> dict[str, int]:
-        """What ranks have an equal number of each -> how many there are."""
+        """Parts that tensor-parallel ranks share equally -> how many there are."""
         shared = {"attention heads": self.num_heads, "key/value heads": self.num_key_value_heads}
         if self.num_sparse_layers:
             shared["experts"] = self.num_experts
@@ -264,8 +264,8 @@ def misfit_of(num_ranks: int, sizes: Mapping[str, int]) -> str | None:
     '3 does not divide 8 key/value heads; choose 1 or 2'
 
     Args:
-        num_ranks: that share it, along tp or sp.
-        sizes: what is dealt out to them in equal parts -> how many of it there are.
+        num_ranks: ranks that share the model, along tp or sp.
+        sizes: parts that they share equally -> how many there are.
     """
     left_over = [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]
     if not left_over:

@@ -1,4 +1,4 @@
-"""What a wrong key or a wrong value was meant to be: by the names of others, by likeness, by meaning."""
+"""Suggestions for wrong keys and values: by names in other projects, by likeness, by meaning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_SUGGESTIONS = 4
 _TYPO, _LIKE = 0.85, 0.6
 """Likeness from which on a name is a slip of the hand, and from which on it is a guess better than none."""
 _OFF = (False, 0, -1, "none", "off", "false", "no", "")
-"""What people write for nothing."""
+"""Values that people write for "none"."""
 _BY_NAME = {name: alias for alias in ALIASES for name in alias.names.split()}
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass leaves for the backward pass: all of it, or only what goes into each decoder layer.
+"""Activations that a forward pass keeps for the backward pass: all of them, or only the inputs of decoder layers.
 
 Owns: checkpoints of layers, and their way to CPU memory and back beside the computation. Must not know: losses, rows,
 optimizers. Invariant: gradients are the same bits whatever is kept, because a layer that is computed again computes
@@ -54,7 +54,7 @@ class _Held(Generic[HostT, DeviceT]):
 
     host: HostT
     before: _Held[HostT, DeviceT] | None
-    """What was saved before it, and is needed after it."""
+    """The tensor saved before it, which is needed after it."""
     coming: DeviceT | None = None
 
 
@@ -130,8 +130,8 @@ class Checkpoints:
 
         Args:
             model: on its device.
-            activations: what its layers leave for the backward pass.
-            copies: how they are offloaded; None for a stream of the device.
+            activations: what its layers keep for the backward pass.
+            copies: how inputs are offloaded; None for a stream of the device.
 
         Raises:
             ModelError: its layers are of a kind that transformers cannot compute again.

@@ -73,7 +73,7 @@ def whole_rows(batch: Sequences, positions: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 class TokenStream:
-    """The tokens of some rows that this rank sends through a model, to learn what chose others."""
+    """The tokens of some rows that this rank sends through a model, and the positions whose states are wanted."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class TokenStream:
         """Lay the stream out.
 
         Args:
-            shard: whose model it passes through, on its device; ranks along `sp` have the same rows and positions.
+            shard: the model, on its device; ranks along `sp` have the same rows and positions.
             batch: the rows.
-            positions: [N] int64, rising: of the tokens in question.
-            asked: which tokens pass through, and where the states in question are: by default those that chose the
-                tokens; with `whole_rows` those of the tokens themselves.
+            positions: [N] int64, rising: positions of the tokens in question.
+            asked: which tokens pass through, and whose states are returned: by default those that chose the tokens in
+                question; with `whole_rows` their own.
         """
         self._model, sp = shard.model, shard.mesh.sp
         self._most = batch.num_tokens
@@ -124,7 +124,7 @@ class TokenStream:
         return pick(output.last_hidden_state.squeeze(0), self._sources, self._size(len(self._sources)))
 
     def targets(self) -> Tensor:
-        """Return the tokens in question that `states` chose: [n] int64, with the same filler."""
+        """Return the tokens that `states` chose: [n] int64, with the same filler."""
         num_filler = self._size(len(self._targets)) - len(self._targets)
         return sent(functional.pad(self._targets, (0, num_filler)), self._model.device)
 

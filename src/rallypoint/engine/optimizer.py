@@ -1,6 +1,6 @@
 """AdamW in float32 at least, and a learning-rate schedule that is a pure function of the step.
 
-Owns: what the optimizer remembers of every weight, and in which precision. Must not know: losses, ranks, files.
+Owns: the optimizer's state of every weight, and its precision. Must not know: losses, ranks, files.
 Invariant: a weight of half precision always is its float32 master, rounded.
 """
 
@@ -76,7 +76,7 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def masters(self) -> list[Tensor]:
-        """What is stepped, with the gradients of the step in `grad`."""
+        """Tensors that are stepped, with the gradients of the step in `grad`."""
         return [master for group in self.param_groups for master in group["params"]]
 
     @property

@@ -1,11 +1,11 @@
-"""Tensors that leave their device while nobody needs them, and come back as they were.
+"""Tensors that leave their device while they are not needed, and come back as they were.
 
 Owns: the memory behind tensors, whole storages at a time. Must not know: models, optimizers, roles. Invariant: tensors
-stay the same objects, so that whoever refers to them (tied weights, the optimizer, a generator that samples from the
-same model) finds them again; in between they must not be touched.
+stay the same objects, so that all references to them hold (tied weights, the optimizer, a generator that samples from
+the same model); in between they must not be touched.
 
-Storages lie behind one another in a few large pieces of page-locked memory. torch's allocator rounds each block of that
-up to a power of two, which is half as much again with a block for every weight, and is nothing for pieces that are one:
+Storages lie end to end in a few large pieces of page-locked memory. torch's allocator rounds each block of that up to a
+power of two: a block for every weight would take half as much again, and pieces that are powers of two take nothing:
 
     storages   | w0 | w1   | w2          | w3 |
     pieces     | 0        | 1        | 2    |
@@ -21,7 +21,7 @@ from torch import Tensor
 _PIECE_BYTES = 2**28
 """A power of two."""
 _SMALLEST_BYTES = 2**20
-"""Of a last piece: it becomes the next power of two from here on."""
+"""Smallest size of the last piece; a larger one is the next power of two."""
 
 
 class Sleeper:
@@ -38,14 +38,14 @@ class Sleeper:
     """
 
     def __init__(self, piece_bytes: int = _PIECE_BYTES) -> None:
-        """Hold memory in pieces of so many bytes."""
+        """Hold memory in pieces of `piece_bytes`, a power of two."""
         self._piece_bytes = piece_bytes
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._pieces: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
-        """What sleeps now."""
+        """Bytes that sleep now."""
         return sum(size for _, size in self._storages)
 
     @torch.no_grad()

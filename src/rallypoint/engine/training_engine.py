@@ -57,7 +57,7 @@ class TrainingEngine(Generic[BatchT]):
                 parity table only (docs/parity.md), which compares packing with padding on every mesh.
             activations: what a layer keeps for the backward pass.
             eps: AdamW's; a larger one keeps the division well conditioned.
-            tick: called after every micro-batch, as a sign of progress to whoever waits.
+            tick: called after every micro-batch, as a sign of progress.
         """
         self.shard, self.model = shard, shard.model
         self._mesh, self._sharding = shard.mesh, shard.sharding
@@ -74,18 +74,18 @@ class TrainingEngine(Generic[BatchT]):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What this rank holds of each weight, as ordinary tensors."""
+        """This rank's part of each weight, as ordinary tensors."""
         return self._sharding.weights
 
     def sleep(self) -> None:
-        """Move weights, and what the optimizer remembers of them, to CPU memory until `wake`."""
+        """Move weights and optimizer state to CPU memory until `wake`."""
         self._sleeping_weights.sleep(self.weights.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self._sleeping_state.sleep(self.optimizer.tensors)
 
     def wake(self, *, to_train: bool = True) -> None:
-        """Bring the weights back, as they were; what the optimizer remembers only `to_train`."""
+        """Bring the weights back, and with `to_train` the optimizer's state."""
         self._sleeping_weights.wake()
         if to_train:
             self._sleeping_state.wake()
@@ -118,14 +118,14 @@ class TrainingEngine(Generic[BatchT]):
         Args:
             batch: this rank's rows; may be empty, the step is taken all the same.
             loss: returns a sum over the trained tokens of a micro-batch.
-            denominator: what the sum over all ranks is divided by.
+            denominator: divides the sum of the loss over all ranks.
             step: the training step, from 1, for the learning rate.
-            num_steps: of the whole run.
+            num_steps: training steps of the whole run.
 
         Raises:
             NotFiniteError: a loss or the gradient is NaN or infinite; the weights are left untouched.
-            PeerFailedError: another rank raised on its rows; no rank takes the step, and none waits for it.
-            MembershipLostError: likewise, in a pass that it shares; or it died.
+            PeerFailedError: another rank raised on its rows; no rank takes the step.
+            MembershipLostError: another rank raised in a pass that it shares, or died.
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         assert self._optimizer_config is not None, "the optimizer was made from it"
@@ -150,10 +150,10 @@ class TrainingEngine(Generic[BatchT]):
     def accumulate(
         self, batch: BatchT, loss: Loss[BatchT], denominator: float
     ) -> tuple[list[Metrics], Exception | None]:
-        """Make the gradients those of this rank's rows, to the end even when a loss is not finite.
+        """Compute the gradients of this rank's rows; a loss that is not finite does not end the passes.
 
         Returns:
-            What was measured, and what was wrong: ranks that share passes have made all of theirs.
+            Metrics, and what went wrong. Ranks that share passes have made all of them in either case.
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         try:
@@ -180,12 +180,12 @@ class TrainingEngine(Generic[BatchT]):
         return measured, None
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
-        """Return a zero, of a pass without rows: it needs and gives other ranks what a pass with rows does."""
+        """Return a zero from a pass without rows, which has the collectives of a pass with rows."""
         return TokenStream(self.shard, part, positions).states().sum() + self._sharding.touch()
 
     @torch.no_grad()
     def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:
-        """Name the rows whose own loss is not finite; all of them when it is only their sum, or ranks share passes."""
+        """Name the rows whose own loss is not finite; all rows if only their sum is not, or if ranks share passes."""
         if self._mesh.shard.size > 1:
             return _name_rows(batch, rows)
         alone = [batch.rows([row]) for row in rows]
@@ -199,9 +199,9 @@ class TrainingEngine(Generic[BatchT]):
     def _reduce_and_clip(self, max_norm: float, failure: Exception | None) -> float:
         """Sum gradients over the ranks, scale them down to a global norm, and return the norm before.
 
-        A rank that failed takes part, and says so: the others would wait for it.
+        A rank that failed takes part and says so; otherwise the others would wait for it.
         """
-        # First the news: sums over some of the ranks would wait for one that is not coming.
+        # First who failed: sums over the ranks would wait for a rank that is not coming.
         num_failed = torch.tensor([0.0 if failure is None else 1.0])
         self._mesh.everyone.all_reduce_sum([num_failed])
         if failure is not None:

@@ -17,7 +17,7 @@ from rallypoint.parallel.collective import Collective
 
 
 class _Context(FunctionCtx):
-    """What a forward pass leaves for the backward one."""
+    """State that a forward pass leaves for the backward one."""
 
     group: Collective
     sizes: Sequence[int]

@@ -1,4 +1,4 @@
-"""What ranks exchange: sums, parts, and agreement.
+"""Collectives of a group of ranks: sums, parts, and agreement.
 
 Owns: groups of ranks and their collectives, without gradients. Must not know: models, losses, Ray. The group object is
 passed around; there is no global one, so that several roles, and the ranks of an inline run (threads of one process),

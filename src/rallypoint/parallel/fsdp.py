@@ -2,7 +2,7 @@
 
 Owns: how torch's `fully_shard` is given a group that met through the rendezvous, and where a pass begins and ends for
 it. Must not know: which modules a model has, losses, optimizers. Invariant: all ranks of the group make the same passes
-in the same order; what a rank lacks to a pass of its own it makes with nothing in it.
+in the same order; a rank without rows makes an empty pass.
 
 torch wants a `DeviceMesh`, and that wants a default process group and groups by name, both global to the process. A
 process of ours may have ranks of several roles, each with groups of its own, so that none of them can be the default.
@@ -66,7 +66,7 @@ class ShardedRoot(nn.Module):
         super().__init__()
         self.model, self._group = model, group
         self.half_dtype: torch.dtype | None = None
-        """What the model computes in, where its weights here are the masters of that."""
+        """Precision that the model computes in, if its weights here are float32 masters."""
         policy = MixedPrecisionPolicy()
         dtype = next(model.parameters()).dtype
         trained = [] if frozen else [weight for weight in model.parameters() if weight.requires_grad]
@@ -103,7 +103,7 @@ class ShardedRoot(nn.Module):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make an empty pass, before which FSDP2 moves weights that do not divide evenly to memory of its own."""
+        """Make an empty pass: before its first one FSDP2 moves weights that do not divide evenly to new memory."""
         self.run(lambda: None)
 
     def backward(self, total: Tensor) -> None:

@@ -33,7 +33,7 @@ class DeviceMesh:
     everyone: Collective
     """All ranks of the role."""
     replicas: Collective
-    """Those that hold the same part of the weights: along dp_replicate and sp. Gradients are summed over them."""
+    """Ranks with the same part of the weights, along dp_replicate and sp. Gradients are summed over them."""
     shard: Collective
     """Along dp_shard."""
     sp: Collective
@@ -43,11 +43,11 @@ class DeviceMesh:
 
     @property
     def rank(self) -> int:
-        """Of all ranks of the role, from 0."""
+        """Number of this rank among all ranks of the role, from 0."""
         return self.everyone.rank
 
     def abandon(self) -> None:
-        """Leave all groups in the middle of something: whoever waits for this rank fails at once."""
+        """Leave all groups in the middle of an operation: ranks that wait for this one fail at once."""
         groups = {
             one.group: None
             for one in (self.everyone, self.replicas, self.shard, self.sp, self.tp)
@@ -58,7 +58,7 @@ class DeviceMesh:
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Leave all groups if the block raises: what others would wait for is not coming."""
+        """Leave all groups if the block raises, so that others do not wait for this rank."""
         with contextlib.ExitStack() as unless_all_goes_well:
             unless_all_goes_well.callback(self.abandon)
             yield
@@ -84,9 +84,9 @@ class DeviceMesh:
         """Meet the other ranks, along every axis that has more than one.
 
         Args:
-            rendezvous: where; may be None for a single rank.
-            name: of the role.
-            rank: this one, from 0.
+            rendezvous: where ranks meet; may be None for a single rank.
+            name: the role's.
+            rank: this rank, from 0.
             sizes: axis -> size; an axis that is not named has one rank.
             timeout_s: how long to wait for the others, and later for each operation.
             device: where tensors will be.

@@ -1,13 +1,12 @@
 """From a rendezvous to a torch process group.
 
-Owns the way from "who is there" to "we can reduce": who listens where, and what ranks tell each other about it. There
-is no global default group: a process may have several, and ranks may be threads of one process. Must not know what is
-reduced.
+Owns: how ranks that have met connect: who listens where, and the addresses that they exchange. Must not know: what is
+reduced. There is no global default group: a process may have several, and ranks may be threads of one process.
 
-No port is picked first and raced for later, and nobody connects to a port that nobody listens on yet. On CPUs gloo
-listens on a port that the system gives it, and its address is the rank's payload: the rendezvous is all that gloo
-needs. Other backends want a store for as long as they live: rank 0 opens one before it joins, and its address is the
-payload. Which backend goes with a type of device, torch knows.
+Every port is listened on before its address is told, so that no port is raced for and no connection comes too early. On
+CPUs gloo listens on a port that the system gives it, and its address is the rank's payload: gloo needs nothing but the
+rendezvous. Other backends need a store for as long as they live: rank 0 opens one before it joins, and its address is
+the payload. torch knows which backend a type of device has.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class Group:
     torch_group: dist.ProcessGroup
     """For `torch.distributed.all_reduce(tensor, group=...)` and the like."""
     device: Device
-    """Where tensors have to be that are communicated."""
+    """Type of device of the tensors that are communicated."""
     _store: Store
-    """Kept as long as the group, which refers to it."""
+    """The store that the group refers to, kept as long as the group."""
 
     @property
     def rank(self) -> int:
@@ -81,7 +80,7 @@ class Group:
         self.membership.close()
 
     def abandon(self) -> None:
-        """Leave in the middle of something: what the others wait for fails at once, and they learn that it was us."""
+        """Leave in the middle of an operation: the others fail at once, and learn that this rank left."""
         self.membership.close()
         if self.device == "cpu":
             sever([member.payload.partition(b" ")[2] for member in self.membership.members])
@@ -90,7 +89,7 @@ class Group:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Say which rank is gone, where that is why an operation in the block failed.
+        """Name the rank that is gone if an operation in the block failed for that.
 
         Raises:
             MembershipLostError: a rank that the rendezvous knows to be gone, or misses before long.
@@ -115,8 +114,8 @@ class Group:
     def wait(self, work: dist.Work) -> None:
         """Wait for an operation of this group, within a block that is `watched`, as long as all ranks are there.
 
-        gloo never tells an operation that sends while a connection ends. Its thread then waits for the rest of the
-        group's timeout, and whoever destroyed the group would wait for that thread: so it is kept for good.
+        gloo does not end an operation that sends while a connection ends. Its thread then waits for the rest of the
+        group's timeout, and destroying the group would wait for that thread: so the group is kept for good.
         """
         if self.device == "cpu":
             lost: RallyError | None = None
@@ -131,7 +130,7 @@ class Group:
         work.wait()
 
     def _wait_for_news(self) -> None:
-        """Give the rendezvous the time that it needs to miss somebody who died."""
+        """Give the rendezvous time to miss a rank that died."""
         until = time.monotonic() + _PATIENCE_LEASES * self.membership.lease_s
         while time.monotonic() < until:
             time.sleep(_LOOK_EVERY_S)
@@ -145,7 +144,7 @@ class Group:
 
 
 def _ends_soon(work: dist.Work) -> bool:
-    with contextlib.suppress(RuntimeError):  # it takes longer, or failed, which who waits for it again is told
+    with contextlib.suppress(RuntimeError):  # it takes longer, or failed, which the next wait raises
         work.wait(_SOON)
     return work.is_completed()
 
@@ -165,7 +164,7 @@ def meet(
 
     Args:
         rendezvous: where to meet; everything that its `join` raises is raised here.
-        name: of the meeting.
+        name: the meeting's.
         rank: from 0.
         world_size: number of ranks.
         timeout_s: how long to wait for the others, and later for each collective operation.
@@ -190,7 +189,7 @@ def meet(
 
 
 class _Payloads(Store):
-    """The store that gloo believes to have: what a rank writes is its payload, and what it reads is a peer's.
+    """A store for gloo: what a rank writes becomes its payload, and what it reads is a peer's payload.
 
     gloo writes one value, under a key that ends in its rank, and then reads those of the others.
     """
@@ -211,7 +210,7 @@ class _Payloads(Store):
         return self.membership.members[int(key.rpartition("/")[2])].payload.partition(b" ")[2]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Return at once: when one's own value was written, all were there."""
+        """Return at once: all values are there when this rank has written its own."""
 
 
 def _connect_gloo(join: Join, rank: int, size: int, address: str, timeout: datetime.timedelta) -> Group:
@@ -231,7 +230,7 @@ def _connect_gloo(join: Join, rank: int, size: int, address: str, timeout: datet
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Backend:
-    """What torch has for a type of device."""
+    """torch's collectives for a type of device."""
 
     kind: Any
     """The class of its process groups."""
@@ -286,7 +285,7 @@ def _leaving_unless_connected(membership: Callable[[], Membership | None]) -> It
 
 
 def _check_reachable(membership: Membership) -> None:
-    """Refuse loopback addresses between machines: each rank would connect to itself, or to nobody."""
+    """Refuse loopback addresses between machines: a rank would connect to itself, or to no rank."""
     addresses = [member.payload.partition(b" ")[0].decode() for member in membership.members]
     nodes = {member.node for member in membership.members}
     lonely = [member for member, address in zip(membership.members, addresses, strict=True) if is_loopback(address)]

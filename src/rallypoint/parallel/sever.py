@@ -1,8 +1,8 @@
-"""Gives up the connections of a gloo group, so that ranks that wait for this one stop waiting.
+"""Shuts down the connections of a gloo group, so that ranks that wait for this one stop waiting.
 
-gloo cannot do that itself: its `abort` does nothing, and connections live for as long as anything refers to the group,
-which parts of torch do. So the sockets are shut down below it. They are told by their addresses: every group listens
-on a port of its own, and all connections of a group have one end at a port that one of its ranks listens on.
+gloo cannot do that itself: its `abort` does nothing, and connections live as long as anything refers to the group,
+which parts of torch do. So the sockets are shut down below it. Their addresses identify them: every group listens on a
+port of its own, and each connection of a group has one end at a port that one of its ranks listens on.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Iterator, Sequence
 
 
 def sever(written: Sequence[bytes]) -> int:
-    """Shut down the connections of this process that belong to a group; what peers wait for fails at once.
+    """Shut down the connections of this process that belong to a group; waits of its peers fail at once.
 
     Args:
-        written: what gloo has written for its peers, of every rank: somewhere in it is the address it listens on.
+        written: what gloo of each rank has written for its peers; it contains the address that it listens on.
 
     Returns:
-        Their number.
+        Number of connections.
     """
     num_severed = 0
     for connection in _connections():
         with connection, contextlib.suppress(OSError):  # a peer that leaves as well may be faster
             ends = (_as_written(connection.getsockname()), _as_written(connection.getpeername()))
             if any(end in text for end in ends for text in written):
-                # Also for other descriptors of the same socket. gloo then reads its end, and closes it. What is sent to
-                # one that cannot be written to any more might never be told of it.
+                # This holds for all descriptors of the socket. gloo then reads its end and closes it. Only the reading
+                # side: an operation that sends might never learn that its socket cannot be written to.
                 connection.shutdown(socket.SHUT_RD)
                 num_severed += 1
     return num_severed

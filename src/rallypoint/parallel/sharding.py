@@ -1,7 +1,7 @@
-"""What a rank's weights have to do with those of other ranks: passes made together, gradients, and their norm.
+"""One rank's weights among those of other ranks: shared passes, sums of gradients, and their norm.
 
-Owns: who adds up what, and in which order. Must not know: losses, optimizers, models. Every method is called by all
-ranks of the mesh in the same order; on a mesh of one rank each of them is nothing.
+Owns: which ranks sum what, and in which order. Must not know: losses, optimizers, models. Every method is called by all
+ranks of the mesh in the same order; on a mesh of one rank it does nothing.
 
     weights of               are cut over    gradients add up over
     any model                dp_shard        dp_shard (within backward), dp_replicate and sp
@@ -28,12 +28,12 @@ ResultT = TypeVar("ResultT")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorCuts:
-    """What tensor parallelism did to the weights, by name."""
+    """Weights that tensor parallelism has changed, by name."""
 
     cut: Collection[str] = ()
-    """Those of which every rank has a part."""
+    """Weights of which every rank has a part."""
     summed: Collection[str] = ()
-    """Those that every rank has whole, with a gradient in parts."""
+    """Weights that every rank has whole, with a gradient in parts."""
 
 
 class Sharding:
@@ -65,7 +65,7 @@ class Sharding:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What this rank holds of each weight, as ordinary tensors; to be asked for when the weights have memory.
+        """This rank's part of each weight, as ordinary tensors; read it when the weights have memory.
 
         Of a sharded model they are leaves of their own, which share the memory and have their own `grad`.
         """
@@ -84,10 +84,10 @@ class Sharding:
         return None if self._root is None else self._root.half_dtype
 
     def agree(self, num_passes: int | None) -> int:
-        """Return the most passes that any of the ranks that share them has to make; None says that this one failed.
+        """Return the largest number of passes of the ranks that share them; None says that this rank failed.
 
         Raises:
-            PeerFailedError: another one did.
+            PeerFailedError: another rank failed.
         """
         if self._root is None:
             return num_passes or 0
@@ -109,7 +109,7 @@ class Sharding:
             self._root.backward(total)
 
     def touch(self) -> Tensor:
-        """Return a zero for a pass without rows, by which it has the gradients that a pass with rows has."""
+        """Return a zero that gives a pass without rows the gradients of a pass with rows."""
         return torch.zeros(()) if self._root is None else self._root.touch()
 
     def reduce_and_clip(self, weights: Mapping[str, Tensor], max_norm: float) -> float:

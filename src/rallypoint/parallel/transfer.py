@@ -1,4 +1,4 @@
-"""The way of small tensors, such as indices, from the CPU to an accelerator, without a wait."""
+"""Copies of small tensors, such as indices, from the CPU to an accelerator, without a wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on a device; on its own device, itself.
 
-    A copy from ordinary memory has the host wait until the device has done all that it was asked before. From
-    page-locked memory it only is one more thing to do, and torch keeps that memory until it is done.
+    A copy from ordinary memory makes the host wait until the device has done all work before it. A copy from
+    page-locked memory is queued, and torch keeps that memory until it is done.
     """
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -42,7 +42,7 @@ def choose(
     Args:
         config: with its defaults.
         left_open: automatic keys that nobody set.
-        num_cores: of this machine.
+        num_cores: cores of this machine.
         memory_bytes: main memory of this machine.
         device_bytes: pool -> what one of its processes has of an accelerator; empty if that is not known, or none.
     """

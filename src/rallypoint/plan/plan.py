@@ -1,4 +1,4 @@
-"""What a config amounts to, computed without starting anything: batches, placement, memory."""
+"""The plan of a run, computed from its config without starting anything: batches, placement, memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rallypoint.config.tree import RoleName, RunConfig
 from rallypoint.plan.role_memory import RoleMemory, role_memory
 
 Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
-"""That weights take from the actor to the rollout role; see `rallypoint.weights`."""
+"""Transport of weights from the actor to the rollout role; see `rallypoint.weights`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will do in a step, where, and with how much memory."""
+    """Work of a step, its placement, and its memory."""
 
     num_prompts: int
     group_size: int
@@ -103,8 +103,8 @@ def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
     """Return the way that published weights take to the rollout role; None while only the placement will tell.
 
     Args:
-        config: of the run.
-        num_nodes: on which both roles are together; None: as far as the config says.
+        config: the run's.
+        num_nodes: nodes that both roles are on together; None: as many as the config says.
     """
     if config.rollout_shares_actor or "rollout" not in config.roles:  # then none are sent
         return "shared"

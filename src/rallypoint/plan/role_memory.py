@@ -51,9 +51,9 @@ class RoleMemory:
     sleeps: bool
     """Whether nothing of it stays while other roles have their turn."""
     least_cache: int = 0
-    """What the cache shrinks to where the device has no more memory for it."""
+    """Size that the cache shrinks to where the device has no more memory for it."""
     borrowed: int = 0
-    """What another role holds, and wakes for this one's turn."""
+    """Weights of another role, which wakes for this one's turn."""
     may_keep_cache: bool = False
     """Whether the cache stays while other roles have their turn, if there is memory for it; see `Plan.within`."""
     kept_cache: int = 0
@@ -61,12 +61,12 @@ class RoleMemory:
 
     @property
     def held(self) -> int:
-        """What stays while other roles have their turn."""
+        """Bytes that stay while other roles have their turn."""
         return self.kept_cache + (0 if self.sleeps else self.weights + self.gradients + self.optimizer)
 
     @property
     def total(self) -> int:
-        """All of it, while the role has its turn."""
+        """Bytes while the role has its turn."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
 
 
@@ -309,7 +309,7 @@ def reserved_tokens(config: RunConfig) -> int:
 
 
 def least_tokens(config: RunConfig) -> int:
-    """Return how many tokens there are blocks for even where memory is short: those of one row, unless it was said."""
+    """Return the least tokens that there are blocks for where memory is short: one row's, unless the config says."""
     if config.cluster.device == "cpu" or config.rollout.cache_tokens is not None:
         return reserved_tokens(config)
     return config.max_row_tokens + 2 * BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""What trains, and how: the policy, its critic and its reference, advantages, penalties and passes."""
+"""Training: the policy, its critic and its reference, advantages, penalties and passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made of: its model, its prompts, its reward."""
+"""The material of a run: its model, its prompts, its reward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LoRAConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained: exactly one of path and create."""
+    """The model to train: exactly one of path and create."""
 
     path: str | None = key(None, help="Hugging Face folder (or hub name) of a causal language model.")
     create: CreateModelConfig | None = section(None, help="Make a small random model instead of loading one.")

@@ -1,4 +1,4 @@
-"""What is sampled, in a step and in between, for validation."""
+"""Sampling: for the rollouts of a step, and for validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.config.sections.places import PlacementConfig
 
 
 class RolloutConfig(Section):
-    """What is sampled in a step."""
+    """Rollouts of a step."""
 
     num_prompts: int = key(64, at_least=1, at_most=2**20, unit="prompts", help="P: prompts per training step.")
     group_size: int = key(8, at_least=1, at_most=2**16, unit="rollouts", help="G: rollouts per prompt.")
@@ -45,7 +45,8 @@ class RolloutConfig(Section):
         None, at_least=0, at_most=65535, help="Port of this machine at which the run answers OpenAI's API (0: any)."
     )
     exact: bool = key(
-        False, help="Whether logits are the same bits in any company (docs/rollouts.md); several times slower."
+        False,
+        help="Whether logits are bit-identical whatever else is in the batch (docs/rollouts.md); several times slower.",
     )
     max_batch_rows: int = key(
         1024,
