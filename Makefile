@@ -40,6 +40,7 @@ gpu-check:
 format: .venv/installed
 	$(BIN)/ruff check --fix src tests benchmarks examples
 	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/python docs/house.py
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "rallypoint needs Python 3.11 or newer, found %d.%d: make PYTHON=python3.12" % v[:2])'

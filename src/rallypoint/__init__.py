@@ -1,7 +1,8 @@
 """rallypoint: reinforcement learning for language models, from a laptop to a cluster.
 
-The command is `rally`; the page to read first is `rallypoint/recipes/ppo.py`. Importing this package
-imports neither torch nor ray.
+Must not know: torch or Ray when it is imported; the page to read first is `rallypoint/recipes/ppo.py`.
+
+The command is `rally`.
 """
 
 __version__ = "0.1.0"

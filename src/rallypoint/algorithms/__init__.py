@@ -1,6 +1,8 @@
 """Advantages, losses and KL: pure functions of tensors, the same on one process and on a thousand.
 
-Nothing here knows of processes, configs or models. `estimators`, `policy_losses` and `corrections` have a class for
+Must not know: processes, configs, models.
+
+`estimators`, `policy_losses` and `corrections` have a class for
 every name, with its parameters; docs/algorithms.md lists them. Shape legend: P prompts per step, G rollouts per
 prompt, B = P*G rows, T tokens (of a packed stream), V vocabulary; N is the number of trained tokens, and B1 in an
 annotation is B+1, the length of offsets.

@@ -1,4 +1,6 @@
-"""Processes and how they are called. The only package that imports ray; it knows no tensors and no RL.
+"""Processes and how they are called: pools, worker groups, dispatch, failures. The only importer of Ray.
+
+Must not know: tensors, roles, configs, RL.
 
 Ray itself is imported when a `RayRuntime` is asked for and not before, so that everything else works
 where it is not installed.

@@ -49,8 +49,8 @@ class _Process:
 
     def fault(self) -> str | None:
         """Return what is wrong with it; a process under a debugger does not count as stopped."""
+        state = _state(self.pid)  # first, so that the status of one that has just ended is known by then
         code = None if self.started is None else self.started.poll()
-        state = _state(self.pid)
         if code is not None and code < 0:
             return f"was killed by signal {-code}"
         if code is not None or state in {None, "Z", "X"}:

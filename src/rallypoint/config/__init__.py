@@ -1,4 +1,7 @@
-"""The config: a frozen, typed tree that is checked whole before anything starts."""
+"""The config: a frozen, typed tree that is checked whole before anything starts.
+
+Must not know: torch, Ray, recipes; it can be checked without them.
+"""
 
 from rallypoint.config.fields import Problem, leaves, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config

@@ -1,4 +1,6 @@
 """What is particular to running on CPUs; docs/cpu.md says what each part of it gains, measured.
 
-Threads, kernel caches, pages of memory, and operations in pieces that fit a cache. Knows neither models nor roles.
+Must not know: models, roles, configs.
+
+Threads, kernel caches, pages of memory, and operations in pieces that fit a cache.
 """

@@ -1,4 +1,6 @@
-"""Data sets, prompts and tokenizers: everything that comes before the first token is sampled.
+"""Data sets, prompts and tokenizers: everything before the first token is sampled.
+
+Must not know: models, roles, tensors.
 
 Importing this package imports neither torch nor transformers nor pyarrow; they come with the first call
 that needs them.

@@ -1,6 +1,6 @@
 """What a person sees of a run: the panel, plain lines, the learning curve.
 
-Knows neither torch nor Ray nor the config; is told plain numbers and texts (`run.reports`).
+Must not know: torch, Ray, the config; it is given plain numbers and texts (`run.reports`).
 """
 
 from rallypoint.display.curve import save_curve

@@ -1,4 +1,7 @@
-"""One rank of training."""
+"""One rank of training: micro-batches, gradients, the optimizer step.
+
+Must not know: roles, other processes but through `parallel`, where batches come from.
+"""
 
 from rallypoint.engine.forward import (
     choosing_tokens,

@@ -1,6 +1,6 @@
-"""The families of models that are known part by part: every `Family` in a file of this folder, and nothing else to do.
+"""Facts about families of models, a file each.
 
-Owns: facts. Must not know: torch, transformers, or what is made of the facts.
+Must not know: torch, transformers, what is made of the facts.
 """
 
 from __future__ import annotations

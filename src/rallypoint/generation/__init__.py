@@ -1,4 +1,7 @@
-"""One rank of sampling: a protocol for engines, the engines, and what runs them. Must not know what samples are for."""
+"""One rank of sampling: a protocol for engines, the engines, and what runs them.
+
+Must not know: what samples are for; prompts, rewards, training.
+"""
 
 from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.generation.hf import HFEngine

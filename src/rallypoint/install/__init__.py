@@ -1,4 +1,7 @@
-"""Engines that run in Python environments of their own: made, found, removed."""
+"""Engines that run in Python environments of their own: made, found, removed.
+
+Must not know: what an engine does; it imports none of them.
+"""
 
 from rallypoint.install.engines import BUILDS, Build
 from rallypoint.install.environment import Environment, Installed, engines_folder, find_engine, installed_engines

@@ -1,4 +1,7 @@
-"""Model folders of Hugging Face and PEFT: read, checked and written, by every rank for its own part."""
+"""Model folders of Hugging Face and PEFT: read, checked and written, by every rank for its own part.
+
+Must not know: how a model computes, roles, runs.
+"""
 
 from rallypoint.model_files.adapters import (
     adapters_of,

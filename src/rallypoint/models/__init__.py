@@ -1,4 +1,7 @@
-"""The arithmetic of Hugging Face models on packed rows, and the part of a model that one rank holds."""
+"""The arithmetic of Hugging Face models on packed rows, and the part of a model that one rank holds.
+
+Must not know: files, optimizers, roles, losses.
+"""
 
 from rallypoint.models.attention import ATTENTION, PackedRows, Rows
 from rallypoint.models.head import lm_head, value_head

@@ -1,6 +1,6 @@
 """What a run measures: spans of time, FLOPs, memory, health.
 
-Knows neither the run's folder nor a display; takes and returns plain numbers and texts.
+Must not know: the run's folder, displays; it takes and returns plain numbers and texts.
 """
 
 from rallypoint.observability.health import RULES, Health, Rule, health

@@ -1,4 +1,7 @@
-"""Groups of ranks and their collectives, by torch.distributed only."""
+"""Groups of ranks and their collectives, with torch.distributed only.
+
+Must not know: models, roles, Ray.
+"""
 
 from rallypoint.parallel.autograd import exchange_for_columns, exchange_for_rows, gather_rows, reduce, replicate
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect

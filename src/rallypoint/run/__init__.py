@@ -1,6 +1,8 @@
-"""The record of a run: its folder, how it was started, its metrics, the reports made from them, what a resume compares.
+"""The record of a run: its folder, how it was started, its metrics, its reports, what a resume compares.
 
-Knows neither roles nor recipes nor displays. Values flow one way:
+Must not know: roles, recipes, displays.
+
+Values flow one way:
 
     span -> Spans ─┐
                    ├─> MetricsLog (metrics.jsonl) -> save_curve, Summary.from_metrics

@@ -1,6 +1,6 @@
-"""An endpoint: OpenAI's API in front of any engine that samples.
+"""The endpoint: OpenAI's API in front of any engine that samples. Needs the extra `serve`.
 
-Owns: HTTP in, answers out. Must not know: which engine answers, where its weights come from. Needs the extra `serve`.
+Must not know: which engine answers, where its weights come from.
 """
 
 from rallypoint.serving.app import Access, make_app

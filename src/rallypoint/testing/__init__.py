@@ -1,4 +1,6 @@
-"""What holds an advantage, a loss or a correction to its paper; for rallypoint's own tests and for yours.
+"""What holds an advantage, a loss or a correction to its paper; for our tests and for yours.
+
+Must not know: processes, models, configs.
 
     from rallypoint.algorithms import OwnObjective
     from rallypoint.testing import check_objective
@@ -6,7 +8,7 @@
     check_objective(OwnObjective(function=my_loss))     # raises ConformanceError, and says what is wrong
 
 Owns: batches that break careless functions, the checks, the papers' formulas as loops over tokens, and a policy
-whose responses can be enumerated. Must not know: processes, models, configs.
+whose responses can be enumerated.
 """
 
 from rallypoint.testing.cases import CASES, Case

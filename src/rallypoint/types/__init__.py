@@ -1,4 +1,7 @@
-"""The carriers that travel between roles, and the metrics that come back."""
+"""The carriers that travel between roles, and the metrics that come back.
+
+Must not know: who makes or reads them.
+"""
 
 from rallypoint.types.batch import (
     ActorBatch,

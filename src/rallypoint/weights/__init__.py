@@ -1,6 +1,6 @@
 """Weight sync: from the ranks of the actor to those of the rollout role.
 
-Knows processes, memory and folders, but neither roles nor when weights are published.
+Must not know: roles, when weights are published.
 """
 
 from rallypoint.weights.checksums import fingerprint

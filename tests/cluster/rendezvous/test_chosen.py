@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from rallypoint.cluster import InlineRuntime, Mesh, WorkerContext
+from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import load_config
 from rallypoint.roles.placement import SharedFolder, WorkerSpec, rendezvous_of
+
+
+class OnRay(InlineRuntime):
+    """Threads, with the rendezvous of the runtime on Ray."""
+
+    def open_rendezvous(self, scope):
+        return open_rendezvous("ray", scope)
 
 
 @pytest.mark.parametrize("kind", ["auto", "tcp", "etcd", "ray"])
@@ -18,7 +26,7 @@ def test_ranks_meet_where_the_config_says(kind, request, tmp_path):
     if kind == "ray":
         request.getfixturevalue("local_ray")
     config = load_config("digits", overrides).config
-    runtime = InlineRuntime(log_folder=tmp_path)
+    runtime = (OnRay if kind == "ray" else InlineRuntime)(log_folder=tmp_path)
     rendezvous = rendezvous_of(config, runtime)
     assert rendezvous is not None
     expected = {"auto": "Memory", "tcp": "Tcp", "etcd": "Etcd", "ray": "Ray"}[kind]

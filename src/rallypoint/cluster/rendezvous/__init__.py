@@ -1,7 +1,9 @@
 """How ranks that start at different times, on different machines, find each other.
 
+Must not know: tensors, roles; what ranks bring each other is bytes.
+
 One protocol (`Rendezvous.join`), one set of rules (`room`), and four places where rooms can be kept: the memory of one
-process, a named Ray actor, torch's TCPStore, an etcd server. Knows no tensors: what ranks bring each other is bytes.
+process, a named Ray actor, torch's TCPStore, an etcd server.
 
     with rendezvous.join("actor", rank=1, world_size=4, payload=address, timeout_s=60) as membership:
         peers = [member.payload for member in membership.members]

@@ -1,4 +1,7 @@
-"""Our own engine: continuous batching over blocks of keys and values, on the very modules that are trained."""
+"""Our own engine: continuous batching over blocks of keys and values, on the modules that are trained.
+
+Must not know: other engines, roles.
+"""
 
 from rallypoint.generation.native.engine import NativeEngine
 

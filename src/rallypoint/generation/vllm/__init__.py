@@ -1,4 +1,7 @@
-"""vLLM as an engine: a server in an environment of its own, talked to over HTTP."""
+"""vLLM as an engine: a server in an environment of its own, reached over HTTP.
+
+Must not know: other engines, roles; it imports nothing of vLLM here.
+"""
 
 from rallypoint.generation.vllm.engine import VLLMEngine
 from rallypoint.generation.vllm.server import Launch, Server, ServerProcess

@@ -1,1 +1,4 @@
-"""What is particular to decoding on accelerators."""
+"""What is particular to decoding on accelerators.
+
+Must not know: requests, the scheduler.
+"""

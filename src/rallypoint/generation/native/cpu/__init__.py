@@ -1,1 +1,4 @@
-"""What is particular to decoding on CPUs."""
+"""What is particular to decoding on CPUs.
+
+Must not know: requests, the scheduler.
+"""
