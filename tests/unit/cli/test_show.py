@@ -150,6 +150,17 @@ def test_the_plan_says_how_cores_that_would_be_idle_are_used(command, wanted):
     assert ("cluster.pools=null uses them" in text) == (int(wanted) < num_cores())
 
 
+def test_a_run_of_ones_own_uses_all_cores_without_being_told(command, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "base: grpo\nmodel: {create: {}}\ndata: {generate: {}, max_prompt_tokens: 16}\nreward: {function: digits}\n"
+    )
+    text = "\n".join(lines_of(command("train", str(tmp_path / "mine.yaml"), "--dry-run")))
+    assert f"chosen for the {num_cores()} core" in text
+    assert "are used; cluster.pools=null" not in text
+    shown = "\n".join(lines_of(command("config", str(tmp_path / "mine.yaml"))))
+    assert re.search(r"cluster\.pools +null +automatic", shown)
+
+
 def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known_and_then_what_to_do_without_a_network(process, tmp_path):
     (tmp_path / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info=None): ...")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}')

@@ -39,3 +39,20 @@ def test_larger_chunks_of_the_head_are_counted(here: Path):
     wide = dataclasses.replace(shape, vocab_size=150_000)
     here_and_there = [role_memory(load(device), "actor", wide).activations for device in ("cpu", "cuda")]
     assert here_and_there[1] > 2**30 > here_and_there[0] / 4
+
+
+def test_ranks_that_share_the_weights_have_their_part_as_masters_and_whole_layers_one_at_a_time(here: Path):
+    config = load("cuda")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    mesh = config.actor.mesh.model_copy(update={"dp_shard": 2})
+    sharded = config.model_copy(update={"actor": config.actor.model_copy(update={"mesh": mesh})})
+    shape = shape_of(config)
+    assert shape is not None
+    alone, part = role_memory(config, "actor", shape), role_memory(sharded, "actor", shape)
+    trained = shape.num_parameters // 2
+    # The shards are float32 masters; whole weights of half precision have masters beside them.
+    assert (alone.weights, alone.optimizer) == (2 * shape.num_parameters, 12 * shape.num_parameters)
+    assert (part.weights, part.gradients, part.optimizer) == (4 * trained, 4 * trained, 8 * trained)
+    outside = shape.num_parameters - shape.num_backbone_parameters
+    layers = 2 * shape.num_backbone_parameters // shape.num_layers
+    assert part.activations - alone.activations == 2 * (outside + layers)

@@ -6,7 +6,15 @@ from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
 from rallypoint.plan import make_plan
 from rallypoint.plan.role_memory import reserved_tokens
-from rallypoint.recipes.machine import Accelerator, Machine, check_machine, look_around, plan_on
+from rallypoint.recipes.machine import (
+    Accelerator,
+    Machine,
+    check_machine,
+    choices,
+    describe_choices,
+    look_around,
+    plan_on,
+)
 
 GIB = 2**30
 H100 = Accelerator("NVIDIA H100", 80 * GIB)
@@ -143,3 +151,15 @@ def test_a_cache_of_a_size_that_was_said_is_planned_as_it_is():
     config = load_config("digits", (*GPU, *LONG_ROWS, "rollout.cache_tokens=1000000")).config
     plan = plan_on(config, Machine(8, 64 * GIB, (Accelerator("tiny", 2**20),)))
     assert cache_of(plan) == cache_of(make_plan(config))
+
+
+def test_a_dry_run_says_what_was_chosen_for_this_machine_and_what_the_alternatives_need():
+    here = look_around(load_config("digits").config)
+    loaded = load_config("digits", ["cluster.pools=null"], choose=choices)
+    [said] = describe_choices(loaded, here)
+    assert said.startswith("cluster.pools={main: [")
+    assert said.endswith(f"chosen for the {here.num_cores} core{'s' if here.num_cores > 1 else ''} here")
+    assert list(describe_choices(load_config("digits"), here)) == []
+    [said] = describe_choices(load_config("digits", GPU), SERVER)
+    assert said.startswith("engine.activations=checkpoint: a process would need keep ")
+    assert said.endswith(" GiB; a device has 80.0 GiB, of which a plan may fill 80%")
