@@ -31,8 +31,7 @@ def train(
     recipe: Config,
     overrides: Overrides = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint of this run (or recipe's newest run)."),
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run (or recipe's newest run).")
     ] = False,
     from_step: Annotated[
         int | None,

@@ -79,11 +79,7 @@ def open_runtime(
         ) from None
     if address is None:
         cluster = RayCluster.start_local(
-            log_folder=log_folder,
-            object_store_gib=object_store_gib,
-            dashboard=dashboard,
-            say=say,
-            silence_s=silence_s,
+            log_folder=log_folder, object_store_gib=object_store_gib, dashboard=dashboard, say=say, silence_s=silence_s
         )
     else:
         cluster = RayCluster.join(address, namespace=namespace, say=say, silence_s=silence_s)

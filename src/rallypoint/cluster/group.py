@@ -76,11 +76,7 @@ class WorkerGroup(Generic[WorkerT]):
 
     @classmethod
     async def create(
-        cls,
-        layout: Layout,
-        kind: Callable[Concatenate[Any, P], MadeT],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        cls, layout: Layout, kind: Callable[Concatenate[Any, P], MadeT], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerGroup[MadeT]:
         """Make one worker in each process.
 
@@ -110,11 +106,7 @@ class WorkerGroup(Generic[WorkerT]):
         return group
 
     def call(
-        self,
-        method: Callable[Concatenate[WorkerT, P], ResultT],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
     ) -> Call[ResultT]:
         """Call a method by its rule; see `Call` for the result and its errors."""
         rule = rule_of(method)

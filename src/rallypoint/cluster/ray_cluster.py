@@ -114,10 +114,7 @@ class RayCluster:
         self.daemons = RayDaemons(worker._global_node, None if own is None else own.logs)
         """Ray's daemons that this program needs."""
         self.ray_thread = RayThread(
-            limit_s=silence_s,
-            fault=self.daemons.fault,
-            note_busy=None if own is None else own.note_busy,
-            say=say,
+            limit_s=silence_s, fault=self.daemons.fault, note_busy=None if own is None else own.note_busy, say=say
         )
         """The thread in which Ray is asked whatever may block."""
         self._is_leaving = False

@@ -17,14 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import (
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rallypoint.cluster.mesh import Mesh

@@ -24,12 +24,7 @@ from rallypoint.cluster.ray_cluster import RayCluster
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rallypoint.cluster.call import Process

@@ -11,13 +11,7 @@ from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.files import check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_prompts
 from rallypoint.data.stream import PromptStream
-from rallypoint.data.tokenizer import (
-    decoder,
-    load_tokenizer,
-    make_digits_tokenizer,
-    save_tokenizer,
-    template_errors,
-)
+from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
 
 __all__ = [
     "Dataset",

@@ -102,10 +102,7 @@ def make_digits(
         ValueError: an argument is out of range, or the task has too few distinct prompts.
     """
     kind = make_task(task, num_digits=num_digits)
-    for name, count in (
-        ("num_train_prompts", num_train_prompts),
-        ("num_validation_prompts", num_validation_prompts),
-    ):
+    for name, count in (("num_train_prompts", num_train_prompts), ("num_validation_prompts", num_validation_prompts)):
         if count < 1:
             raise ValueError(f"{name}: expected at least 1, found {count}")
     if num_validation_prompts >= kind.num_prompts:

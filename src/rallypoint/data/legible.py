@@ -84,8 +84,7 @@ class Legibility:
     def _unknown_parts(self, conversation: Sequence[dict[str, str]]) -> list[str]:
         """Return the parts of a prompt's text that are unknown tokens."""
         text = cast(
-            "str",
-            self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False),
+            "str", self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
         )
         if not self.tokenizer.is_fast:  # it does not say where in the text its tokens are
             each = [(character, self.tokenizer.encode(character, add_special_tokens=False)) for character in text]

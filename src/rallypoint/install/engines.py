@@ -32,10 +32,7 @@ BUILDS: dict[str, dict[str, Build]] = {
             module="vllm",
         ),
         "cuda": Build(
-            first=(),
-            packages=("vllm==0.32.0", "transformers<5.20", "xxhash>=3.5"),
-            removed=(),
-            module="vllm",
+            first=(), packages=("vllm==0.32.0", "transformers<5.20", "xxhash>=3.5"), removed=(), module="vllm"
         ),
     }
 }

@@ -125,12 +125,7 @@ class Room:
     """
 
     def __init__(
-        self,
-        capacity: int,
-        deadlines: Deadlines,
-        complain: Complaints,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, capacity: int, deadlines: Deadlines, complain: Complaints, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Begin without connections."""
         self.capacity, self.deadlines, self.complain, self.clock = capacity, deadlines, complain, clock

@@ -130,10 +130,7 @@ class Rendezvous:
             raise ValueError(f"generations of rendezvous {name!r} are counted from 1, got {generation}")
         member = Member(rank, payload, platform.node(), os.getpid(), uuid.uuid4().hex, time.time())
         wait = Wait(
-            f"rendezvous {name!r}",
-            timeout_s,
-            lambda line: _LOG.warning("%s: %s", member, line),
-            every_s=_VOICE_EVERY_S,
+            f"rendezvous {name!r}", timeout_s, lambda line: _LOG.warning("%s: %s", member, line), every_s=_VOICE_EVERY_S
         )
         with contextlib.ExitStack() as unless_joined:
             renewal = _Renewal(self.rooms, name, member.incarnation)
