@@ -1,10 +1,10 @@
 """Between an event loop, where clients are served, and the thread in which an engine steps.
 
-Owns: how many responses are under way, and that all of them end. Must not know: HTTP, texts.
+Owns: the number of running responses, and that each of them ends. Must not know: HTTP, texts.
 
-Consumes: requests, from the event loop. Produces: outputs, in the event loop. Waits for: nothing; what is over the
-bound is refused. Unblocked by: the engine. A reader that is slow lets its own outputs pile up, at most as many as its
-request may have tokens, and holds nobody else up.
+Consumes: requests, from the event loop. Produces: outputs, in the event loop. Waits for: nothing; requests over the
+limit are refused. Unblocked by: the engine. The outputs of a slow reader pile up, at most as many as its request may
+have tokens, and delay nobody else.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Bridge:
     """Passes requests to an engine, and outputs back."""
 
     def __init__(self, engine: Taker, *, max_concurrency: int) -> None:
-        """Let at most so many responses be under way."""
+        """Allow at most `max_concurrency` running responses."""
         self._engine = engine
         self.max_concurrency = max_concurrency
         self.num_running = 0
-        """Responses that are under way."""
+        """Responses that are being sampled."""
         self.failure: GenerationError | None = None
-        """Why the last requests could not be answered; None after one that was."""
+        """Why the last requests failed; None after one that succeeded."""
 
     @property
     def has_failed(self) -> bool:
@@ -55,10 +55,10 @@ class Bridge:
         return self._engine.has_failed
 
     def check_room(self, num: int) -> None:
-        """Say whether so many more responses may be under way.
+        """Check that there is room for more responses.
 
         Raises:
-            EndpointError: they may not now, or never.
+            EndpointError: there is none now, or never.
         """
         most = self.max_concurrency
         if num > most:
@@ -72,10 +72,10 @@ class Bridge:
 
     @contextlib.contextmanager
     def ask(self, requests: Sequence[Request]) -> Iterator[AsyncIterator[list[tuple[int, Output]]]]:
-        """Have some responses sampled while the context lasts; what has not ended then is given up.
+        """Have responses sampled inside the context; those that have not ended when it closes are cancelled.
 
-        Yields what has come since the last time, again and again: outputs, each with its request's place in `requests`.
-        The iteration ends with the last output of the last request, and raises the error of one that failed.
+        Yields batches of new outputs, each with its request's index in `requests`. The iteration ends with the last
+        output of the last request, and raises the error of one that failed.
 
         Raises:
             EndpointError: see `check_room`.
@@ -117,7 +117,7 @@ class _Outputs:
                 self._loop.call_soon_threadsafe(self._is_new.set)
 
     async def read(self) -> AsyncIterator[list[tuple[int, Output]]]:
-        """Yield what has come, until all have ended."""
+        """Yield new outputs until all requests have ended."""
         while self._num_open:
             await self._is_new.wait()
             self._is_new.clear()  # before the first is taken, so that none is overlooked

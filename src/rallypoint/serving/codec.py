@@ -1,8 +1,8 @@
 """Text to token ids and back, beside an event loop.
 
 Owns: the tokenizer, and the one thread in which it encodes: tokenizers change their settings while they encode, and a
-long text must not hold the loop up. What is far longer than so many tokens are is not encoded, or everybody else would
-wait for it. Must not know: requests, engines.
+long text must not block the loop. A text far beyond the token limit is not encoded, because everybody else would wait
+for it. Must not know: requests, engines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rallypoint.errors import EndpointError
 TokenIds: TypeAlias = tuple[int, ...]
 
 _SLACK = 16
-"""Times as many characters as tokens have may be in a text: some tokenizers drop spaces, or take a word for one token
-however long it is."""
+"""Factor by which a text may exceed the characters of that many longest tokens: some tokenizers drop spaces, or take a
+word of any length for one token."""
 
 
 class Codec:
@@ -32,7 +32,7 @@ class Codec:
         self.decode = decoder(tokenizer)
         """Returns the text of tokens, without special ones."""
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        """Characters that a token has at most; of some tokenizers more, as they count bytes."""
+        """Most characters of a token; more than that for tokenizers that count bytes."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> TokenIds:

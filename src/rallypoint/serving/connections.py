@@ -1,11 +1,11 @@
 """How long clients may take, how many of them there may be, and what is logged about them.
 
-Owns: a deadline for every stage of a connection, the bound on their number, and how often is complained. Must not know:
-what is answered, who accepts.
+Owns: a deadline for every stage of a connection, the limit on their number, and how often complaints are logged. Must
+not know: what is answered, who accepts.
 
-uvicorn reads and writes HTTP, and ends connections on which no next request begins. It waits for ever for the rest of
-a head, for the rest of a body after the answer, and for a client to read; and it has no bound on connections, only on
-requests whose head is complete. These are here.
+uvicorn reads and writes HTTP, and closes idle connections. But it waits for ever for the rest of a head, for the rest
+of a body after the answer, and for a client to read; and it limits only requests whose head is complete, not
+connections.
 """
 
 from __future__ import annotations
@@ -92,16 +92,16 @@ class Complaints(logging.Handler):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds that a client may take for what it has to do before its connection is closed."""
+    """Seconds that a client may take at each stage before its connection is closed."""
 
     head_s: float = 20.0
-    """For a request's head to arrive, from the connection on; on one that is kept, from its first byte on."""
+    """Time for a request's head to arrive, from the start of the connection; on a kept one, from the first byte."""
     idle_s: float = 60.0
-    """For the next request to begin."""
+    """Time for the next request to begin."""
     unread_s: float = 60.0
-    """For some of what we have written to be read, where the buffers are full of it."""
+    """Time for a client to read something, if the buffers are full."""
     rest_s: float = 5.0
-    """For the rest of a body that was refused, or of an answer after which the connection is closed."""
+    """Time for the rest of a refused body, or of an answer after which the connection is closed."""
 
 
 class Stage(enum.Enum):
@@ -117,11 +117,11 @@ class Stage(enum.Enum):
 
 
 class Room:
-    """The connections that there are, at most so many.
+    """The open connections, at most `capacity`.
 
-    When a further one comes, those that have waited longest for their clients make room, a sixteenth at a time: who has
-    something to ask sends it at once. Connections whose answer we are working on stay, and where all are such, the new
-    one is refused.
+    When another one comes, those that have waited longest for their clients are closed, a sixteenth at a time: a client
+    with something to ask sends it at once. Connections that are being answered stay; if all are, the new one is
+    refused.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Room:
         self._connections.discard(connection)
 
     def has_place(self) -> bool:
-        """Say whether another connection may come, and make place for it if one can go."""
+        """Return whether another connection may come, after closing some that wait if there is no room."""
         if len(self._connections) < self.capacity:
             return True
         waiting = [connection for connection in self._connections if connection.stage is not Stage.ANSWER]
@@ -156,7 +156,7 @@ class Room:
         return True
 
     def close_overdue(self) -> None:
-        """Close the connections whose clients have not done in time what they had to; to be called now and then."""
+        """Close the connections that are past their deadline; call it now and then."""
         now = self.clock()
         for connection in list(self._connections):
             connection.look()
@@ -174,11 +174,11 @@ class Connection(H11Protocol):
         self._room = room
         self._at: tuple[Stage, object] = (Stage.HEAD, None)
         self._has_begun = False
-        """Whether a part of the next request's head has come."""
+        """Whether part of the next request's head has arrived."""
         self.since = room.clock()
-        """When it came to its stage."""
+        """Time at which it entered its stage."""
         self.deadline = self.since + room.deadlines.head_s
-        """When it is closed, unless it comes to another stage."""
+        """Time at which it is closed, unless it enters another stage."""
 
     @property
     def stage(self) -> Stage:
@@ -186,7 +186,7 @@ class Connection(H11Protocol):
         return self._at[0]
 
     def look(self) -> None:
-        """Begin the deadline of a stage that it has come to."""
+        """Start the deadline of a new stage."""
         # Stages of different requests are different stages: each request has a cycle of its own.
         at = (self._find_stage(), self.cycle)
         if at == self._at:
@@ -205,7 +205,7 @@ class Connection(H11Protocol):
         self.deadline = self.since + seconds[at[0]]
 
     def give_up(self) -> None:
-        """Close it: its client has not done in time what it had to."""
+        """Close it: its client is past the deadline."""
         if self.stage is Stage.HEAD and self._has_begun:
             seconds = self._room.deadlines.head_s
             self._room.complain(f"the head of a request did not arrive within {seconds:g} s; its connection is closed")
@@ -274,7 +274,7 @@ class Connection(H11Protocol):
 
 
 def refusal(status: int, message: str) -> bytes:
-    """Return a whole answer, for where there is no request to answer; the connection has to be closed after it."""
+    """Return a whole response without a request; the connection must be closed after it."""
     body = json.dumps(error_body(EndpointError(status, message))).encode()
     head = (
         f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",

@@ -1,6 +1,6 @@
-"""From the body of a request to that of its answer, or to a stream of events.
+"""From the body of a request to the body of its answer, or to a stream of events.
 
-Owns: what happens between the two, and that it ends when the client goes. Must not know: routes, keys.
+Owns: what happens between the two, and that it ends when the client disconnects. Must not know: paths, keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STREAM_HEADERS = [
 
 
 class Sampler(Protocol):
-    """What there is to say of an engine, or of many that act as one."""
+    """What is known of an engine, or of several that act as one."""
 
     @property
     def version(self) -> int:
@@ -49,22 +49,22 @@ class Sampler(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What answers."""
+    """The model that is served."""
 
     name: str
-    """Under which clients ask for it."""
+    """Name by which clients ask for it."""
     engine: Sampler
-    """Requests go over the bridge."""
+    """What is known of the engine; requests go over the bridge."""
     bridge: Bridge
     codec: Codec
     stop_tokens: tuple[int, ...]
     """Each of them ends a response."""
 
     def check_name(self, name: str | None) -> None:
-        """Compare the model that a client names with this one.
+        """Check that a client asks for this model.
 
         Raises:
-            EndpointError: it is another one.
+            EndpointError: it asks for another one.
         """
         if name not in (None, self.name):
             message = f"model {name!r} is not served here, only {self.name!r}"
@@ -75,12 +75,12 @@ class SamplingRoute(Generic[RequestT]):
     """One of the two routes that sample, as an ASGI application."""
 
     def __init__(self, model: Model, kind: type[RequestT], max_body_bytes: int, patience_s: float) -> None:
-        """Answer requests of at most so many bytes, which have to arrive within so many seconds."""
+        """Answer requests of at most `max_body_bytes`, which must arrive within `patience_s` seconds."""
         self._model, self._kind = model, kind
         self._max_body_bytes, self._patience_s = max_body_bytes, patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a request, sample, and answer, unless the client goes before."""
+        """Read a request, sample, and answer, unless the client disconnects first."""
         with contextlib.suppress(ClientDisconnect):
             body = await _read_body(Call(scope, receive), self._max_body_bytes, self._patience_s)
             await _while_connected(receive, self._answer(read_request(self._kind, body), scope, receive, send))
@@ -171,7 +171,7 @@ async def _read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do something, and give it up when the client goes."""
+    """Do some work, and cancel it when the client disconnects."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +189,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _encode(asked: ClientRequest, codec: Codec, max_tokens: int) -> tuple[TokenIds, ...]:
-    """Return the prompts as token ids; texts that are far too long for so few tokens are refused before.
+    """Return the prompts as token ids; texts far too long for `max_tokens` are refused without being encoded.
 
     Raises:
         EndpointError: see `Codec`.
@@ -231,7 +231,7 @@ def _limit(asked: ClientRequest, num_prompt_tokens: int, max_request_tokens: int
 async def _stream(
     send: Send, shape: Shape, choices: Sequence[Choice], outputs: AsyncIterator[list[tuple[int, Output]]]
 ) -> None:
-    """Send what becomes known as events; an error is the last one."""
+    """Send outputs as events while they arrive; an error is the last one."""
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     has_begun: set[int] = set()
     version = 0

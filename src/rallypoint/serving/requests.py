@@ -1,9 +1,9 @@
-"""What clients may ask: the fields of OpenAI's chat and completions requests, and a few of our own.
+"""What clients may ask for: the fields of OpenAI's chat and completions requests, and a few of our own.
 
-Owns: which fields are understood, their ranges, and what is said about the others. Must not know: HTTP, engines.
+Owns: which fields are supported, their ranges, and the errors about others. Must not know: HTTP, engines.
 
-Invariant: a field is obeyed, or it cannot change the answer, or it is refused by name. One that is null counts as
-absent, as clients that send a whole object back expect.
+Invariant: a field is obeyed, or cannot change the answer, or is refused by name. A null field counts as absent, because
+some clients send a whole object back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rallypoint.errors import EndpointError
 IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
 )
-"""Fields that say nothing about the tokens."""
+"""Fields that do not affect the tokens."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-"""Fields that are not supported -> the values that ask for nothing."""
+"""Unsupported fields -> the values that have no effect."""
 
 _MAX_STOP_CHARACTERS = 256
 
@@ -82,22 +82,22 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """All that it says."""
+        """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ClientRequest(BaseModel, abc.ABC):
-    """What both kinds of request may say."""
+    """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     model: str | None = None
-    """None: the one that is served."""
+    """None: the model that is served."""
     n: int = Field(1, ge=1)
     """Answers to each prompt."""
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
-    """Before so many no answer ends by a stop token or string."""
+    """Tokens before which no stop token or string ends an answer."""
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=MAX_TOP_K)
@@ -110,7 +110,7 @@ class ClientRequest(BaseModel, abc.ABC):
         description=f"a string or a list of strings, of 1 to {_MAX_STOP_CHARACTERS} characters each",
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    """None: other tokens every time."""
+    """None: a new one every time."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
@@ -119,12 +119,12 @@ class ClientRequest(BaseModel, abc.ABC):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that an answer may have, where the client says so."""
+        """Most tokens of an answer; None if the client does not say."""
         return self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Each of them ends an answer and is not part of it."""
+        """Strings that end an answer and are not part of it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -135,7 +135,7 @@ class ClientRequest(BaseModel, abc.ABC):
     @property
     @abc.abstractmethod
     def num_alternatives(self) -> int:
-        """Other tokens at each place whose logprobs are asked for."""
+        """Number of alternative tokens per position whose logprobs are asked for."""
 
 
 class ChatRequest(ClientRequest):
@@ -149,7 +149,7 @@ class ChatRequest(ClientRequest):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that an answer may have; None: as many as there is room for."""
+        """Most tokens of an answer; None: as many as there is room for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

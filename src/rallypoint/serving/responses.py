@@ -1,9 +1,9 @@
-"""What clients are answered: the bodies of OpenAI's chat and completions API, whole or in chunks.
+"""The bodies of responses in OpenAI's chat and completions API, whole or in chunks.
 
 Owns: the shape of every body. Must not know: HTTP, engines, how text is cut off tokens.
 
-Two things are added to OpenAI's shapes where `return_token_ids` asks for them: `token_ids` and `versions` of every
-choice, one entry for each token, and the prompt's ids; and `sampled_logprobs` wherever logprobs are asked for.
+Additions to OpenAI's format: with `return_token_ids`, the `token_ids` and `versions` of every choice, one entry per
+token, and the prompt's ids; with logprobs, `sampled_logprobs`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What has become known of one choice."""
+    """New tokens and text of one choice."""
 
     index: int
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the model as trained; one for each token, as are the next two."""
+    """Logprobs of the model as trained; one per token, as are the next two."""
     sampled_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: Literal["stop", "length"] | None
@@ -48,13 +48,13 @@ class Shape:
     has_logprobs: bool
     has_token_ids: bool
     has_usage: bool
-    """Whether chunks have a place for it."""
+    """Whether chunks have a field for it."""
     token_text: Callable[[int], str]
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def whole(self, deltas: Sequence[Delta]) -> JSON:
-        """Return the body of an answer that is not streamed, from all that became known of each choice."""
+        """Return the body of an answer that is not streamed, from the whole of each choice."""
         version = min((version for delta in deltas for version in delta.versions), default=0)
         choices = [self._choice(delta, is_chunk=False) for delta in deltas]
         return self._envelope(version, choices, is_chunk=False) | {"usage": self.usage(deltas)}
@@ -125,7 +125,7 @@ class Shape:
 
 
 def fingerprint(version: int) -> str:
-    """Return how the weights of a version are named in answers.
+    """Return the name of a version of the weights in responses.
 
     >>> fingerprint(20)
     'version-20'
@@ -134,7 +134,7 @@ def fingerprint(version: int) -> str:
 
 
 def status_of(error: RallyError) -> int:
-    """Return the HTTP status for an error: what is not the client's fault is ours."""
+    """Return the HTTP status for an error; 500 unless it is the client's fault."""
     if isinstance(error, EndpointError):
         return error.status
     if isinstance(error, BusyError):
@@ -159,5 +159,5 @@ def error_body(error: RallyError) -> JSON:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """Return the bytes of a token's text; None where it is a part of a character, whose bytes are not known here."""
+    """Return the bytes of a token's text; None for a part of a character, whose bytes are not known here."""
     return None if "\ufffd" in text else list(text.encode())

@@ -2,8 +2,8 @@
 
 Owns: listening, accepting, and the end. Must not know: what is served.
 
-Connections are not accepted by uvicorn: where descriptors run out, the server of asyncio that it uses tries 2,048 times
-at once, logs each time, and does the same again for each of them a second later.
+Connections are not accepted by uvicorn: when descriptors run out, its asyncio server tries 2,048 times at once, logs
+each time, and does the same again for each of them a second later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rallypoint.errors import ServingError
 from rallypoint.serving.connections import Complaints, Connection, Deadlines, Room, refusal
 
 _LAST_WORDS_S = 5.0
-"""Time for errors to reach clients, once what they wait for was given up."""
+"""Time for errors to reach clients, once their requests were cancelled."""
 _BACKLOG = 2048
 _FEWEST, _MOST = 8, 1000
 """Connections at once."""
@@ -132,10 +132,10 @@ class Server:
             raise ServingError(f"cannot listen: {self._failure.strerror}; choose another --port") from self._failure
 
     def stop(self, give_up: Callable[[], None]) -> None:
-        """Accept no more, let what is under way end for some time, then have it given up, and end the thread.
+        """Accept no more, give running requests some time, then cancel them and end the thread.
 
         Args:
-            give_up: makes every request that is still under way end, with an error.
+            give_up: ends every request that is still running, with an error.
         """
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
@@ -176,7 +176,7 @@ class Server:
                 raise outcome
 
     async def _accept(self) -> None:
-        """Take connections, one a turn of the loop, so that whoever is connected is heard in between."""
+        """Accept connections, one per turn of the loop, so that connected clients are served in between."""
         loop = asyncio.get_running_loop()
         while not self._server.started:
             await asyncio.sleep(0.01)
@@ -218,7 +218,7 @@ class Server:
 
 
 def _capacity() -> int:
-    """Return how many connections there may be: half of the descriptors that are left, for the process needs some."""
+    """Return how many connections there may be: half of the free descriptors, because the process needs some."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))
     free = _MOST if limit == resource.RLIM_INFINITY else (limit - num_open) // 2
@@ -226,7 +226,7 @@ def _capacity() -> int:
 
 
 def _refuse(client: socket.socket, capacity: int) -> None:
-    """Say that there is no place, as well as a client that has said nothing yet can hear it, and close."""
+    """Refuse a connection with a response, which its client may or may not read, and close it."""
     with client, contextlib.suppress(OSError):
         client.setblocking(False)
         client.send(refusal(503, f"all {capacity} connections are being answered; try again"))
