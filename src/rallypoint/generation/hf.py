@@ -1,7 +1,7 @@
 """`model.generate`, one request at a time: slow and plainly right, what the other engines are tested against.
 
-It runs the family's own code with its own cache, without a line of ours but the choice of the token: a logits
-processor draws it from our random numbers and leaves it as the only one that greedy search can take.
+It runs the family's own code with its own cache. Only the choice of the token is ours: a logits processor samples it
+with our random numbers, and leaves it as the only one that greedy search can take.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class HFEngine:
             self._cancelled.add(request_id)
 
     def step(self) -> list[Output]:
-        """Finish the request that has waited longest."""
+        """See `GenerationEngine.step`; finish the request that has waited longest."""
         with self._lock:
             gone = [(each, self._waiting.pop(each)) for each in sorted(self._cancelled & self._waiting.keys())]
             self._cancelled.clear()
             oldest = [] if self.is_asleep else [(each, self._waiting.pop(each)) for each in list(self._waiting)[:1]]
-        outputs = [self._output(request_id, _Draw(request, None), "cancelled") for request_id, request in gone]
+        outputs = [self._output(request_id, _TokenSampler(request, None), "cancelled") for request_id, request in gone]
         return outputs + [self._finish(request_id, request) for request_id, request in oldest]
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
@@ -84,15 +84,15 @@ class HFEngine:
         self.is_asleep = False
 
     def _finish(self, request_id: int, request: Request) -> Output:
-        draw = _Draw(request, self._decode)
+        sampler = _TokenSampler(request, self._decode)
         try:
-            return self._output(request_id, draw, self._continue(request, draw))
+            return self._output(request_id, sampler, self._continue(request, sampler))
         except NotFiniteError as error:
-            return self._output(request_id, draw, "failed", error)
+            return self._output(request_id, sampler, "failed", error)
 
-    def _continue(self, request: Request, draw: _Draw) -> FinishReason:
+    def _continue(self, request: Request, sampler: _TokenSampler) -> FinishReason:
         own = self.model.generation_config
-        # What the folder says of sampling is not asked for here, but would fill in whatever is left out below.
+        # The folder's sampling settings would fill in whatever is left out below.
         self.model.generation_config = GenerationConfig()
         self.model.set_attn_implementation("eager")
         try:
@@ -103,30 +103,30 @@ class HFEngine:
                 max_new_tokens=min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens)),
                 eos_token_id=None,
                 pad_token_id=0,
-                logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=[draw.has_stopped],
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=[sampler.has_stopped],
             )
         finally:
             self.model.set_attn_implementation(ATTENTION)
             self.model.generation_config = own
-        return "stop" if draw.stopped else "length"
+        return "stop" if sampler.stopped else "length"
 
     def _output(
-        self, request_id: int, draw: _Draw, reason: FinishReason, error: NotFiniteError | None = None
+        self, request_id: int, sampler: _TokenSampler, reason: FinishReason, error: NotFiniteError | None = None
     ) -> Output:
         return Output(
             request_id=request_id,
-            tokens=tuple(draw.tokens),
-            logprobs=tuple(draw.logprobs),
-            sampled_logprobs=tuple(draw.sampled_logprobs),
+            tokens=tuple(sampler.tokens),
+            logprobs=tuple(sampler.logprobs),
+            sampled_logprobs=tuple(sampler.sampled_logprobs),
             version=self.version,
             finish_reason=reason,
             error=error,
         )
 
 
-class _Draw(LogitsProcessor):
-    """Draws the tokens of one request, and remembers them."""
+class _TokenSampler(LogitsProcessor):
+    """Samples the tokens of one request, and collects them."""
 
     def __init__(self, request: Request, decode: Decode | None) -> None:
         self.tokens: list[int] = []
@@ -141,7 +141,7 @@ class _Draw(LogitsProcessor):
         )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return -inf for all tokens but the drawn one."""
+        """Return -inf for all tokens but the sampled one."""
         raw = scores.cpu()
         logits, position, params = raw, len(self.tokens), self._params
         if params.repetition_penalty != 1:
@@ -149,17 +149,17 @@ class _Draw(LogitsProcessor):
         if position < params.min_new_tokens and params.stop_tokens:
             logits = logits.index_fill(1, torch.tensor(params.stop_tokens), float("-inf"))
         before = None if logits is raw else RawLogits(torch.tensor([0]), raw)
-        draws = sample(logits, self._metadata, uniform(self._key, position), before)
-        if bool(draws.logprobs.isnan()):
+        sampled = sample(logits, self._metadata, uniform(self._key, position), before)
+        if bool(sampled.logprobs.isnan()):
             raise not_finite(self._request, position)
-        token = int(draws.tokens)
+        token = int(sampled.tokens)
         self.tokens.append(token)
-        self.logprobs.append(float(draws.logprobs))
-        self.sampled_logprobs.append(float(draws.sampled_logprobs))
+        self.logprobs.append(float(sampled.logprobs))
+        self.sampled_logprobs.append(float(sampled.sampled_logprobs))
         self.stopped = self._stops.ends(self.tokens)
         return torch.full_like(scores, float("-inf")).index_fill_(1, torch.tensor([token], device=scores.device), 0.0)
 
     def has_stopped(self, input_ids: Tensor, scores: Tensor, **options: object) -> Tensor:
-        """Tell transformers whether the row ends, as its stopping criteria do."""
+        """Return whether the response ends, as a stopping criterion of transformers."""
         del scores, options
         return torch.tensor([self.stopped], device=input_ids.device)

@@ -30,6 +30,7 @@ from rallypoint.errors import RallyError
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 """A stop token or string came; a limit was reached; `cancel` was called; see `Output.error`."""
 
+_INF = float("inf")
 _INT64 = (-(2**63), 2**63 - 1)
 """The least and the largest integer that a tensor can hold."""
 
@@ -67,50 +68,23 @@ class SamplingParams:
         for name in ("max_new_tokens", "min_new_tokens", "seed", "group_size", "top_k"):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         object.__setattr__(self, "stop_tokens", _plain_ids(self.stop_tokens))
-        longest = self.max_new_tokens
-        problems = [
-            f"{name}={value!r}: expected {expected}"
-            for name, value, fits, expected in (
-                ("max_new_tokens", longest, is_whole(longest, 1), "a whole number of at least 1"),
-                (
-                    "min_new_tokens",
-                    self.min_new_tokens,
-                    is_whole(self.min_new_tokens, 0, longest if is_whole(longest) else _INT64[1]),
-                    f"0 to max_new_tokens={longest}",
-                ),
-                ("seed", self.seed, is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
-                ("group_size", self.group_size, is_whole(self.group_size, 1), "a whole number of at least 1"),
-                (
-                    "temperature",
-                    self.temperature,
-                    self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
-                    f"0 (greedy) or at least {MIN_TEMPERATURE:g}",
-                ),
-                (
-                    "top_k",
-                    self.top_k,
-                    self.top_k is None or is_whole(self.top_k, 1, MAX_TOP_K),
-                    f"a whole number from 1 to {MAX_TOP_K}, or None for all tokens",
-                ),
-                ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)"),
-                ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (all tokens) to 1"),
-                (
-                    "repetition_penalty",
-                    self.repetition_penalty,
-                    0 < self.repetition_penalty < float("inf"),
-                    "more than 0; 1 is none",
-                ),
-                (
-                    "stop_strings",
-                    self.stop_strings,
-                    all(self.stop_strings) and not _is_text(self.stop_strings),
-                    "several strings in a tuple, and no empty string",
-                ),
-            )
-            if not fits
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
+        longest, least, size = self.max_new_tokens, self.min_new_tokens, "a whole number of at least 1"
+        most = longest if is_whole(longest) else _INT64[1]
+        k, p, penalty, heat = self.top_k, self.top_p, self.repetition_penalty, self.temperature
+        warm, ids = f"0 (greedy) or at least {MIN_TEMPERATURE:g}", f"a whole number from 1 to {MAX_TOP_K}"
+        is_several = all(self.stop_strings) and not isinstance(self.stop_strings, str)
+        refuse_unless(
+            ("max_new_tokens", longest, is_whole(longest, 1), size),
+            ("min_new_tokens", least, is_whole(least, 0, most), f"0 to max_new_tokens={longest}"),
+            ("seed", self.seed, is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
+            ("group_size", self.group_size, is_whole(self.group_size, 1), size),
+            ("temperature", heat, heat == 0 or MIN_TEMPERATURE <= heat < _INF, warm),
+            ("top_k", k, k is None or is_whole(k, 1, MAX_TOP_K), f"{ids}, or None for all tokens"),
+            ("top_p", p, 0 < p <= 1, "more than 0 and at most 1 (all tokens)"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (all tokens) to 1"),
+            ("repetition_penalty", penalty, 0 < penalty < _INF, "more than 0; 1 is none"),
+            ("stop_strings", self.stop_strings, is_several, "several strings in a tuple, and no empty string"),
+        )
 
     @property
     def narrows(self) -> bool:
@@ -251,6 +225,15 @@ def is_whole(value: object, least: int = _INT64[0], most: int = _INT64[1]) -> bo
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_text(value: object) -> bool:
-    """Whether it is one text, which would be taken for a tuple of its characters."""
-    return isinstance(value, str)
+def refuse_unless(*checks: tuple[str, object, bool, str]) -> None:
+    """Refuse values that do not fit.
+
+    Args:
+        checks: name, value, whether it fits, and what is expected.
+
+    Raises:
+        ValueError: some do not; all of them are named.
+    """
+    problems = [f"{name}={value!r}: expected {expected}" for name, value, fits, expected in checks if not fits]
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -17,7 +17,7 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
 
 _CONTEXT = 8
-"""Characters before a stop string that are decoded too: some decoders treat a text's first token in their own way."""
+"""Characters before a stop string that are decoded, too: some decoders treat the first token of a text differently."""
 
 
 def max_positions(model: PreTrainedModel) -> int:
@@ -34,10 +34,10 @@ def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: 
     """Refuse a request that cannot be answered.
 
     Args:
-        request: to be looked at.
-        num_ids: that the model knows.
-        max_tokens: of prompt and response together.
-        has_decoder: whether stop strings can be looked for.
+        request: to be checked.
+        num_ids: size of the model's vocabulary.
+        max_tokens: most tokens of prompt and response together.
+        has_decoder: whether the engine can decode, and so find stop strings.
 
     Raises:
         RequestError: the prompt is no tuple, empty, or leaves no room for a token; it, or a stop token, is not of the
@@ -70,8 +70,8 @@ def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: 
 
 
 def _first_unknown(tokens: Sequence[int], num_ids: int) -> int | None:
-    """Return the place of the first token that is no id of the model, if there is one."""
-    # Without a loop in Python: prompts are long, and mostly right.
+    """Return the index of the first token that is no id of the model; None if all are."""
+    # Without a loop in Python: prompts are long, and mostly valid.
     if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < num_ids):
         return None
     return next(at for at, token in enumerate(tokens) if type(token) is not int or not 0 <= token < num_ids)
@@ -87,7 +87,7 @@ def not_finite(request: Request, position: int) -> NotFiniteError:
 
 @torch.no_grad()
 def take_over(model: PreTrainedModel, version: int, weights: Mapping[str, Tensor] | None) -> None:
-    """Copy weights into a model; all or nothing. None: they are in place already.
+    """Copy weights into a model, all or none of them; None means that they are in place already.
 
     Raises:
         WeightsMismatchError: names, shapes or types are not the model's.

@@ -34,7 +34,7 @@ from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.native.model_runner import Backend, ModelRunner
 from rallypoint.generation.native.scheduler import Scheduler
 from rallypoint.generation.native.sequence import Sequence
-from rallypoint.generation.protocol import Output, Request, is_whole
+from rallypoint.generation.protocol import Output, Request, is_whole, refuse_unless
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
 from rallypoint.generation.sampler import SampledTokens
 
@@ -75,7 +75,13 @@ class NativeEngine:
             ValueError: one of these is out of its range.
         """
         size = CacheSize.of(cache_tokens)
-        _check_settings(max_rows, size.least_tokens, mode, on_load)
+        least = f"a whole number of at least {_LEAST_CACHE_TOKENS}, a block each for a prompt and its response"
+        refuse_unless(
+            ("max_rows", max_rows, is_whole(max_rows, 1), "a whole number of at least 1"),
+            ("cache_tokens", size.least_tokens, is_whole(size.least_tokens, _LEAST_CACHE_TOKENS), least),
+            ("mode", mode, mode in ("fast", "exact"), "'fast' or 'exact'"),
+            ("on_load", on_load, on_load in ("keep", "recompute"), "'keep' or 'recompute'"),
+        )
         self.model, self.version, self.is_asleep = model, version, False
         self._keeps_memory, self._recomputes, self._decode = keeps_memory, on_load == "recompute", decode
         self._num_blocks = -(-size.least_tokens // BLOCK_TOKENS)
@@ -261,28 +267,3 @@ def _backend_for(model: PreTrainedModel, mode: str) -> Backend:
     if mode == "exact":
         return ExactBackend(model)
     return CPUBackend(model) if computes_in_pieces(model.device) else AcceleratorBackend(model)
-
-
-def _check_settings(max_rows: object, cache_tokens: object, mode: object, on_load: object) -> None:
-    """Refuse settings with which the engine would wait for ever, or do something else than was meant.
-
-    Raises:
-        ValueError: one of them is out of its range; all that are wrong are named.
-    """
-    problems = [
-        f"{name}={value!r}: expected {expected}"
-        for name, value, fits, expected in (
-            ("max_rows", max_rows, is_whole(max_rows, 1), "a whole number of at least 1"),
-            (
-                "cache_tokens",
-                cache_tokens,
-                is_whole(cache_tokens, _LEAST_CACHE_TOKENS),
-                f"a whole number of at least {_LEAST_CACHE_TOKENS}, a block each for a prompt and its response",
-            ),
-            ("mode", mode, mode in ("fast", "exact"), "'fast' or 'exact'"),
-            ("on_load", on_load, on_load in ("keep", "recompute"), "'keep' or 'recompute'"),
-        )
-        if not fits
-    ]
-    if problems:
-        raise ValueError("; ".join(problems))

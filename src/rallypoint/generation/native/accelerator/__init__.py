@@ -1,4 +1,4 @@
-"""What is particular to decoding on accelerators.
+"""The backend of accelerators: paged attention in Triton, captured steps of decoding.
 
-Must not know: requests, the scheduler.
+Must not know: requests, the scheduler, or vendors.
 """

@@ -1,12 +1,13 @@
-"""A kernel for single tokens that look at blocks of keys and values, read where they lie, in Triton.
+"""Paged attention of single tokens in Triton: keys and values are read where they lie, through block tables.
 
-Triton comes with torch's builds for accelerators, and runs on those of several vendors. Programs of the grid are a row,
-a key/value head, and a part of the row's blocks: one row of a small model would leave most of a device idle. Each goes
-block by block with a running maximum and sum (Milakov, Gimelshein: arXiv 1805.02867), and a second kernel joins the
-parts, as in Flash-Decoding. The queries that share a key/value head are the rows of one product.
+Owns: the kernels, and when they are used. Triton comes with torch's builds for accelerators of several vendors. A
+program of the grid has a sequence, a key/value head, and a part of the sequence's blocks: one sequence of a small model
+would leave most of a device idle. It goes block by block with a running maximum and sum (Milakov, Gimelshein: arXiv
+1805.02867), and a second kernel joins the parts, as in Flash-Decoding. Queries that share a key/value head are the rows
+of one product.
 
-No bit depends on the values of other rows; how many parts there are depends on how many rows and blocks there are.
-`TRITON_INTERPRET=1` has the kernels run on a CPU, which is how they are tested where there is no accelerator.
+No bit depends on the values of other sequences; the number of parts depends on how many sequences and blocks there are.
+With `TRITON_INTERPRET=1` the kernels run on a CPU, which is how they are tested without an accelerator.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -37,18 +38,18 @@ _LOG = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MANY_PROGRAMS = 1024
-"""That a grid should have, where rows have so many blocks: some for each of about a hundred processors."""
+"""Programs that a grid should have, if there are so many blocks: some for each of about a hundred processors."""
 _MOST_PARTS = 64
-"""Of a row: one program joins them, and has all of them at hand."""
+"""Parts of a sequence: one program joins them, and holds all of them."""
 _LEAST = 16
-"""Rows, columns and terms of a product have at least so many."""
+"""Rows, columns and terms that a product must have."""
 
 
 class PagedKernel:
-    """Stores keys and values in blocks, and lets queries look at them."""
+    """Stores keys and values in blocks, and computes attention to them."""
 
     def __init__(self) -> None:
-        """Take the kernels as they are; each is compiled when it is used first, for every type and width."""
+        """Wrap the kernels; each is compiled when it is first used, for every type and width."""
         assert triton is not None, "there is a kernel only where there is Triton"
         self._write, self._attend, self._join = (triton.jit(kernel) for kernel in (_write, _attend, _join))
 
@@ -67,36 +68,22 @@ class PagedKernel:
     def attend(
         self, metadata: PagedMetadata, keys: Tensor, values: Tensor, query: Tensor, scaling: float, limits: Limits
     ) -> Tensor:
-        """Return what queries find, [B, H, D]; see `gathered`."""
+        """Return the attention of queries, [B, H, D]; see `gathered`."""
         query = query if query.stride(2) == 1 else query.contiguous()
         num, heads, dim = query.shape
         kv_heads, _, size = keys.shape[1:]
-        num_slots = metadata.block_table.shape[1]
-        parts = num_parts(num * kv_heads, num_slots)
+        num_columns = metadata.block_table.shape[1]
+        parts = num_parts(num * kv_heads, num_columns)
         out = query.new_empty(query.shape)
         numbers = {"DIM": _power_of_two(dim), "PARTS": parts}
         room = query.new_empty(num, heads, parts, numbers["DIM"], dtype=torch.float32) if parts > 1 else out
         tops, sums = query.new_empty(2, num, heads, parts, dtype=torch.float32).unbind(0)
+        _, position_ids, _, _, *blocks = metadata
+        widths = (num_columns, -(-num_columns // parts), kv_heads, heads // kv_heads, dim)
         with _launching_on(keys.device):
             self._attend[num, kv_heads, parts](
-                *(out, room, tops, sums, query, keys, values),
-                *(
-                    metadata.block_table,
-                    metadata.num_blocks,
-                    metadata.first_positions,
-                    metadata.sizes,
-                    metadata.position_ids,
-                ),
-                *(scaling, limits.softcap or 0.0, limits.window or 0),
-                *(
-                    num_slots,
-                    -(-num_slots // parts),
-                    kv_heads,
-                    heads // kv_heads,
-                    dim,
-                    query.stride(0),
-                    query.stride(1),
-                ),
+                *(out, room, tops, sums, query, keys, values, *blocks, position_ids),
+                *(scaling, limits.softcap or 0.0, limits.window or 0, *widths, query.stride(0), query.stride(1)),
                 SIZE=size,
                 SHARE=_power_of_two(heads // kv_heads),
                 HAS_CAP=limits.softcap is not None,
@@ -109,7 +96,7 @@ class PagedKernel:
 
 
 def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Have Triton launch on a device: it takes the thread's current one, whatever tensors it is given."""
+    """Have Triton launch on a device: it uses the thread's current one, wherever the tensors are."""
     return contextlib.nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
 
 
@@ -119,13 +106,13 @@ def find_kernel(
     is_right: Callable[[PagedKernel], bool],
     make: Callable[[], PagedKernel] | None = None if triton is None else PagedKernel,
 ) -> PagedKernel | None:
-    """Return the kernel where there is one for a device and a type, and it computes there what it should.
+    """Return the kernel for a device and a type; None if there is none, or it computes something else.
 
     Args:
-        device: of keys and values.
-        dtype: of theirs.
-        is_right: tries it.
-        make: makes it; None where there is no Triton.
+        device: where keys and values are.
+        dtype: their type.
+        is_right: compares the kernel with ordinary products.
+        make: makes the kernel; None without Triton.
     """
     if make is None or device.type == "cpu" or dtype not in _DTYPES:
         return None
@@ -141,7 +128,7 @@ def find_kernel(
 
 
 def _reason(error: Exception) -> str:
-    """Return what was wrong; of a compiler that failed the command says nothing, what it needs does."""
+    """Return what was wrong; if a compiler failed, what it needs says more than its command."""
     if isinstance(error, subprocess.CalledProcessError | FileNotFoundError):
         return f"Triton needs a C compiler and Python's headers (gcc, python3-dev): {error}"
     return f"{type(error).__name__}: {error}"
@@ -149,12 +136,12 @@ def _reason(error: Exception) -> str:
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """Log a line, unless this process has: every engine looks for its kernel."""
+    """Log a line once in this process: every engine looks for its kernel."""
     _LOG.warning(line)
 
 
 def num_parts(num_programs: int, num_slots: int) -> int:
-    """Return into how many parts the blocks of each row are cut, where so many programs would run without that.
+    """Return into how many parts the blocks of each sequence are cut, given the programs that run without that.
 
     >>> num_parts(8, 32), num_parts(8, 1024), num_parts(2048, 32)
     (32, 64, 1)
@@ -170,27 +157,16 @@ def _power_of_two(number: int) -> int:
     return max(_LEAST, 1 << (number - 1).bit_length())
 
 
-# Triton reads what follows, annotations included, of which it knows its own only. Widths are filled up to powers of
-# two, and what fills up is masked.
+# Triton reads what follows, and knows no annotations but its own. Widths are padded to powers of two, and the padding
+# is masked.
 
 
+# fmt: off
 def _write(
-    step,
-    places,
-    keys,
-    values,
-    key,
-    value,
-    num,
-    kv_heads,
-    dim,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-    SIZE: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
+    step, places, keys, values, key, value, num, kv_heads, dim, key_row, key_head, value_row, value_head,
+    SIZE: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
 ):
+    # fmt: on
     row, head = tl.program_id(0), tl.program_id(1)
     place = tl.load(places + tl.load(step) * num + row)
     start = (place // SIZE * kv_heads + head) * dim * SIZE
@@ -259,16 +235,7 @@ def _attend(
         tl.store(room + at_part[:, None] * DIM + number[None, :], found, mask=is_head[:, None])
 
 
-def _join(
-    out,
-    room,
-    tops,
-    sums,
-    heads,
-    dim,
-    DIM: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803
-):
+def _join(out, room, tops, sums, heads, dim, DIM: tl.constexpr, PARTS: tl.constexpr):  # noqa: N803
     at_head = tl.program_id(0) * heads + tl.program_id(1)
     part, number = tl.arange(0, PARTS), tl.arange(0, DIM)
     tops_here = tl.load(tops + at_head * PARTS + part)
