@@ -39,7 +39,7 @@ from rallypoint.config import OptimizerConfig, RoleName, load_config
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
-from rallypoint.plan import Plan, make_plan
+from rallypoint.plan import RunPlan, make_plan
 from rallypoint.run import read_metrics
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
@@ -105,7 +105,7 @@ def run(folder: Path, name: str, dtype: str, activations: str, how: str, steps: 
     }
 
 
-def train(recipe: str, keys: list[str], folder: Path) -> tuple[Plan, dict[RoleName, float]]:
+def train(recipe: str, keys: list[str], folder: Path) -> tuple[RunPlan, dict[RoleName, float]]:
     """Train as a user does; return the plan, and the MiB of a process that were measured in each role's turns."""
     command = [sys.executable, "-m", "rallypoint.cli.main", "train", recipe, *keys]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -24,8 +24,8 @@ from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.load import AUTOMATICALLY
 from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.plan import Plan
-from rallypoint.plan.plan import describe_way, weights_way
+from rallypoint.plan import RunPlan
+from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.machine import Machine, check_machine, describe_choices, look_around, plan_on
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.wanted import load_named
@@ -113,7 +113,7 @@ def _read(config: RunConfig) -> Sequence[str]:
     return examine_dry(config)
 
 
-def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:
+def _batches(loaded: LoadedConfig, plan: RunPlan) -> tuple[str, list[str]]:
     config = loaded.config
     lines = [
         f"rollouts       {plan.num_prompts} prompts x {plan.group_size} = {plan.num_rows} rows",
@@ -131,7 +131,7 @@ def _batches(loaded: LoadedConfig, plan: Plan) -> tuple[str, list[str]]:
     return f"{loaded.name}: one of {_count(config.trainer.num_steps, 'step')}", lines
 
 
-def _placement(loaded: LoadedConfig, plan: Plan, machine: Machine) -> tuple[str, list[str]]:
+def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[str, list[str]]:
     """A column for each role, a row for each part of its memory, and what each pool's processes hold."""
     config, known = loaded.config, bool(plan.memory)
     size = (

@@ -64,7 +64,7 @@ def key(
         gt=above,
         ge=at_least,
         le=at_most,
-        json_schema_extra={"unit": unit, "words": words, "automatic": automatic},
+        json_schema_extra={"unit": unit, "words": list(words), "automatic": automatic},
     )
 
 

@@ -3,7 +3,7 @@
 Must not know: torch, Ray.
 """
 
-from rallypoint.plan.plan import Plan, make_plan
 from rallypoint.plan.role_memory import RoleMemory
+from rallypoint.plan.run_plan import RunPlan, make_plan
 
-__all__ = ["Plan", "RoleMemory", "make_plan"]
+__all__ = ["RoleMemory", "RunPlan", "make_plan"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from rallypoint.config import Activations, RunConfig
-from rallypoint.plan.plan import make_plan
+from rallypoint.plan.run_plan import make_plan
 
 SAFE = 0.8
 """Share of a device's memory that a plan may fill; plans are estimates."""

@@ -55,7 +55,7 @@ class RoleMemory:
     borrowed: int = 0
     """Weights of another role, which wakes for this one's turn."""
     may_keep_cache: bool = False
-    """Whether the cache stays while other roles have their turn, if there is memory for it; see `Plan.within`."""
+    """Whether the cache stays while other roles have their turn, if there is memory for it; see `RunPlan.within`."""
     kept_cache: int = 0
     """What stays of the cache while other roles have their turn."""
 

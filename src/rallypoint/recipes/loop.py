@@ -26,7 +26,7 @@ from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments.pool import open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.plan.plan import weights_way
+from rallypoint.plan.run_plan import weights_way
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.material import Material, prepare
 from rallypoint.recipes.reading import Found, read_material

@@ -22,7 +22,7 @@ from rallypoint.cluster.capacity import Node, advice, misfit, num_cores
 from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
-from rallypoint.plan import Plan, make_plan
+from rallypoint.plan import RunPlan, make_plan
 from rallypoint.plan.choices import SAFE, activations_bytes, choose
 from rallypoint.roles.pools import resource_pools
 
@@ -102,16 +102,16 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def plan_on(config: RunConfig, machine: Machine) -> Plan:
+def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
     """Return the plan of a run here, whose cache is what devices have room for, as far as they are known."""
     return _within(make_plan(config), config, machine)
 
 
-def _within(plan: Plan, config: RunConfig, machine: Machine) -> Plan:
+def _within(plan: RunPlan, config: RunConfig, machine: Machine) -> RunPlan:
     return plan.within({pool: num_bytes for pool, num_bytes, _ in _rooms(config, machine)})
 
 
-def check_machine(config: RunConfig, plan: Plan, machine: Machine | None = None) -> tuple[str, ...]:
+def check_machine(config: RunConfig, plan: RunPlan, machine: Machine | None = None) -> tuple[str, ...]:
     """Compare a run with this machine, and return what there is to say of it.
 
     Raises:
@@ -151,7 +151,7 @@ def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem(("cluster.pools",), f"cluster.pools: {problem}\n{advice(pools, here, is_local=True)}")
 
 
-def memory_problems(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[Problem]:
+def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[Problem]:
     """Yield pools whose processes hold more than a device has, for certain: weights, gradients, optimizer."""
     for pool, most, whose in _rooms(config, machine):
         held = plan.held_memory(pool) if plan.memory else 0
@@ -164,7 +164,7 @@ def memory_problems(config: RunConfig, plan: Plan, machine: Machine) -> Iterator
             )
 
 
-def machine_notes(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[str]:
+def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
     """Yield what a user would want to know of a run that can be: memory that may not do, devices that lie idle."""
     for pool, most, whose in _rooms(config, machine):
         peak = plan.process_memory(pool)

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from rallypoint.algorithms import KL, ClippedPolicyLoss
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.environments.pool import Grader
-from rallypoint.plan.plan import describe_way, weights_way
+from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement

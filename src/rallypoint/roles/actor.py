@@ -15,7 +15,7 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, s
 from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.plan.plan import Way, attention_cost
+from rallypoint.plan.run_plan import Way, attention_cost
 from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare

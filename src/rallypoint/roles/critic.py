@@ -12,7 +12,7 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.engine import critic_values
 from rallypoint.model_files import fresh, load_critic
-from rallypoint.plan.plan import attention_cost
+from rallypoint.plan.run_plan import attention_cost
 from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import LearnerWorker, MiniBatches

@@ -18,8 +18,8 @@ from rallypoint.generation.requests import Decode
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
 from rallypoint.model_files import adapters_of, outline_policy
-from rallypoint.plan.plan import make_plan
 from rallypoint.plan.role_memory import least_tokens, may_keep_cache, reserved_tokens, sampling_bytes
+from rallypoint.plan.run_plan import make_plan
 from rallypoint.roles.placement import WorkerSpec
 
 _LEAST_SHARE = 0.001
@@ -156,7 +156,7 @@ def _cache_room(config: RunConfig, model: PreTrainedModel, most_tokens: int) -> 
 
 
 def keeps_memory(config: RunConfig) -> bool:
-    """Whether a rollout rank keeps its cache and captured steps between turns; see `Plan.within`.
+    """Whether a rollout rank keeps its cache and captured steps between turns; see `RunPlan.within`.
 
     It does where its pool has no other role, and where the plan has memory for both, on the device of this process.
     """

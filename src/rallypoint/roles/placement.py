@@ -24,7 +24,7 @@ from rallypoint.errors import PlacementError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
-from rallypoint.plan.plan import weights_way
+from rallypoint.plan.run_plan import weights_way
 from rallypoint.roles.colocated import TurnTaker
 from rallypoint.types import Metrics, merge
 

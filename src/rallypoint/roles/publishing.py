@@ -22,7 +22,7 @@ from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
 from rallypoint.errors import PlacementError, WorkerError
 from rallypoint.models import ModelShard
-from rallypoint.plan.plan import Way, weights_way
+from rallypoint.plan.run_plan import Way, weights_way
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.weights import (
     HEADER_BYTES,

@@ -8,7 +8,7 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ModelShard, twin
-from rallypoint.plan.plan import attention_cost
+from rallypoint.plan.run_plan import attention_cost
 from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec

@@ -9,7 +9,7 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig
 from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
-from rallypoint.plan.plan import attention_cost
+from rallypoint.plan.run_plan import attention_cost
 from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec

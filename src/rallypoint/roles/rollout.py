@@ -16,7 +16,7 @@ from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, SamplingParams, generate
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
-from rallypoint.plan.plan import Way
+from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import Turns, TurnTaker, in_turn, make_room_for_neighbour
 from rallypoint.roles.engines import make_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec

@@ -16,7 +16,7 @@ Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Work of a step, its placement, and its memory."""
 
     num_prompts: int
@@ -46,7 +46,7 @@ class Plan:
         awake = max((m.weights + m.gradients + m.optimizer + m.borrowed - m.held for m in roles), default=0)
         return sum(memory.held for memory in roles) + awake
 
-    def within(self, rooms: Mapping[str, int]) -> Plan:
+    def within(self, rooms: Mapping[str, int]) -> RunPlan:
         """Return the plan where processes of pools have so many bytes of a device: with the cache that is left then.
 
         Rollouts keep a whole cache between their turns where every turn of another role has memory beside it.
@@ -60,7 +60,9 @@ class Plan:
         memory = next(memory for memory in self.memory if memory.role == before.role)
         if not memory.may_keep_cache or memory.pool not in rooms or memory.cache < before.cache:
             return memory
-        others = [other.role for other in self.memory if other.pool == memory.pool and other.role != memory.role]
+        others: list[RoleName] = [
+            other.role for other in self.memory if other.pool == memory.pool and other.role != memory.role
+        ]
         left = int(rooms[memory.pool] * (1 - CACHE_MARGIN)) - max(map(self.turn_memory, others), default=0)
         return dataclasses.replace(memory, kept_cache=memory.cache if memory.cache <= left else 0)
 
@@ -75,7 +77,7 @@ class Plan:
         return max((self.turn_memory(memory.role) for memory in self.memory if memory.pool == pool), default=0)
 
 
-def make_plan(config: RunConfig) -> Plan:
+def make_plan(config: RunConfig) -> RunPlan:
     """Compute the plan of a checked config."""
     cap, row = config.engine.max_tokens_per_micro_batch, config.max_row_tokens
     rows_per_micro_batch = max(1, cap // row)
@@ -88,7 +90,7 @@ def make_plan(config: RunConfig) -> Plan:
     shape = shape_of(config)
     shapes: dict[RoleName, ModelShape | None] = {role: role_shape(config, role) for role in config.roles}
     memory = tuple(role_memory(config, role, shape) for role, shape in shapes.items() if shape is not None)
-    return Plan(
+    return RunPlan(
         num_prompts=config.rollout.num_prompts,
         group_size=config.rollout.group_size,
         num_rows=config.num_rows,

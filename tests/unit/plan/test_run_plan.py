@@ -16,7 +16,7 @@ from rallypoint.model_files import create_model, load_critic, load_policy
 from rallypoint.models import PackedRows, trained_weights
 from rallypoint.observability.flops import flops_of
 from rallypoint.plan import make_plan
-from rallypoint.plan.plan import attention_cost
+from rallypoint.plan.run_plan import attention_cost
 from rallypoint.types import offsets_from_lengths
 
 
