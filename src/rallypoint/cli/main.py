@@ -31,11 +31,12 @@ def train(
     recipe: Config,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run (or recipe's newest run).")
+        bool,
+        typer.Option("--resume", help="Continue this run (or the recipe's newest run) from its newest checkpoint."),
     ] = False,
     from_step: Annotated[
         int | None,
-        typer.Option("--from-step", min=0, help="With --resume: from the checkpoint of that step; 0 begins anew."),
+        typer.Option("--from-step", min=0, help="With --resume: from the checkpoint of that step; 0 starts over."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print batches, placement and memory, and start nothing.")
@@ -81,9 +82,7 @@ def _temperature(value: float) -> float:
 
 
 Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, callback=_temperature, help="0 is greedy.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's folder brings along.")
-]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder.")]
 
 
 @app.command(name="eval")
@@ -93,12 +92,12 @@ def evaluate(
     ],
     data: Annotated[list[str], typer.Argument(metavar="DATA", help="Parquet or jsonl files.")],
     reward: Annotated[
-        str | None, typer.Option(help="file.py:function; by default that of the run, if it is one that ships.")
+        str | None, typer.Option(help="file.py:function; by default the run's own, if it is a shipped one.")
     ] = None,
     temperature: Temperature = 1.0,
     num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,
     max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, the first ones.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -216,19 +215,19 @@ app.add_typer(engine_app, name="engine")
 Engine = Annotated[str, typer.Argument(metavar="NAME", help="Such as vllm.")]
 EnginesFolder = Annotated[
     str | None,
-    typer.Option("--folder", help="Of all environments; by default RALLYPOINT_ENGINES, or one in the user's cache."),
+    typer.Option("--folder", help="Folder of environments; by default RALLYPOINT_ENGINES, or one in the user's cache."),
 ]
 
 
 @engine_app.command(name="install")
 def engine_install(
     name: Engine,
-    build: Annotated[str | None, typer.Option(help="Type of device; by default what this machine has.")] = None,
+    build: Annotated[str | None, typer.Option(help="Type of device; by default this machine's.")] = None,
     folder: EnginesFolder = None,
     python: Annotated[str | None, typer.Option(help="Interpreter to make it from; by default this one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run none.")] = False,
 ) -> None:
-    """Make the environment of an engine; what is there already is left, what was interrupted goes on."""
+    """Make the environment of an engine; an interrupted installation continues, a complete one is kept."""
     from rallypoint.cli.engine import install
 
     install(name, build=build, folder=folder, python=python, dry_run=dry_run)
@@ -269,13 +268,13 @@ def run() -> None:
     try:
         _run()
     except SystemExit as end:
-        if "rallypoint.cluster" in sys.modules:  # else nothing can be held, and importing takes its time
+        if "rallypoint.cluster" in sys.modules:  # otherwise Ray cannot hold it, and importing takes time
             _leave_at_once_if_held(end)
         raise
 
 
 def _leave_at_once_if_held(end: SystemExit) -> None:
-    """End the process here if it is tied to a Ray that is not well, and would wait or crash at an orderly end."""
+    """End the process here if it is tied to a Ray that was lost: an orderly end would hang or crash."""
     from rallypoint.cluster import is_held_by_ray
 
     if is_held_by_ray():
@@ -297,7 +296,7 @@ def _run() -> None:
 
         sys.exit(report(error))
     except BrokenPipeError:
-        # The reader of a pipe (`rally config digits | head`) has seen enough; nothing may be written any more.
+        # The reader of a pipe (`rally config digits | head`) has closed it; nothing more may be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:

@@ -29,7 +29,7 @@ def serve(
     on_load: Literal["keep", "recompute"],
     grace_s: float,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, a second of which ends at once what is under way."""
+    """Serve until Ctrl-C or SIGTERM; a second one cancels the requests that still run."""
     try:
         from rallypoint.recipes.serve import Options, Serving
     except ModuleNotFoundError as error:
@@ -37,7 +37,7 @@ def serve(
             raise
         raise ServingError(f"rally serve needs {error.name}; {how_to_install('serve')}") from None
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    events: SimpleQueue[str] = SimpleQueue()  # unlike locks it may be used in a signal's handler
+    events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
     options = Options(
         host=host,
         port=port,
@@ -63,6 +63,6 @@ def serve(
 
 
 def _on_signals(do: Callable[[int], None]) -> None:
-    """Do something when the end is asked for; the handlers of before are lost."""
+    """Call `do` when an end is asked for; previous handlers are lost."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: do(number))

@@ -1,4 +1,4 @@
-"""`rally config`, `rally recipes` and `rally train --dry-run`: what would be, without starting anything."""
+"""`rally config`, `rally recipes` and `rally train --dry-run`: what a run would do, without starting it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_VALUE_CELLS, _INDENT = 20, "    "
 
 
 def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> None:
-    """Print every key, its value and its origin, one key a line, nothing cut; what is still to be set, too."""
+    """Print every key with value and origin, one per line, uncut; keys that are still to be set as well."""
     loaded, console = load_checked(recipe, overrides, draft=True), _console()
     rows = [(key, value if isinstance(value, str) else shown(value)) for key, value in values_of(loaded.config)]
     rows = [(key, "required" if key in loaded.missing else value) for key, value in rows]
@@ -51,7 +51,7 @@ def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> Non
             _print_line(console, line, PALETTE["watch"] if key in loaded.missing else style)
             continue
         _print_line(console, line, "bold")
-        # By words and with room for the indent, whatever reads it: a pager would break a long line anywhere.
+        # Wrapped at words, with room for the indent: a pager would break a long line anywhere.
         width = max(console.width - len(_INDENT), 20)
         for part in textwrap.wrap(_meaning(key), width, break_long_words=False, break_on_hyphens=False):
             _print_line(console, _INDENT + part, "dim")
@@ -81,7 +81,7 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
     """Print batch arithmetic, placement and memory, and what was read of data, tokenizer and reward.
 
     Raises:
-        RallyError: a run would fail by it; what was known before is printed.
+        RallyError: a run would fail; what was known before is printed.
     """
     loaded = load_named(recipe, overrides)
     config, console = loaded.config, _console()
@@ -100,7 +100,7 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def _read(config: RunConfig) -> Sequence[str]:
-    """Read what is the user's own, if anything is."""
+    """Read the user's own data, model and reward, if there are any."""
     generate, function = config.data.generate, config.reward.function
     is_own = bool(config.model.path or config.own_models or config.data.train)
     if generate is not None and not is_own and function in SHIPPED:

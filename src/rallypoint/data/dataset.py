@@ -12,8 +12,8 @@ exists has no bad row.
 | `ability`      | text                                                            | ""                       |
 | `extra_info`   | an object for the reward function                               | {}                       |
 
-Other columns are ignored, unless their names are nearly those of absent ones, or those that other data sets have for
-them (`question` and `answer`).
+Other columns are ignored, unless a column is missing and another has nearly its name, or the name that other data sets
+use for it (`question`, `answer`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ELSEWHERE = {
     "prompt": ("question", "problem", "instruction", "query", "input", "messages", "conversations"),
     "reward_model": ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label"),
 }
-"""What other data sets call these columns, the likeliest first; the second is our `ground_truth`."""
+"""Names of these columns in other data sets, the likeliest first; the second is our `ground_truth`."""
 _KINDS: dict[type, str] = {
     str: "text",
     int: "a number",
@@ -88,7 +88,7 @@ class Dataset(Sequence[Example]):
 
     examples: tuple[Example, ...]
     is_part: bool = False
-    """Whether its files have more rows than were asked for."""
+    """Whether its files have more rows than were read."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -112,7 +112,7 @@ def load_dataset(
     Args:
         paths: the files; `~` is the home folder.
         require_ground_truth: False lets rows without a ground truth pass, for rewards that need none.
-        max_rows: read no more than the first so many good ones; None for all.
+        max_rows: most good rows to read; None for all.
 
     Raises:
         DataError: the problems of all the files together, each with its file, row and column.
@@ -168,7 +168,7 @@ def _load_file(
 
 
 class _RowReader:
-    """Turns the rows of one file into examples; what is wrong goes to the problems."""
+    """Turns the rows of one file into examples, and collects problems."""
 
     def __init__(self, path: Path, label: str, require_ground_truth: bool, problems: Problems) -> None:
         self._stem = path.stem
@@ -182,7 +182,7 @@ class _RowReader:
         self._kinds: dict[str, tuple[str, int]] = {}
 
     def has_columns(self, names: Iterable[str], where: str) -> bool:
-        """Say whether all columns are there that must be, and complain of names that are nearly right."""
+        """Return whether all required columns are there, and report names that are nearly right."""
         names = list(names)
         missing = [self._missing(column, names, where) for column in self._required(names)]
         for problem in missing:
@@ -213,7 +213,7 @@ class _RowReader:
                     self._problems.add(f"{where}: unknown column '{name}'; did you mean '{column}'?")
 
     def _check_columns(self, columns: tuple[str, ...], where: str) -> bool:
-        """Say whether a line has what it must; lines that lack the same are one problem."""
+        """Return whether a line has the required columns; lines that lack the same ones are one problem."""
         if missing := self._required(columns):
             usual = [self._missing(column, columns, where) for column in missing], 0
             first, count = self._bad_columns.get(columns, usual)
@@ -224,14 +224,14 @@ class _RowReader:
         return not missing
 
     def report_columns(self) -> None:
-        """Complain of the lines that lack a column; call it when the file has been read."""
+        """Report the lines that lack a column; call it when the file has been read."""
         for missing, count in self._bad_columns.values():
             for problem in missing:
                 more = f" (and {count - 1:,} {self._unit}s more)" if count > 1 else ""
                 self._problems.add(problem + more)
 
     def read(self, number: int, row: Row) -> Example | None:
-        """Return the example of one row; None when something is wrong with it."""
+        """Return the example of one row; None if it has a problem."""
         where = f"{self._label}, {self._unit} {number}"
         columns = tuple(row)
         if columns not in self._checked_columns and not self._check_columns(columns, where):
@@ -281,7 +281,7 @@ class _RowReader:
         if kind is None:
             problems.append((column, f"expected text, a number, a list or an object, found {found(value)}"))
             return None
-        # A reward function that compares "5" with 5 gives 0 for ever; the rows of one source agree.
+        # A reward function that compares "5" with 5 always gives 0, so the rows of one source must agree.
         usual, first = self._kinds.setdefault(data_source, (kind, number))
         if kind != usual:
             problems.append(

@@ -1,4 +1,4 @@
-"""Files of examples, read row by row; what is wrong with them is collected, not raised one at a time.
+"""Files of examples, read row by row; problems are collected, not raised one at a time.
 
 Owns: paths, formats, and how a problem is worded. Must not know: what the columns mean. Rows are numbered
 as other tools number them: from 0 in a .parquet file, lines from 1 in a .jsonl file.
@@ -28,24 +28,24 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(slots=True)
 class Problems:
-    """What is wrong with the data: the first twenty in words, and how many there are."""
+    """Problems of the data: the text of the first twenty, and their number."""
 
     shown: list[str] = dataclasses.field(default_factory=list[str])
     total: int = 0
 
     @property
     def has_room(self) -> bool:
-        """Whether the words of another problem would be kept."""
+        """Whether the text of another problem would be kept."""
         return len(self.shown) < MAX_SHOWN_PROBLEMS
 
     def add(self, problem: str) -> None:
-        """Count a problem, and keep its words while there is room."""
+        """Count a problem, and keep its text while there is room."""
         self.total += 1
         if self.has_room:
             self.shown.append(problem)
 
     def raise_any(self) -> None:
-        """Raise all the problems as one error; do nothing when there are none."""
+        """Raise all problems as one error; do nothing if there are none."""
         if self.total:
             noun = "problem" if self.total == 1 else "problems"
             first = f"; the first {len(self.shown)}" if self.total > len(self.shown) else ""
@@ -64,7 +64,7 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def check_dataset_path(path: str | Path) -> str | None:
-    """Say what is wrong with a path before anything is read; None when nothing is."""
+    """Return what is wrong with a path, before anything is read; None if nothing is."""
     file = Path(path).expanduser()
     if file.is_dir():
         inside = sorted(entry.name for entry in file.iterdir() if entry.suffix in EXTENSIONS)
@@ -138,12 +138,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Make an object of its keys and values; JSON's own readers take the last of several values in silence."""
+    """Return an object without duplicate keys; json would silently keep the last of several values."""
     row = dict(pairs)
     if len(row) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there {names.count(twice)} times, and only one of its values can hold")
+        raise ValueError(f"the key {twice!r} is there {names.count(twice)} times, and only one value would be read")
     return row
 
 
@@ -160,7 +160,7 @@ def parquet_columns(path: Path, label: str, problems: Problems) -> list[str] | N
 
 
 def read_parquet(path: Path, columns: list[str], label: str, problems: Problems) -> Iterator[tuple[int, Row]]:
-    """Yield (row number from 0, these columns) for every row, a few thousand in memory at a time."""
+    """Yield (row number from 0, these columns) for every row, with a few thousand rows in memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

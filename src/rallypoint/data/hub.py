@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked for a model: one short attempt; its own client tries for half a minute.
+"""Whether the Hugging Face hub can be reached, in one short attempt; its own client tries for half a minute.
 
 Owns: reachability, and what to do without it. Must not know: what is in a repository.
 """
@@ -23,16 +23,16 @@ _PATIENCE_S = 5.0
 
 @functools.cache
 def check_hub(name: str) -> None:
-    """Ask the hub for a model once, and take what answers, whatever it says, for the hub.
+    """Ask the hub for a model once; any answer counts as reachable.
 
     Args:
-        name: such as `Qwen/Qwen3-0.6B`; one that no repository can have is left to the hub's client.
+        name: such as `Qwen/Qwen3-0.6B`; an invalid name is left to the hub's client.
 
-    Where nobody answers and the model is in the cache, this process and those that it starts go on as with
-    HF_HUB_OFFLINE=1, and a warning says so.
+    Without an answer, if the model is in the cache, this process and its children go on as with HF_HUB_OFFLINE=1, and a
+    warning says so.
 
     Raises:
-        ModelError: nobody answers, or HF_HUB_OFFLINE is set, and the model is not in the cache.
+        ModelError: there is no answer, or HF_HUB_OFFLINE is set, and the model is not in the cache.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -61,9 +61,9 @@ def check_hub(name: str) -> None:
 
 
 def unreachable(url: str, patience_s: float = _PATIENCE_S) -> str | None:
-    """Say why nobody answers at a URL, through proxies as the environment names them; None when somebody does."""
+    """Return why a URL does not answer, through the proxies of the environment; None if it does."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # Names are looked up without a deadline of ours, so that a thread waits for that.
+    # The lookup of a name has no deadline, so a thread waits for it.
     threading.Thread(target=lambda: answers.put(_ask(url, patience_s)), daemon=True).start()
     try:
         return answers.get(timeout=2 * patience_s)
@@ -77,7 +77,7 @@ def _ask(url: str, patience_s: float) -> str | None:
         with contextlib.closing(urllib.request.urlopen(request, timeout=patience_s)):
             return None
     except urllib.error.HTTPError:
-        return None  # somebody is there; what is wrong is explained by the client
+        return None  # it answers; the hub's client explains what is wrong
     except urllib.error.URLError as error:
         return None if "CERTIFICATE" in str(error.reason) else str(error.reason)
     except (OSError, http.client.HTTPException, ValueError) as error:

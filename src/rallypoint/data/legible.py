@@ -1,10 +1,10 @@
-"""Whether token ids say what a text says: no unknown token, no lost character, no control token that the text wrote.
+"""Whether tokens represent a text: no unknown token, no lost character, no control token written in the text.
 
 Owns: what a tokenizer makes of the text of messages. Must not know: data sets.
 
-A control token is one that decides where a message ends and whose it is: every special token (`<eos>`, `<|im_end|>`),
-and those with which the chat template frames a message, special or not (`<user>`). Other added tokens, such as
-`<think>`, are words that a prompt may use.
+A control token marks the end of a message or its role: every special token (`<eos>`, `<|im_end|>`), and those that the
+chat template puts around a message, special or not (`<user>`). Other added tokens, such as `<think>`, are ordinary
+words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE = "0"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Legibility:
-    """What is looked for in prompts that one tokenizer encodes."""
+    """What a tokenizer cannot represent, and the check of a prompt for it."""
 
     tokenizer: PreTrainedTokenizerBase
     control: re.Pattern[str] | None
@@ -38,7 +38,7 @@ class Legibility:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Legibility:
-        """Ask a tokenizer about all the texts that it is to encode."""
+        """Examine a tokenizer for all texts that it will encode."""
         unknown = _unknown_tokens(tokenizer)
         names = sorted(_control_tokens(tokenizer) | set(unknown.values()), key=len, reverse=True)
         control = re.compile("|".join(map(re.escape, names))) if names else None
@@ -47,12 +47,12 @@ class Legibility:
     def problem(
         self, conversation: Sequence[dict[str, str]], ids: Sequence[int], *, in_words: bool = True
     ) -> str | None:
-        """Say what the ids of a conversation, written in the chat template, hide; None if nothing.
+        """Return what the token ids of a conversation in the chat template do not represent; None if nothing.
 
         Args:
             conversation: messages.
             ids: of its tokens.
-            in_words: False: that there is something will do.
+            in_words: whether the text of the problem is needed; False is faster.
         """
         return self._written_control_token(conversation) or self._illegible(conversation, ids, in_words)
 
@@ -102,7 +102,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def _frames(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the added tokens that the chat template frames messages with."""
+    """Return the added tokens that the chat template puts around messages."""
     added = tokenizer.added_tokens_decoder
     found: set[int] = set()
     for roles in (("user",), ("system", "user")):
@@ -138,7 +138,7 @@ def _unknown_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def _lost_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> frozenset[str]:
-    # Blanks, and what cannot be seen, many tokenizers leave out on purpose.
+    # Many tokenizers leave out blanks and invisible characters on purpose.
     visible = sorted(c for c in set[str]().union(*texts) if unicodedata.category(c)[0] not in "CZ")
     if not visible:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Prompts as token ids: the chat template, and what is refused, left out, cut or repeated.
+"""Prompts as token ids: the chat template, and which prompts are refused, dropped, truncated or repeated.
 
 Owns: which prompts of a data set a run has. Must not know: models, tensors.
 """
@@ -33,11 +33,11 @@ class EncodedPrompts:
     truncated: tuple[str, ...]
     """Names of the examples whose beginning was cut off, with on_too_long="truncate"."""
     is_part: bool = False
-    """Whether more prompts are there than were read."""
+    """Whether there are more prompts than were read."""
 
     @property
     def num_distinct(self) -> int:
-        """Prompts that differ in their tokens."""
+        """Number of prompts with distinct tokens."""
         return len(set(self.token_ids))
 
     @property
@@ -46,7 +46,7 @@ class EncodedPrompts:
         return max(map(len, self.token_ids))
 
     def repeats(self) -> list[tuple[Example, Example]]:
-        """Return every example whose prompt stood there before, after the first that has this prompt."""
+        """Return pairs of examples with the same prompt: the first one, and each later one."""
         firsts: dict[tuple[int, ...], Example] = {}
         pairs = [(firsts.setdefault(ids, one), one) for ids, one in zip(self.token_ids, self.examples, strict=True)]
         return [(first, one) for first, one in pairs if first is not one]
@@ -66,8 +66,8 @@ def encode_prompts(
         tokenizer: the model's own.
         examples: rows of a data set.
         max_prompt_tokens: the longest that a prompt may be, template included.
-        on_too_long: what becomes of longer ones: their last tokens are kept with "truncate".
-        num_ids: that the model knows; None if that is not to be compared.
+        on_too_long: what happens to longer ones; "truncate" keeps their last tokens.
+        num_ids: token ids that the model has; None to skip that check.
 
     Raises:
         DataError: a prompt has no tokens, ids that the model does not know, or more than max_prompt_tokens (with

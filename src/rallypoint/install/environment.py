@@ -43,9 +43,9 @@ class Installed:
     device: str
     """Type of the device that it is built for."""
     version: str
-    """Of the engine."""
+    """Version of the engine."""
     packages: Mapping[str, str]
-    """All that is in it, with their versions."""
+    """All packages in it, with their versions."""
 
     @property
     def python(self) -> Path:
@@ -62,7 +62,7 @@ class Environment:
 
     @classmethod
     def of(cls, name: str, parent: Path | None = None) -> Environment:
-        """Return the one of an engine; by default below `engines_folder`.
+        """Return the environment of an engine, by default below `engines_folder`.
 
         Raises:
             EngineError: there is no engine of that name that could be installed.
@@ -81,7 +81,7 @@ class Environment:
         return found if found.python.exists() else None
 
     def commands(self, build: Build, python: str) -> list[list[str]]:
-        """Return what is run to make it, in order."""
+        """Return the commands that make it, in order."""
         pip = [str(_python_of(self.folder)), "-m", "pip", "--disable-pip-version-check"]
         steps = [[python, "-m", "venv", str(self.folder)]]
         steps += [[*pip, "install", *packages] for packages in (build.first, build.packages) if packages]
@@ -89,7 +89,7 @@ class Environment:
         return [*steps, [str(_python_of(self.folder)), "-c", _PROBE.format(module=build.module)]]
 
     def make(self, device: str, python: str, *, say: Callable[[str], None]) -> Installed:
-        """Make it, unless it is there already for that device.
+        """Make it, unless it exists for that device.
 
         Args:
             device: type of the device that the engine will use.
@@ -124,7 +124,7 @@ class Environment:
         return complete
 
     def remove(self) -> bool:
-        """Remove it with all that is in it, and return whether there was something.
+        """Remove it, and return whether it existed.
 
         Raises:
             EngineError: it cannot be removed.
@@ -138,7 +138,7 @@ class Environment:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """Let one process at a time change it, and yield the lock; a full disk and the like are one line."""
+        """Let one process at a time change it, and yield the lock; a full disk is an error of one line."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder.parent / f".{self.name}.lock").open("w") as lock:
@@ -151,7 +151,7 @@ class Environment:
             raise EngineError(f"{self.folder}: {error.strerror or error}") from error
 
     def _run(self, command: Sequence[str], lock: int) -> str:
-        """Run a step, keep what it says in the log, and return it. It holds the lock on if this process is killed.
+        """Run a step, log its output, and return it. The step keeps the lock if this process is killed.
 
         Raises:
             EngineError: it failed.
