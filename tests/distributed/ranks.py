@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from forks import fork_context
 from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
@@ -107,8 +108,7 @@ def run_ranks(
         limit_s: seconds that they may take together.
         fresh: whether each rank is a new interpreter, so that its memory can be measured.
     """
-    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    context.set_forkserver_preload(["rallypoint.engine", "rallypoint.weights"])
+    context = multiprocessing.get_context("spawn") if fresh else fork_context()
     with open_rendezvous("tcp", folder.name, lease_s=3) as rendezvous:
         (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
         ranks = [context.Process(target=_run, args=(program, model, folder, rank)) for rank in range(len(statuses))]

@@ -164,7 +164,7 @@ def test_a_run_killed_before_any_of_its_folders_appears_goes_on_to_the_same_weig
     (tmp_path / "hook" / "sitecustomize.py").write_text(KILL_BEFORE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
     monkeypatch.setenv("KILL_BEFORE", moment)
-    process = runs.start("train", "digits", *runs.overrides("killed", *keys))
+    process = runs.start_fresh("train", "digits", *runs.overrides("killed", *keys))
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     began = (runs.folder / "killed").exists()

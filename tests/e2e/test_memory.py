@@ -26,7 +26,7 @@ LOWEST, HIGHEST = 0.75, 1.35
 
 def test_a_run_holds_about_what_its_plan_says(runs):
     keys = [*SIZES, f"trainer.runs_dir={runs.folder}", "trainer.name=held"]
-    process = runs.start("train", "digits", *keys)  # a process of its own: this one has a heap full of holes
+    process = runs.start_fresh("train", "digits", *keys)  # a new interpreter: this one has a heap full of holes
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 0, said
     records = read_metrics(runs.folder / "held" / "metrics.jsonl")

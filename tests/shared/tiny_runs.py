@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forks import ForkedRally
+
 from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
@@ -52,14 +54,18 @@ class Runs:
         assert train(load_checked(str(path), more), run, Silent(), resume=True)
         return run
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> ForkedRally:
         """Start the command line in a process of its own."""
+        return ForkedRally([*arguments])
+
+    def start_fresh(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start the command line in a new interpreter, as a user does."""
         return subprocess.Popen(
             [sys.executable, "-m", "rallypoint.cli.main", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
 

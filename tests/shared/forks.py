@@ -1,0 +1,82 @@
+"""Processes that are forked from one that has imported torch, transformers and rallypoint, which takes seconds."""
+
+import atexit
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+
+from rallypoint.cli.main import run
+
+
+def fork_context() -> ForkServerContext:
+    """Return what makes such processes. The process that they come from is started with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.cli.train"])
+    return context
+
+
+class ForkedRally:
+    """The command line in a process of its own, with the methods of `subprocess.Popen`; stdout has stderr too."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        context = fork_context()
+        ours, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_be_rally, args=(arguments, theirs, dict(os.environ)), daemon=True)
+        self._process.start()
+        theirs.close()
+        with ours:
+            self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
+        assert self._process.pid is not None
+        self.pid, self._said = self._process.pid, b""
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("rally", timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Read all that it prints until it has ended."""
+        until = time.monotonic() + timeout
+        while select.select([self.stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
+            data = os.read(self.stdout.fileno(), 65536)
+            self._said += data
+            if not data:
+                self.wait(max(until - time.monotonic(), 0.0))
+                self.stdout.close()
+                return self._said.decode(), None
+        raise subprocess.TimeoutExpired("rally", timeout)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _be_rally(arguments: list[str], stdout: Connection, environment: dict[str, str]) -> None:
+    for stream in (1, 2):
+        os.dup2(stdout.fileno(), stream)
+    stdout.close()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["rally", *arguments]
+    try:
+        run()
+    finally:
+        atexit._run_exitfuncs()
