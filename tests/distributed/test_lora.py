@@ -15,7 +15,7 @@ from rallypoint.cluster import Mesh
 from rallypoint.config import LoRAConfig
 from rallypoint.model_files import load_policy, merge_adapters, open_adapter
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(270)
 
 CUT = [name for name in MESHES if name != "1 process"]
 
@@ -25,7 +25,7 @@ def outcomes(tmp_path_factory):
     """The folder into which four ranks wrote what they got."""
     folder = tmp_path_factory.mktemp("outcomes")
     model = make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
-    run_ranks("lora_rank", model, folder, statuses=[0] * 4, limit_s=180)
+    run_ranks("lora_rank", model, folder, statuses=[0] * 4, limit_s=250)
     return folder
 
 
