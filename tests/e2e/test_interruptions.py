@@ -246,12 +246,12 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
     assert process.returncode == 0
     assert "all 2 steps are done; for more of them raise trainer.num_steps" in printed
     assert run.metrics.read_bytes() == before
-    process = runs.start("train", str(run.path), "--resume", "trainer.num_steps=3", "actor.clip_low=0.1")
+    process = runs.start("train", str(run.path), "--resume", "trainer.num_steps=3", "loss.clip_low=0.1")
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "changed since step 2, the weights are others from here on: actor.clip_low=0.1 (was 0.2)" in printed
+    assert "changed since step 2, the weights are others from here on: loss.clip_low=0.1 (was 0.2)" in printed
     assert load_config(str(run.path)).config.trainer.num_steps == 3
-    assert Start.read(run).overrides[-2:] == ("trainer.num_steps=3", "actor.clip_low=0.1")
+    assert Start.read(run).overrides[-2:] == ("trainer.num_steps=3", "loss.clip_low=0.1")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the raylet is looked up in /proc")

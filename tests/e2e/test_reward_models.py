@@ -14,7 +14,7 @@ from rallypoint.recipes.use import evaluate, find_trained
 from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
-ALONE = ("recipe=grpo", "grpo.token_discount=null", "reward.function=null")
+ALONE = ("recipe=grpo", "advantage.token_discount=null", "reward.function=null")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rallypoint.cluster.ray_cluster import RayCluster
 from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.config import load_config
 from rallypoint.generation import SamplingParams
-from rallypoint.recipes.recipe import clipped_policy_loss
+from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.pools import pools_of
@@ -69,7 +69,7 @@ async def publish_twice(actor, rollouts):
 
 def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime, tmp_path):
     config = load_config("digits", [*PLACED, *SHARDED]).config
-    loss = clipped_policy_loss(config)
+    loss = actor_loss_of(config)
     model, folder = make_tiny_model(tmp_path / "model"), SharedFolder.marked(tmp_path)
 
     async def scenario():

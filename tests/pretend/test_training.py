@@ -88,7 +88,7 @@ def test_adapters_have_the_same_bits(runs):
 
 def test_a_reward_model_scores_with_the_same_bits(runs, tmp_path):
     scorer = make_tiny_reward_model(tmp_path / "scorer")
-    check_same(runs, "scored", GRPO, "grpo.token_discount=null", "reward.function=null", f"reward.path={scorer}")
+    check_same(runs, "scored", GRPO, "advantage.token_discount=null", "reward.function=null", f"reward.path={scorer}")
 
 
 def test_where_not_all_rows_have_room_in_the_cache_they_wait_and_have_the_same_bits(runs, pretend):

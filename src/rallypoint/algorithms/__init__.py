@@ -18,10 +18,10 @@ from rallypoint.algorithms.advantages import (
 from rallypoint.algorithms.aggregation import Weights, aggregate
 from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
-from rallypoint.algorithms.estimators import ADVANTAGES, Advantage, OwnAdvantage, Rewards
+from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage, OwnAdvantage, Rewards
 from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
 from rallypoint.algorithms.loss_functions import (
-    ClippedPolicyLoss,
+    ActorLoss,
     ClippedValueLoss,
     LossFunction,
     LossInputs,
@@ -36,16 +36,17 @@ from rallypoint.algorithms.policy_losses import (
     PolicyTokens,
 )
 from rallypoint.algorithms.shaping import has_signal, overlong_penalty, rows_that_learn, without_truncated
-from rallypoint.algorithms.weigh import gae, group_relative, weigh, weigh_valued
+from rallypoint.algorithms.weigh import weigh, weigh_valued
 
 __all__ = [
     "ADVANTAGES",
     "CORRECTIONS",
+    "GAE",
     "KL",
     "OBJECTIVES",
+    "ActorLoss",
     "AdaptiveKL",
     "Advantage",
-    "ClippedPolicyLoss",
     "ClippedValueLoss",
     "Correction",
     "EntropyBonus",
@@ -66,10 +67,8 @@ __all__ = [
     "correct",
     "entropy_bonus",
     "explained_variance",
-    "gae",
     "gae_advantages",
     "gap_metrics",
-    "group_relative",
     "group_relative_advantages",
     "group_relative_token_advantages",
     "has_signal",

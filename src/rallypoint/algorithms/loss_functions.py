@@ -22,9 +22,12 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from rallypoint.algorithms.aggregation import AggregationName, aggregate
+from rallypoint.algorithms.corrections import Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import value_loss
 from rallypoint.algorithms.kl import KL
-from rallypoint.algorithms.losses import entropy_bonus, kl_loss, policy_loss
+from rallypoint.algorithms.losses import entropy_bonus, kl_loss
+from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens
 from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -76,25 +79,32 @@ class LossFunction(Protocol[BatchT, OutputsT_contra]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClippedPolicyLoss:
-    """PPO's clipped loss, minus an entropy bonus, plus the KL where it belongs to the loss; GRPO has the same.
+class ActorLoss:
+    """A policy loss, minus an entropy bonus, plus the KL where it belongs to the loss.
 
     In the first pass of an update the logprobs of the pass itself are the old ones, and the ratio is 1 to the last bit.
     What another pass found is for comparison: updates are the same with it and without.
     """
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    """See `policy_loss`."""
+    objective: PolicyObjective
+    """The policy loss."""
+    corrections: tuple[Correction, ...]
+    """Weights of its tokens for the gap between sampler and trainer."""
+    aggregation: AggregationName
+    """What the loss is a mean of."""
+    length: float
+    """Tokens that `aggregation` by fixed length divides a row by."""
     entropy_coef: float
     kl: KL | None
     is_single_update: bool
     """Whether an update is one optimizer step: nothing moves in it, and nothing is clipped."""
 
-    def denominator(self, batch: ActorBatch, /) -> int:
-        """Return the number of trained tokens."""
-        return batch.num_loss_tokens
+    def denominator(self, batch: ActorBatch, /) -> float:
+        """Return the number of trained tokens, of rows or of prompts."""
+        if self.aggregation == "token":
+            return float(batch.num_loss_tokens)
+        weights = aggregate(self.aggregation, batch.loss_mask, batch.offsets, batch.prompt_index, length=self.length)
+        return weights.denominator
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs[ActorBatch], /) -> tuple[Tensor, Metrics]:
         """See `LossFunction`."""
@@ -104,26 +114,46 @@ class ClippedPolicyLoss:
         if not inputs.is_on_policy:
             assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
             old = inputs.at_tokens(rows.old_logprobs)
-        policy = policy_loss(
-            logprobs,
-            old,
-            inputs.at_tokens(rows.advantages),
-            everything,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+        tokens = PolicyTokens(
+            logprobs=logprobs,
+            old_logprobs=old,
+            rollout_logprobs=inputs.at_tokens(rows.rollout_logprobs),
+            advantages=inputs.at_tokens(rows.advantages),
+            loss_mask=everything,
+            rows=inputs.at_tokens(rows.row_of_token),
+            num_rows=len(rows),
         )
-        entropy = entropy_bonus(outputs.entropy, everything)
+        weights = None if rows.loss_weights is None else inputs.send(rows.loss_weights)[tokens.rows]
+        correction, gap = self._correct(tokens)
+        policy = self.objective(tokens, weights=weights, correction=correction)
+        entropy = entropy_bonus(outputs.entropy, everything, weights=weights)
         total = policy.sum
         if self.entropy_coef:  # a gradient of zeros would be another pass over all logits
             total = total - self.entropy_coef * entropy.sum
-        metrics = merge(policy.mean() if self.is_single_update else policy.metrics(), entropy.metrics())
+        metrics = merge(policy.mean() if self.is_single_update else policy.metrics(), entropy.metrics(), gap)
         if self.kl is not None and rows.reference_logprobs is not None:
             reference = inputs.at_tokens(rows.reference_logprobs)
-            penalty = kl_loss(logprobs, reference, everything, estimator=self.kl.estimator)
+            corrected_from = old if self.kl.importance_corrected else None
+            penalty = kl_loss(
+                logprobs,
+                reference,
+                everything,
+                estimator=self.kl.estimator,
+                corrected_from=corrected_from,
+                weights=weights,
+            )
             total = total + self.kl.coef * penalty.sum
             metrics = merge(metrics, penalty.metrics())
-        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), len(logprobs))}))
+        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), float(policy.weight))}))
+
+    def _correct(self, tokens: PolicyTokens) -> tuple[Tensor | None, Metrics]:
+        """Return the weight of each token and what to watch; None where nothing is corrected."""
+        if not self.corrections:
+            return None, Metrics()
+        correction, watched = correct(self.corrections, tokens)
+        weight = float(len(correction))
+        means = {name: Mean(float(x.sum(dtype=torch.float64)), weight) for name, x in watched.items()}
+        return correction, merge(means, gap_metrics(tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,27 +10,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms.estimators import GAE, GRPO, Advantage, DrGRPO, Rewards
+from rallypoint.algorithms.aggregation import AggregationName, aggregate
+from rallypoint.algorithms.estimators import GAE, Advantage, Rewards
 from rallypoint.algorithms.kl import KL, kl_penalty
 from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, ValuedBatch
 
 
-def weigh(batch: JudgedBatch, advantage: Advantage, *, kl: KL | None) -> ActorBatch:
+def weigh(
+    batch: JudgedBatch, advantage: Advantage, *, kl: KL | None, aggregation: AggregationName = "token"
+) -> ActorBatch:
     """Weigh every token by an estimator that needs no critic.
 
     Args:
         batch: B rows; those with the same `prompt_index` are a group.
         advantage: the estimator.
         kl: the pull towards the reference, or None.
+        aggregation: what the loss is to be a mean of.
 
     Raises:
         ValueError: kl needs logprobs of a reference that the batch does not have, or a reward stands on a
             token that is not trained.
     """
-    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl)
+    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl, aggregation)
 
 
-def weigh_valued(batch: ValuedBatch, advantage: GAE, *, kl: KL | None) -> tuple[ActorBatch, CriticBatch]:
+def weigh_valued(
+    batch: ValuedBatch, advantage: GAE, *, kl: KL | None, aggregation: AggregationName = "token"
+) -> tuple[ActorBatch, CriticBatch]:
     """Weigh every token by an estimator with a critic, and say what the critic should have predicted.
 
     Returns are computed before whitening: the critic learns rewards in their own unit.
@@ -39,36 +45,14 @@ def weigh_valued(batch: ValuedBatch, advantage: GAE, *, kl: KL | None) -> tuple[
         batch: B rows with values.
         advantage: the estimator.
         kl: the pull towards the reference, or None.
+        aggregation: what the actor's loss is to be a mean of.
 
     Raises:
         ValueError: as for `weigh`.
     """
     rewards = _earned(batch, kl, batch.values)
     returns = advantage.returns(rewards)
-    return _actor_batch(batch, advantage(rewards), kl), batch.widen(CriticBatch, returns=returns)
-
-
-def gae(
-    batch: ValuedBatch, *, discount: float, gae_lambda: float, whiten_advantages: bool, kl: KL | None
-) -> tuple[ActorBatch, CriticBatch]:
-    """Weigh every token by `GAE`, as PPO does; see `weigh_valued`."""
-    estimator = GAE(
-        discount=discount,
-        gae_lambda=gae_lambda,
-        whiten=whiten_advantages,
-        value_lambda=None,
-        length_alpha=None,
-        unit="token",
-    )
-    return weigh_valued(batch, estimator, kl=kl)
-
-
-def group_relative(
-    batch: JudgedBatch, *, normalize_std: bool, token_discount: float | None, kl: KL | None
-) -> ActorBatch:
-    """Weigh every rollout against the others of its prompt, by `GRPO` or `DrGRPO`; see `weigh`."""
-    estimator = (GRPO if normalize_std else DrGRPO)(token_discount=token_discount, whiten=False)
-    return weigh(batch, estimator, kl=kl)
+    return _actor_batch(batch, advantage(rewards), kl, aggregation), batch.widen(CriticBatch, returns=returns)
 
 
 def _earned(batch: JudgedBatch, kl: KL | None, values: Tensor | None) -> Rewards:
@@ -100,11 +84,14 @@ def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:
     return batch.token_rewards - kl.coef * torch.where(batch.loss_mask, penalty, 0.0)
 
 
-def _actor_batch(batch: JudgedBatch, advantages: Tensor, kl: KL | None) -> ActorBatch:
-    """Pass the reference on only where the loss needs it."""
+def _actor_batch(batch: JudgedBatch, advantages: Tensor, kl: KL | None, aggregation: AggregationName) -> ActorBatch:
+    """Pass the reference and weights on only where the loss needs them."""
     in_loss = kl is not None and kl.placement == "loss"
     reference_logprobs = _reference_logprobs(batch) if in_loss else None
-    return batch.widen(ActorBatch, advantages=advantages, reference_logprobs=reference_logprobs)
+    weights = None
+    if aggregation in ("sequence", "prompt"):  # elsewhere all tokens weigh the same
+        weights = aggregate(aggregation, batch.loss_mask, batch.offsets, batch.prompt_index, length=1.0).by_row
+    return batch.widen(ActorBatch, advantages=advantages, reference_logprobs=reference_logprobs, loss_weights=weights)
 
 
 def _reference_logprobs(batch: JudgedBatch) -> Tensor:

@@ -32,7 +32,9 @@ _ALGORITHMS = (
     ("gae", "recipe=ppo"),
     ("grpo", "recipe=grpo"),
     ("group_norm", "recipe=grpo"),
-    ("dr_grpo", "recipe=grpo grpo.normalize_std=false"),
+    ("dr_grpo", "recipe=grpo advantage.name=dr_grpo"),
+    ("rloo", "recipe=grpo advantage.name=rloo"),
+    ("reinforce_plus_plus", "recipe=grpo advantage.name=reinforce_plus_plus"),
 )
 _ESTIMATORS = (
     ("kl", "kl.estimator=k1"),
@@ -57,13 +59,16 @@ def _same(prefix: str, values: tuple[tuple[str, str], ...]) -> tuple[tuple[str, 
 ALIASES: tuple[Alias, ...] = (
     # The algorithm.
     Alias("algorithm algorithm.name adv_estimator advantage_estimator", ("recipe",), values=_ALGORITHMS),
-    Alias("gamma discount_factor", (f"ppo.discount={VALUE}",)),
-    Alias("lam lambd lambda gae_lam", (f"ppo.gae_lambda={VALUE}",)),
-    Alias("whiten_rewards normalize_advantages", ("ppo.whiten_advantages",)),
+    Alias("gamma discount_factor", (f"advantage.discount={VALUE}",)),
+    Alias("lam lambd lambda gae_lam", (f"advantage.gae_lambda={VALUE}",)),
+    Alias("whiten_advantages whiten_rewards normalize_advantages", ("advantage.whiten",)),
     Alias(
         "scale_rewards norm_adv_by_std_in_grpo normalize_rewards",
-        (f"grpo.normalize_std={VALUE}",),
-        values=_same("grpo.normalize_std", (("group", "true"), ("none", "false"))),
+        ("advantage.name",),
+        values=_same(
+            "advantage.name",
+            (("group", "grpo"), ("true", "grpo"), ("none", "dr_grpo"), ("false", "dr_grpo"), ("batch", "lite_ppo")),
+        ),
     ),
     # The KL to the reference.
     Alias(
@@ -89,10 +94,10 @@ ALIASES: tuple[Alias, ...] = (
     Alias("l2", (f"actor.optimizer.weight_decay={VALUE}",)),
     Alias("ppo_epochs num_ppo_epochs num_iterations update_epochs", (f"actor.num_epochs={VALUE}",)),
     Alias("max_epochs", (f"actor.num_epochs={VALUE}",)),
-    Alias("clip_ratio cliprange eps_clip epsilon clip_eps", (f"actor.clip_low={VALUE}", f"actor.clip_high={VALUE}")),
-    Alias("clip_ratio_low eps_clip_low ratio_clip_min", (f"actor.clip_low={VALUE}",)),
-    Alias("clip_ratio_high eps_clip_high epsilon_high ratio_clip_max", (f"actor.clip_high={VALUE}",)),
-    Alias("clip_ratio_c ratio_clip_c dual_clip_ratio delta", (f"actor.dual_clip={VALUE}",)),
+    Alias("clip_ratio cliprange eps_clip epsilon clip_eps", (f"loss.clip_low={VALUE}", f"loss.clip_high={VALUE}")),
+    Alias("clip_ratio_low eps_clip_low ratio_clip_min", (f"loss.clip_low={VALUE}",)),
+    Alias("clip_ratio_high eps_clip_high epsilon_high ratio_clip_max", (f"loss.clip_high={VALUE}",)),
+    Alias("clip_ratio_c ratio_clip_c dual_clip_ratio delta", (f"loss.dual_clip={VALUE}",)),
     Alias("cliprange_value value_clip eps_clip_value", (f"critic.clip={VALUE}",)),
     Alias("entropy_coeff entropy_loss_coef ent_coef entropy_weight", (f"actor.entropy_coef={VALUE}",)),
     Alias("mini_batch_size ppo_mini_batch_size train_global_batch_size", ("actor.num_mini_batches",), _PER_STEP),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
@@ -76,8 +76,16 @@ def section(default: object, *, help: str) -> Any:  # noqa: A002
     return Field(default, description=help)
 
 
+def named_section(*, help: str) -> Any:  # noqa: A002
+    """Declare a section that has other keys for each `name`; the name is filled in before it is checked."""
+    return Field(default_factory=dict, validate_default=True, description=help, discriminator="name")
+
+
 def section_of(info: FieldInfo) -> type[Section] | None:
-    """Return the section type that a field holds (also when it may be None), or None for a leaf."""
+    """Return the section type that a field holds (also when it may be None), or None for a leaf.
+
+    Of a section that has other keys for each `name` it is the first; `named_sections` has all.
+    """
     annotation: Any = info.annotation
     for candidate in (annotation, *cast("tuple[Any, ...]", getattr(annotation, "__args__", ()))):
         if isinstance(candidate, type) and issubclass(candidate, Section):
@@ -85,12 +93,31 @@ def section_of(info: FieldInfo) -> type[Section] | None:
     return None
 
 
+def named_sections(info: FieldInfo) -> dict[str, type[Section]]:
+    """Return the section type for each `name` that a field may have; empty where it is not chosen by a name."""
+    if info.discriminator is None:
+        return {}
+    kinds = cast("tuple[type[Section], ...]", get_args(info.annotation))
+    return {str(get_args(kind.model_fields["name"].annotation)[0]): kind for kind in kinds}
+
+
 def leaves(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Return every leaf of a section by its dotted key, in order of declaration."""
+    """Return every leaf of a section by its dotted key, in order of declaration.
+
+    Of a section that has other keys for each `name`, all keys of all names.
+    """
     found: dict[str, FieldInfo] = {}
     for name, info in kind.model_fields.items():
-        inner = section_of(info)
-        found |= leaves(inner, f"{prefix}{name}.") if inner else {prefix + name: info}
+        dotted, named, inner = prefix + name, named_sections(info), section_of(info)
+        for each in reversed(named.values()):
+            found |= leaves(each, f"{dotted}.")
+        if named:
+            chosen = key(next(iter(named)), words=named, help=info.description or "")
+            found[f"{dotted}.name"] = FieldInfo.from_annotated_attribute(str, chosen)
+        elif inner:
+            found |= leaves(inner, f"{dotted}.")
+        else:
+            found[dotted] = info
     return found
 
 
@@ -107,6 +134,9 @@ def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]
     """Yield every leaf of a config with its value; a section that is off counts as a leaf."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
+        if isinstance(value, tuple):
+            items = cast("tuple[object, ...]", value)
+            value = tuple(item.model_dump() if isinstance(item, Section) else item for item in items)
         if isinstance(value, Section):
             yield from values_of(value, f"{prefix}{name}.")
         else:

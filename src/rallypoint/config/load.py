@@ -17,11 +17,11 @@ from pydantic_core import ErrorDetails
 
 from rallypoint.config.automatic import Choose, with_values, without_nulls
 from rallypoint.config.check import contradictions
-from rallypoint.config.fields import Problem, is_automatic, leaves, shown, unit_of, values_of
+from rallypoint.config.fields import Problem, is_automatic, leaves, named_sections, shown, unit_of, values_of
 from rallypoint.config.recipes import RECIPES
-from rallypoint.config.source import Source, origin_of, read
+from rallypoint.config.source import COMMAND_LINE, Source, origin_of, read
 from rallypoint.config.suggest import foreign_keys, options_of, section_at, suggest_key, suggest_value, words_of
-from rallypoint.config.tree import RunConfig
+from rallypoint.config.tree import RunConfig, names_in
 from rallypoint.errors import ConfigError
 
 _MAX_LISTED = 12
@@ -67,7 +67,7 @@ def load_config(
         ConfigError: everything that is wrong, at once.
     """
     source = read(name, overrides)
-    values, left_open = without_nulls(source.values)
+    values, left_open = without_nulls(_of_their_names(source))
     source = dataclasses.replace(source, values=values)
     problems: dict[str, str] = {}
     misfits: list[str] = []
@@ -80,8 +80,11 @@ def load_config(
             config = RunConfig.model_validate(with_values(values, chosen))
     except ValidationError as error:
         for detail in error.errors():
-            problems |= _explain(detail, source)
-            values = _without(values, detail["loc"])
+            location = _untagged(detail["loc"])
+            if detail["type"] == "union_tag_invalid" and len(location) == 1:
+                location = (*location, "name")
+            problems |= _explain({**detail, "loc": location}, source)
+            values = _without(values, location)
         config = _repaired(values, problems)
     if config is not None:
         found = [*contradictions(config, source.origins), *(look(config) if look else ())]
@@ -96,6 +99,32 @@ def load_config(
     origins = {dotted: source.origins.get(dotted, "default") for dotted, _ in values_of(config)}
     origins |= dict.fromkeys(chosen, THIS_MACHINE) if choose else dict.fromkeys(left_open, AUTOMATICALLY)
     return LoadedConfig(source.name, config, origins, missing, tuple(overrides))
+
+
+def _of_their_names(source: Source) -> dict[str, Any]:
+    """Return the values without keys that files set for another name of a section: they may wait there for their day.
+
+    On the command line such a key is an error.
+    """
+    values = dict(source.values)
+    for section, name in names_in(values).items():
+        kinds = named_sections(RunConfig.model_fields[section])
+        own = kinds[name].model_fields if isinstance(name, str) and name in kinds else None
+        others = {key for kind in kinds.values() for key in kind.model_fields}
+        if own is not None and section in values:
+            values[section] = {
+                key: value
+                for key, value in values[section].items()
+                if key in own or key not in others or source.origins.get(f"{section}.{key}") == COMMAND_LINE
+            }
+    return values
+
+
+def _untagged(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return where a problem is, without the name that pydantic puts behind a section that is chosen by one."""
+    first, *rest = location or ("",)
+    info = RunConfig.model_fields.get(str(first))
+    return (first, *rest[1:]) if info is not None and rest and rest[0] in named_sections(info) else location
 
 
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:
@@ -132,6 +161,8 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
     """Turn one of pydantic's errors into sentences with key, value, range and place, by dotted key."""
     parts = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
     dotted, found = ".".join(parts), detail["input"]
+    if detail["type"] == "union_tag_invalid":
+        found = _value_at(source.values, parts)
     if len(parts) < len(detail["loc"]):  # an item of a list: the list is the value
         found = _value_at(source.values, parts)
     known = leaves(RunConfig)
@@ -156,6 +187,13 @@ def _said(dotted: str, found: object, source: Source) -> str:
 def _unknown(parts: Sequence[str], found: object, source: Source) -> dict[str, str]:
     """Say of an unknown key, or of each key in an unknown section that is another project's, what it is here."""
     dotted = ".".join(parts)
+    if dotted in leaves(RunConfig):  # of another name of its section
+        section, name = parts[0], names_in(source.values)[parts[0]]
+        kinds = named_sections(RunConfig.model_fields[section])
+        have = ", ".join(kinds[str(name)].model_fields)
+        owners = " or ".join(other for other, kind in kinds.items() if parts[-1] in kind.model_fields)
+        said = f"{_said(dotted, found, source)}: {section}.name={name} has the keys {have}"
+        return {dotted: f"{said}; {parts[-1]} is one of {section}.name={owners}"}
     theirs, others = foreign_keys(parts, found)
     if not theirs:
         return {dotted: f"{_said(dotted, found, source)}: unknown key; {suggest_key(parts, found)}"}
@@ -192,6 +230,8 @@ def expected(info: FieldInfo) -> str:
 def _items(info: FieldInfo) -> str:
     """Say what a list holds: texts, or so many numbers in a range."""
     kinds = get_args(info.annotation)
+    if Ellipsis in kinds and str not in kinds:
+        return "a list of sections with a name each, such as [{name: tis, cap: 2.0}]"
     if not kinds or str in kinds:
         return "text or a list of texts"
     return f"{len(kinds)} numbers, each{_range(FieldInfo.from_annotation(kinds[0]))}, such as {shown(info.default)}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rallypoint.config.fields import Problem
+from rallypoint.config.sections.algorithms import ClipConfig, DecoupledConfig, GSPOConfig, IcePopConfig, MaskConfig
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import RunConfig
@@ -29,6 +30,8 @@ class RecipeSpec:
     """Roles of every run of it."""
     optional_roles: tuple[RoleName, ...] = ()
     """Roles of a run whose config turns them on: `reward` by reward.path, `reference` by kl."""
+    advantages: tuple[str, ...] = ()
+    """Names of the advantages that it can compute; the first is its default."""
     sections: tuple[str, ...] = ()
     """Sections of the config that it reads and others may not, besides those of its roles."""
     checks: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = ()
@@ -38,6 +41,19 @@ class RecipeSpec:
         """Whether it reads a section that not all recipes read."""
         return name in (*self.sections, *self.roles, *self.optional_roles)
 
+
+COMPARES_GROUP = (
+    "grpo",
+    "dr_grpo",
+    "lite_ppo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "max_rl",
+    "opo",
+    "pass_at_k",
+)
+"""Advantages that are 0 for a rollout that is alone."""
+_LEARNING = ("kl", "advantage", "loss", "correction", "aggregation")
 
 RECIPES: dict[str, RecipeSpec] = {}
 """The declared recipes by name."""
@@ -60,14 +76,53 @@ def unread_by(name: str) -> tuple[str, ...]:
     return tuple(sorted(part for part in found if not RECIPES[name].reads(part)))
 
 
-def _check_groups(config: RunConfig) -> Iterator[Problem]:
-    size = config.rollout.group_size
-    if size == 1:
+def _check_advantage(config: RunConfig) -> Iterator[Problem]:
+    """Yield an advantage that the recipe cannot compute, or that groups of this size have nothing for."""
+    name, size, here = config.advantage.name, config.rollout.group_size, RECIPES[config.recipe]
+    if name not in here.advantages:
+        others = [spec.name for spec in RECIPES.values() if name in spec.advantages]
         yield Problem(
-            ("rollout.group_size", "recipe"),
-            f"rollout.group_size=1: recipe={config.recipe} compares the rollouts of a group, and a group of one has "
-            "nothing to compare; expected at least 2, usually 8",
+            ("advantage.name", "recipe"),
+            f"advantage.name={name!r} is not computed by recipe={config.recipe}: set recipe={' or '.join(others)}, or "
+            f"take {' or '.join(here.advantages)}",
         )
+    elif size == 1 and name in COMPARES_GROUP:
+        yield Problem(
+            ("rollout.group_size", "advantage.name"),
+            f"rollout.group_size=1: advantage.name={name!r} compares the rollouts of a group, and a group of one has "
+            "nothing to compare; expected at least 2, usually 8, or advantage.name=reinforce_plus_plus",
+        )
+    elif config.advantage.name == "pass_at_k" and config.advantage.k > size:
+        yield Problem(
+            ("advantage.k", "rollout.group_size"),
+            f"advantage.k={config.advantage.k} is more than the rollouts of a group, rollout.group_size={size}; "
+            f"expected at most {size}",
+        )
+
+
+def _check_correction(config: RunConfig) -> Iterator[Problem]:
+    """Yield corrections that count a gap twice, and bounds that leave nothing."""
+    weighs = [item.name for item in config.correction if item.name in {"tis", "icepop"}]
+    loss = config.loss
+    anchored = loss.name == "decoupled" or getattr(loss, "anchor", "old") == "rollout"
+    if len(weighs) > 1:
+        yield Problem(
+            ("correction",),
+            f"correction has {' and '.join(weighs)}, and each weighs tokens with old / rollout: that counts the gap "
+            "twice; expected one of them, others may be masks",
+        )
+    if weighs and anchored:
+        yield Problem(
+            ("correction", "loss"),
+            f"correction has {weighs[0]}, but loss.name={loss.name} is weighed back to the sampler already: that "
+            "counts the gap twice; expected masks only, or loss.anchor=old",
+        )
+    for item in config.correction:
+        if isinstance(item, IcePopConfig | MaskConfig) and item.low >= item.high:
+            yield Problem(
+                ("correction",),
+                f"correction: {item.name} has low={item.low:g} and high={item.high:g}; expected low below high",
+            )
 
 
 def _check_kl(config: RunConfig) -> Iterator[Problem]:
@@ -88,13 +143,27 @@ def _check_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_clipping(config: RunConfig) -> Iterator[Problem]:
-    highest_ratio = 1 + config.actor.clip_high
-    if config.actor.dual_clip is not None and config.actor.dual_clip <= highest_ratio:
+    loss = config.loss
+    if (
+        isinstance(loss, ClipConfig | DecoupledConfig | GSPOConfig)
+        and loss.dual_clip is not None
+        and loss.dual_clip <= 1 + loss.clip_high
+    ):
         yield Problem(
-            ("actor.dual_clip", "actor.clip_high"),
-            f"actor.dual_clip={config.actor.dual_clip} is not above the highest ratio that the clipping leaves, "
-            f"1 + actor.clip_high = {highest_ratio:g}; expected more than that, usually 3, or null",
+            ("loss.dual_clip", "loss.clip_high"),
+            f"loss.dual_clip={loss.dual_clip} is not above the highest ratio that the clipping leaves, "
+            f"1 + loss.clip_high = {1 + loss.clip_high:g}; expected more than that, usually 3, or null",
         )
+    if loss.name == "policy_gradient" and not config.updates_once:
+        yield Problem(
+            ("loss.name", "actor.num_epochs", "actor.num_mini_batches"),
+            "loss.name=policy_gradient is right for the first optimizer step of a batch alone, and "
+            f"actor.num_epochs={config.actor.num_epochs} x actor.num_mini_batches={config.actor.num_mini_batches} "
+            "are several; expected 1 of each, or loss.name=clip",
+        )
+    for kind, section in (("advantage", config.advantage), ("loss", loss)):
+        if section.name == "function" and not section.function:
+            yield Problem((f"{kind}.function",), f"{kind}.function is not set; expected path/to/file.py:function")
 
 
 declare(
@@ -103,8 +172,9 @@ declare(
         page="rallypoint.recipes.ppo:PPO",
         roles=("actor", "rollout", "critic"),
         optional_roles=("reward", "reference"),
-        sections=("kl", "ppo"),
-        checks=(_check_kl, _check_clipping),
+        advantages=("gae",),
+        sections=_LEARNING,
+        checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
     )
 )
 declare(
@@ -113,7 +183,8 @@ declare(
         page="rallypoint.recipes.grpo:GRPO",
         roles=("actor", "rollout"),
         optional_roles=("reward", "reference"),
-        sections=("kl", "grpo"),
-        checks=(_check_groups, _check_kl, _check_clipping),
+        advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "function"),
+        sections=_LEARNING,
+        checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
     )
 )

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, cast
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
-from rallypoint.config.fields import Section, key, section
+from rallypoint.config.fields import Section, key, named_section, section
 from rallypoint.config.recipes import RECIPES, RoleName, unread_by
+from rallypoint.config.sections.algorithms import AdvantageConfig, AggregationName, CorrectionConfigs, LossConfig
 from rallypoint.config.sections.frame import CheckConfig, CheckpointConfig, TrainerConfig
 from rallypoint.config.sections.learning import (
     ActorConfig,
     CriticConfig,
     EngineConfig,
-    GRPOConfig,
     KLConfig,
-    PPOConfig,
     ReferenceConfig,
 )
 from rallypoint.config.sections.material import DataConfig, ModelConfig, RewardConfig
@@ -33,6 +32,20 @@ def _declared(name: str) -> str:
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}")
     return name
+
+
+def names_in(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the names of the sections that have other keys for each name: as set, or else as the recipe has them."""
+    recipe = values.get("recipe")
+    spec = RECIPES.get(recipe) if isinstance(recipe, str) else None
+    advantage = spec.advantages[0] if spec and spec.advantages else "gae"
+    names: dict[str, object] = {}
+    for section_name, usual in (("advantage", advantage), ("loss", "clip")):
+        inner = values.get(section_name, {})
+        if isinstance(inner, Mapping):
+            own = cast("Mapping[str, object]", inner)
+            names[section_name] = own.get("name", "function" if "function" in own else usual)
+    return names
 
 
 class RunConfig(Section):
@@ -50,14 +63,31 @@ class RunConfig(Section):
     critic: CriticConfig = section(CriticConfig, help="The value function (ppo).")
     reference: ReferenceConfig = section(ReferenceConfig, help="The frozen reference.")
     kl: KLConfig | None = section(None, help="KL to the reference; null for none.")
-    ppo: PPOConfig = section(PPOConfig, help="Advantages of recipe ppo.")
-    grpo: GRPOConfig = section(GRPOConfig, help="Advantages of recipe grpo.")
+    advantage: AdvantageConfig = named_section(help="How much better a token was than expected.")
+    loss: LossConfig = named_section(help="The policy loss.")
+    correction: CorrectionConfigs = key(
+        (), help="Weights for a sampler that disagrees with the trainer, such as [{name: tis, cap: 2.0}]."
+    )
+    aggregation: AggregationName = key(
+        "token", help="What the loss is a mean of: all tokens, rows, rows of one length, or prompts."
+    )
     engine: EngineConfig = section(EngineConfig, help="Forward and backward passes.")
     validation: ValidationConfig = section(ValidationConfig, help="Validation.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, help="Checkpoints.")
     checks: CheckConfig = section(CheckConfig, help="Checks of every step.")
     cluster: ClusterConfig = section(ClusterConfig, help="Placement.")
     trainer: TrainerConfig = section(TrainerConfig, help="Length, names, logs.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_names(cls, values: object) -> object:
+        """Fill in the names that the recipe has where none is set."""
+        if not isinstance(values, Mapping):
+            return values
+        filled = dict(cast("Mapping[str, object]", values))
+        for part, name in names_in(filled).items():
+            filled[part] = {"name": name, **cast("Mapping[str, object]", filled.get(part, {}))}
+        return filled
 
     @property
     def roles(self) -> dict[RoleName, PlacementConfig]:

@@ -6,9 +6,9 @@ import dataclasses
 from asyncio import gather
 from typing import Self
 
-from rallypoint.algorithms import group_relative
+from rallypoint.algorithms import weigh
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, clipped_policy_loss, kl_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference
@@ -21,10 +21,10 @@ class GRPO(RolloutRecipe):
 
     @classmethod
     async def create(cls, setup: Setup) -> Self:
-        """Start the roles; the actor minimises the clipped policy loss."""
+        """Start the roles; the actor minimises the loss that the config names."""
         return cls(
             config=setup.config,
-            actor=await Actor.create(setup.placement, clipped_policy_loss(setup.config)),
+            actor=await Actor.create(setup.placement, actor_loss_of(setup.config)),
             source=await setup.open_source(),
             reference=await Reference.create(setup.placement),
         )
@@ -40,10 +40,8 @@ class GRPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            grpo, kl = self.config.grpo, kl_of(self.config)
-            actor_batch = group_relative(
-                batch, normalize_std=grpo.normalize_std, token_discount=grpo.token_discount, kl=kl
-            )
+            advantage, kl = advantage_of(self.config), kl_of(self.config)
+            actor_batch = weigh(batch, advantage, kl=kl, aggregation=self.config.aggregation)
 
         with span("learn"):
             learned = await self.actor.update(actor_batch, step)

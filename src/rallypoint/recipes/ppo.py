@@ -6,9 +6,9 @@ import dataclasses
 from asyncio import gather
 from typing import Self
 
-from rallypoint.algorithms import ClippedValueLoss, gae
+from rallypoint.algorithms import ClippedValueLoss, weigh_valued
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, clipped_policy_loss, kl_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.critic import Critic
 from rallypoint.roles.judging import check_judged
@@ -24,11 +24,11 @@ class PPO(RolloutRecipe):
 
     @classmethod
     async def create(cls, setup: Setup) -> Self:
-        """Start the roles; the actor minimises the clipped policy loss, the critic a clipped squared error."""
+        """Start the roles; the actor minimises the loss that the config names, the critic a clipped squared error."""
         config, placement = setup.config, setup.placement
         return cls(
             config=config,
-            actor=await Actor.create(placement, clipped_policy_loss(config)),
+            actor=await Actor.create(placement, actor_loss_of(config)),
             source=await setup.open_source(),
             reference=await Reference.create(placement),
             critic=await Critic.create(placement, ClippedValueLoss(clip=config.critic.clip)),
@@ -52,14 +52,8 @@ class PPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            ppo, kl = self.config.ppo, kl_of(self.config)
-            actor_batch, critic_batch = gae(
-                batch,
-                discount=ppo.discount,
-                gae_lambda=ppo.gae_lambda,
-                whiten_advantages=ppo.whiten_advantages,
-                kl=kl,
-            )
+            gae, kl = gae_of(self.config), kl_of(self.config)
+            actor_batch, critic_batch = weigh_valued(batch, gae, kl=kl, aggregation=self.config.aggregation)
 
         with span("learn"):
             learned = await gather(

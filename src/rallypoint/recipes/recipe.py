@@ -11,10 +11,10 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-from rallypoint.algorithms import KL, ClippedPolicyLoss
-from rallypoint.config import RECIPES, RunConfig
+from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, GAE, KL, OBJECTIVES, ActorLoss, Advantage
+from rallypoint.config import RECIPES, RunConfig, Section
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
@@ -154,13 +154,33 @@ def kl_of(config: RunConfig) -> KL | None:
     return KL(coef=config.kl.coef, estimator=config.kl.estimator_used, placement=config.kl.placement)
 
 
-def clipped_policy_loss(config: RunConfig) -> ClippedPolicyLoss:
-    """Return the policy's loss in PPO and GRPO, as the config sets it."""
-    return ClippedPolicyLoss(
-        clip_low=config.actor.clip_low,
-        clip_high=config.actor.clip_high,
-        dual_clip=config.actor.dual_clip,
+def advantage_of(config: RunConfig) -> Advantage:
+    """Return the estimator that a config names."""
+    section = config.advantage
+    return ADVANTAGES[section.name](**_parameters(section))
+
+
+def gae_of(config: RunConfig) -> GAE:
+    """Return the estimator of a recipe with a critic."""
+    advantage = advantage_of(config)
+    assert isinstance(advantage, GAE), "the recipe's checks have seen to it"
+    return advantage
+
+
+def actor_loss_of(config: RunConfig) -> ActorLoss:
+    """Return what the actor minimises, as the config sets it."""
+    corrections = tuple(CORRECTIONS[section.name](**_parameters(section)) for section in config.correction)
+    return ActorLoss(
+        objective=OBJECTIVES[config.loss.name](**_parameters(config.loss)),
+        corrections=corrections,
+        aggregation=config.aggregation,
+        length=float(config.rollout.max_response_tokens),
         entropy_coef=config.actor.entropy_coef,
         kl=kl_of(config),
         is_single_update=config.updates_once,
     )
+
+
+def _parameters(section: Section) -> dict[str, Any]:
+    """Return the keys of a section but for its name: they are the parameters of what it names."""
+    return {key: getattr(section, key) for key in type(section).model_fields if key != "name"}

@@ -152,6 +152,8 @@ class ActorBatch(Sequences):
     """[T] float32, or None when the loss has no KL term."""
     advantages: Tensor = per_token()
     """[T] float32."""
+    loss_weights: Tensor | None = per_row(optional=True)
+    """[B] float64: weight of each trained token of a row in the loss; None is 1 for all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -51,9 +51,10 @@ def per_token(*, optional: bool = False) -> Any:
     return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
-def per_row() -> Any:
-    """Declare a dataclass field of shape [B], one entry a row."""
-    return dataclasses.field(metadata={"axis": "B"})
+def per_row(*, optional: bool = False) -> Any:
+    """Declare a dataclass field of shape [B], one entry a row; None where it is left out."""
+    metadata = {"axis": "B"}
+    return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from rallypoint.algorithms import (
     OBJECTIVES,
     PolicyTokens,
     correct,
-    gae,
-    group_relative,
     kl_loss,
     kl_penalty,
     policy_loss,
     value_loss,
     weigh,
+    weigh_valued,
 )
 from rallypoint.algorithms.corrections import TIS
 from rallypoint.types import JudgedBatch
@@ -72,6 +71,16 @@ def batch_of(responses, rewards=REWARDS):
         old_logprobs=old,
         reference_logprobs=reference,
     )
+
+
+def gae(batch, *, discount, gae_lambda, whiten_advantages, kl):
+    settings = {"discount": discount, "gae_lambda": gae_lambda, "value_lambda": None, "length_alpha": None}
+    return weigh_valued(batch, ADVANTAGES["gae"](**settings, unit="token", whiten=whiten_advantages), kl=kl)
+
+
+def group_relative(batch, *, normalize_std, token_discount, kl):
+    estimator = ADVANTAGES["grpo" if normalize_std else "dr_grpo"](token_discount=token_discount, whiten=False)
+    return weigh(batch, estimator, kl=kl)
 
 
 def by_gae(responses, kl, rewards):

@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from rallypoint.algorithms import (
+    ADVANTAGES,
     KL,
-    gae,
     gae_advantages,
-    group_relative,
     group_relative_token_advantages,
+    weigh,
+    weigh_valued,
     whiten,
 )
 from rallypoint.types import JudgedBatch, ValuedBatch
@@ -18,6 +19,16 @@ REWARDS = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 3.0])
 IN_REWARD = KL(coef=0.5, estimator="k1", placement="reward")
 IN_LOSS = KL(coef=0.5, estimator="k3", placement="loss")
 SETTINGS = {"discount": 0.9, "gae_lambda": 0.8}
+
+
+def gae(batch, *, discount, gae_lambda, whiten_advantages, kl):
+    settings = {"discount": discount, "gae_lambda": gae_lambda, "value_lambda": None, "length_alpha": None}
+    return weigh_valued(batch, ADVANTAGES["gae"](**settings, unit="token", whiten=whiten_advantages), kl=kl)
+
+
+def group_relative(batch, *, normalize_std, token_discount, kl):
+    estimator = ADVANTAGES["grpo" if normalize_std else "dr_grpo"](token_discount=token_discount, whiten=False)
+    return weigh(batch, estimator, kl=kl)
 
 
 def judged(*, reference_logprobs=REFERENCE, token_rewards=REWARDS):

@@ -53,8 +53,13 @@ def test_config_prints_every_key_once_whole_and_with_its_origin(command, explain
     assert long in by_key["trainer.runs_dir"]
     assert "default" in by_key["rollout.placement.pool"]
     assert re.search(r"digits\.yaml:\d+", by_key["reward.function"])
-    assert "not read: recipe=ppo" in by_key["grpo.normalize_std"]
+    assert "not read: kl=null" in lines_by_key(command("config", "digits", "kl=null"))["reference.placement.pool"]
+    assert "advantage.token_discount" not in by_key
     assert "…" not in "".join(lines)
+
+
+def lines_by_key(result) -> dict[str, str]:
+    return {line.split()[0]: line for line in lines_of(result) if not line.startswith(" ")}
 
 
 def explained(lines: list[str]) -> dict[str, list[str]]:
@@ -188,7 +193,7 @@ def test_a_plan_for_weights_that_could_not_be_loaded_is_an_error(command, tmp_pa
 
 
 def test_a_reward_model_that_could_not_be_loaded_is_found_beside_a_policy_that_is_made(command, tmp_path):
-    own = ("recipe=grpo", "grpo.token_discount=null", f"reward.path={tmp_path}/scorer")
+    own = ("recipe=grpo", "advantage.token_discount=null", f"reward.path={tmp_path}/scorer")
     make_tiny_reward_model(tmp_path / "scorer", max_position_embeddings=8)
     said = str(command("train", "digits", *own, "--dry-run").exception)
     assert "reward.path" in said

@@ -79,7 +79,7 @@ def test_no_alias_stands_twice_or_hides_a_key_of_our_own():
         ("policy.model_name=a/b", "model.path=a/b"),
         ("loss_fn.reference_policy_kl_penalty=0.01", "kl.coef=0.01"),
         ("n_samples_per_prompt=4", "rollout.group_size=4"),
-        ("actor.clip_ratio=0.2", "actor.clip_low=0.2 actor.clip_high=0.2"),
+        ("actor.clip_ratio=0.2", "loss.clip_low=0.2 loss.clip_high=0.2"),
         ("bf16=true", "model.dtype=bfloat16"),
         ("model.dtype=bf16", "model.dtype=bfloat16"),
         ("recipe=GRPO", "recipe=grpo"),
@@ -93,7 +93,7 @@ def test_no_alias_stands_twice_or_hides_a_key_of_our_own():
         ("actor.optimizer.beta=[0.9, 0.99]", "actor.optimizer.betas"),
         # Nothing, as people write it.
         ("checkpoint.every_steps=-1", "null, which is off"),
-        ("actor.dual_clip=0", "null, which is off"),
+        ("loss.dual_clip=0", "null, which is off"),
         ("rollout.top_k=-1", "null, which is off"),
     ],
 )

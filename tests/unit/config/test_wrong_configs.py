@@ -28,7 +28,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown: right name without its section": ("lr=1e-3", ("lr=0.001", "actor.optimizer.lr or critic.optimizer.lr")),
     "unknown: half a name": ("optimizer.lr=1e-3", ("optimizer={lr: 0.001}", "did you mean actor.optimizer.lr")),
     "unknown: near name without its section": ("epochs=3", ("epochs=3", "did you mean actor.num_epochs")),
-    "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean ppo.discount=0.9?")),
+    "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean advantage.discount=0.9?")),
     "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe=grpo?")),
     "unknown: what follows": ("actor.mesh.dp_replicate=2", ("it is what the others leave", "by dp_shard x sp x tp")),
     "unknown: nothing near": ("foo.bar=1", ("foo={bar: 1}", "the top level has the keys recipe, seed")),
@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "range: nan": ("actor.optimizer.lr=.nan", ("actor.optimizer.lr=nan", "above 0")),
     "range: infinite": ("critic.clip=.inf", ("critic.clip=inf", "a number above 0 or null")),
     "range: unit": ("cluster.object_store_gib=0", ("object_store_gib=0", "from 0.1 to 1024 (GiB)")),
-    "range: dual clip": ("actor.dual_clip=0.5", ("actor.dual_clip=0.5", "above 1 or null")),
+    "range: dual clip": ("loss.dual_clip=0.5", ("loss.dual_clip=0.5", "above 1 or null")),
     # Words that are none.
     "word: algorithm": ("recipe=pppo", ("recipe='pppo'", "one of ppo, grpo; did you mean ppo?")),
     "word: runtime": ("cluster.runtime=slurm", ("cluster.runtime='slurm'", "one of ray, inline")),
@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: group of one": ("recipe=grpo rollout.group_size=1", ("rollout.group_size=1", "expected at least 2")),
     "fit: k1 in the loss": ("kl.estimator=k1", ("kl.estimator='k1'", "expected k2 or k3, or kl.placement=reward")),
-    "fit: dual clip": ("actor.dual_clip=1.1", ("actor.dual_clip=1.1", "1 + actor.clip_high = 1.2")),
+    "fit: dual clip": ("loss.dual_clip=1.1", ("loss.dual_clip=1.1", "1 + loss.clip_high = 1.2")),
     "fit: heads": ("model.create.num_heads=5", ("num_heads=5", "expected one of 1, 2, 4, 8, 16, 32")),
     "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),
     "fit: odd width": ("model.create.hidden_size=65", ("hidden_size=65", "expected 64 or 66")),
@@ -228,7 +228,39 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "data.generate=null data.train=good.jsonl",
         ("reward.function='digits'", "expected file.py:function"),
     ),
-    "fit: section of another recipe": ("grpo.normalize_std=false", ("normalize_std=false has no effect", "recipe=ppo")),
+    "fit: key of another advantage": (
+        "advantage.token_discount=0.5",
+        ("advantage.token_discount=0.5", "advantage.name=gae has the keys", "one of advantage.name=grpo or dr_grpo"),
+    ),
+    "fit: advantage of another recipe": (
+        "advantage.name=rloo",
+        ("advantage.name='rloo' is not computed by recipe=ppo", "recipe=grpo"),
+    ),
+    "fit: no such advantage": ("advantage.name=rlo", ("advantage.name='rlo'", "did you mean rloo?")),
+    "fit: no such loss": ("loss.name=gpso", ("loss.name='gpso'", "did you mean gspo?")),
+    "fit: key of another loss": ("loss.tau_positive=2", ("loss.name=clip has the keys", "loss.name=sapo")),
+    "fit: more than a group has": (
+        'recipe=grpo advantage={"name":"pass_at_k","k":9}',
+        ("advantage.k=9", "rollout.group_size"),
+    ),
+    "fit: two weights": (
+        'correction=[{"name":"tis"},{"name":"icepop"}]',
+        ("tis and icepop", "counts the gap twice"),
+    ),
+    "fit: a weight and a loss with one": (
+        'loss.name=decoupled correction=[{"name":"tis"}]',
+        ("loss.name=decoupled is weighed back", "masks only"),
+    ),
+    "fit: bounds that leave nothing": (
+        'correction=[{"name":"mask","low":2,"high":1}]',
+        ("low=2 and high=1", "expected low below high"),
+    ),
+    "fit: no such correction": ('correction=[{"name":"tiss"}]', ("correction=", "a list of sections")),
+    "fit: policy gradient of many updates": (
+        "loss.name=policy_gradient actor.num_mini_batches=2",
+        ("first optimizer step", "loss.name=clip"),
+    ),
+    "fit: a function without a file": ("loss.name=function", ("loss.function is not set", "file.py:function")),
     "fit: critic of a recipe without": (
         "recipe=grpo critic.num_epochs=2",
         ("critic.num_epochs=2 has no", "recipe=grpo"),

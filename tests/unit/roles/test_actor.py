@@ -12,7 +12,7 @@ from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import SamplingParams
 from rallypoint.models import trained_weights
-from rallypoint.recipes.recipe import clipped_policy_loss
+from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
@@ -44,7 +44,7 @@ def context(ticks):
 
 @pytest.fixture
 def worker(context, spec):
-    return ActorWorker(context, spec, clipped_policy_loss(spec.config))
+    return ActorWorker(context, spec, actor_loss_of(spec.config))
 
 
 def judged(worker, shift_at=None, by=0.0):
@@ -142,7 +142,7 @@ def half_worker(context, spec):
     return ActorWorker(
         context,
         dataclasses.replace(spec, config=spec.config.model_copy(update={"model": half})),
-        clipped_policy_loss(spec.config),
+        actor_loss_of(spec.config),
     )
 
 
@@ -191,7 +191,7 @@ def test_in_bfloat16_a_wrong_mean_and_wrong_tokens_are_refused_and_the_worst_is_
 def test_in_bfloat16_a_tolerance_of_ones_own_is_that_of_the_mean(context, spec):
     half = {"model.dtype": "bfloat16", "checks.ratio_tolerance": 0.02}
     config = load_config("digits", [f"{name}={value}" for name, value in half.items()]).config
-    worker = ActorWorker(context, dataclasses.replace(spec, config=config), clipped_policy_loss(config))
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), actor_loss_of(config))
     with pytest.raises(OffPolicyError, match=r"by 0\.03\d* on average, .*checks.ratio_tolerance=0.02"):
         worker.train(off_by(worker, dict.fromkeys(range(1, 71), 0.035)), 1)
 
@@ -212,7 +212,7 @@ def test_a_batch_that_nobody_judged_is_learned_from_to_the_same_bits_and_compare
     spec = dataclasses.replace(spec, config=config)
     weights, measured = [], []
     for is_judged in (True, False):
-        worker = ActorWorker(dataclasses.replace(context, shared={}), spec, clipped_policy_loss(config))
+        worker = ActorWorker(dataclasses.replace(context, shared={}), spec, actor_loss_of(config))
         batch = judged(worker)
         sampled = batch.rollout_logprobs.clone()
         sampled[7] += 0.25
@@ -252,7 +252,7 @@ class OneWorker:
 
 def one_update_actor(worker, *overrides):
     config = load_config("digits", ["actor.num_mini_batches=1", *overrides]).config
-    return Actor(config, OneWorker(worker), clipped_policy_loss(config))
+    return Actor(config, OneWorker(worker), actor_loss_of(config))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_a_role_that_sleeps_between_its_turns_computes_the_same(worker, context,
 def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initial_policy(context, spec):
     lora = spec.config.model.model_copy(update={"lora": LoRAConfig(rank=2)})
     spec = dataclasses.replace(spec, config=spec.config.model_copy(update={"model": lora}))
-    actor = ActorWorker(context, spec, clipped_policy_loss(spec.config))
+    actor = ActorWorker(context, spec, actor_loss_of(spec.config))
     reference = ReferenceWorker(context, spec, shares_actor=True)
     rollout = RolloutWorker(context, spec, shares_actor=False)
     batch = judged(actor)

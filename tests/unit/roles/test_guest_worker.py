@@ -10,7 +10,7 @@ from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
 from rallypoint.generation import Request, SamplingParams
 from rallypoint.models import PackedRows, lm_head
-from rallypoint.recipes.recipe import clipped_policy_loss
+from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.guests import Errand, GuestWorker
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
@@ -48,7 +48,7 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
             time.sleep(0.3)  # longer than a slice, so that it ends in the middle of the response
 
     context = WorkerContext("rollout", 0, Mesh({"dp_replicate": 1}), 1, "cpu", {}, tick)
-    ActorWorker(context, spec, clipped_policy_loss(spec.config))
+    ActorWorker(context, spec, actor_loss_of(spec.config))
     rollout = RolloutWorker(context, spec, shares_actor=True)
     guest = GuestWorker(context, spec, max_rows=4)
     prompt, params = (3, 4, 5), SamplingParams(max_new_tokens=12)

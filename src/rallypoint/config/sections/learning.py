@@ -38,11 +38,6 @@ class ActorConfig(Section):
 
     num_epochs: int = key(1, at_least=1, at_most=100, help="Passes over the rollouts of a step.")
     num_mini_batches: int = key(1, at_least=1, help="Optimizer steps per pass.")
-    clip_low: float = key(0.2, above=0, at_most=1, help="The ratio is clipped below 1 - clip_low.")
-    clip_high: float = key(0.2, above=0, at_most=10, help="The ratio is clipped above 1 + clip_high.")
-    dual_clip: float | None = key(
-        None, above=1, help="Bound of the ratio for negative advantages (arXiv 1912.09729); null for none."
-    )
     entropy_coef: float = key(0.0, at_least=-1, at_most=1, help="Weight of the entropy bonus in the loss.")
     optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
@@ -72,26 +67,6 @@ class ReferenceConfig(Section):
 
     placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
-
-
-class PPOConfig(Section):
-    """Generalised advantage estimation; used by recipe ppo."""
-
-    discount: float = key(1.0, at_least=0, at_most=1, help="Discount of later rewards (gamma).")
-    gae_lambda: float = key(1.0, at_least=0, at_most=1, help="Between one-step (0) and whole-return (1) estimates.")
-    whiten_advantages: bool = key(True, help="Scale the advantages of a step to mean 0 and deviation 1.")
-
-
-class GRPOConfig(Section):
-    """Group-relative advantages; used by recipe grpo."""
-
-    normalize_std: bool = key(True, help="Divide by the group's deviation; false is Dr. GRPO (arXiv 2503.20783).")
-    token_discount: float | None = key(
-        None,
-        at_least=0,
-        at_most=1,
-        help="Compare rewards token by token, and discount those after a token by this; null compares their sums.",
-    )
 
 
 class KLConfig(Section):
