@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, GAE, KL, OBJECTIVES, ActorLoss, Advantage
-from rallypoint.config import RECIPES, RunConfig, Section
+from rallypoint.config import RECIPES, RunConfig
+from rallypoint.config.fields import Section
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material

@@ -1,0 +1,126 @@
+"""From the names of a config to what computes: every name has its class, with the keys of its section."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES, LossInputs, TokenOutputs, weigh
+from rallypoint.config import RunConfig, load_config, shipped_recipes
+from rallypoint.config.fields import Section, named_sections
+from rallypoint.config.recipes import COMPARES_GROUP, RECIPES
+from rallypoint.config.sections import algorithms as sections
+from rallypoint.recipes.recipe import actor_loss_of, advantage_of
+from rallypoint.types import JudgedBatch
+
+CLASSES = {"advantage": ADVANTAGES, "loss": OBJECTIVES}
+
+
+@pytest.mark.parametrize("section", CLASSES)
+def test_sections_have_the_fields_of_the_classes_that_they_name(section):
+    named = named_sections(RunConfig.model_fields[section])
+    for name, kind in named.items():
+        if name != "function":
+            fields = {field.name for field in dataclasses.fields(CLASSES[section][name])}
+            assert set(kind.model_fields) - {"name"} == fields, name
+    # GDPO needs several rewards for a rollout, which no reward function returns yet.
+    assert set(CLASSES[section]) - set(named) == ({"gdpo"} if section == "advantage" else set())
+
+
+def test_corrections_have_the_fields_of_the_classes_that_they_name():
+    found = [kind for kind in vars(sections).values() if isinstance(kind, type) and issubclass(kind, Section)]
+    kinds = [kind for kind in found if "name" in kind.model_fields]
+    named = {kind.model_fields["name"].annotation.__args__[0]: kind for kind in kinds}
+    for name, kind in CORRECTIONS.items():
+        fields = {field.name for field in dataclasses.fields(kind)}
+        assert set(named[name].model_fields) - {"name"} == fields, name
+
+
+def test_what_compares_groups_is_what_its_class_says():
+    assert {name for name, kind in ADVANTAGES.items() if kind.compares_group} - {"gdpo"} == set(COMPARES_GROUP)
+
+
+def batch():
+    """Two prompts of two rollouts each."""
+    mask = torch.tensor([False, True, True, False, True, False, True, True, True, False, True])
+    logprobs = torch.where(mask, -torch.arange(1.0, 12.0) / 5, 0.0)
+    return JudgedBatch(
+        offsets=torch.tensor([0, 3, 5, 9, 11]),
+        tokens=torch.arange(11),
+        loss_mask=mask,
+        rollout_logprobs=logprobs - 0.1,
+        prompt_index=torch.tensor([4, 4, 7, 7]),
+        sample_index=torch.tensor([0, 1, 0, 1]),
+        versions=torch.zeros(4, dtype=torch.int64),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        token_rewards=torch.tensor([0.0, 0, 1, 0, 0, 0, 0, 0, 0.5, 0, 2]),
+        old_logprobs=logprobs,
+        reference_logprobs=logprobs - 0.2,
+    )
+
+
+def loss_of(loss, rows, *, shift):
+    """The loss of some rows, and its gradient."""
+    at = rows.loss_mask.nonzero().squeeze(-1)
+    logprobs = (rows.old_logprobs[at] + shift).requires_grad_()
+    inputs = LossInputs(rows=rows, positions=at, send=lambda x: x, is_on_policy=False)
+    total, metrics = loss(TokenOutputs(logprobs=logprobs, entropy=logprobs.detach() ** 2), inputs)
+    total.backward()
+    return float(total.detach()), logprobs.grad, metrics
+
+
+CORRECTED = 'correction=[{"name":"tis","level":"sequence","cap":2},{"name":"mask","level":"geometric","high":3}]'
+COMPOSED = {
+    **{name: [f"loss.name={name}", "actor.num_mini_batches=1"] for name in OBJECTIVES},
+    **{f"corrected {name}": [f"aggregation={name}", CORRECTED] for name in ("token", "sequence", "prompt")},
+    "fixed length": ["aggregation=fixed_length"],
+}
+
+
+@pytest.mark.parametrize("which", COMPOSED)
+def test_the_loss_of_a_config_is_the_same_for_every_cut(which):
+    config = load_config("digits-grpo", COMPOSED[which]).config
+    loss = pickle.loads(pickle.dumps(actor_loss_of(config)))
+    whole = weigh(batch(), advantage_of(config), kl=loss.kl, aggregation=config.aggregation)
+    shift = torch.tensor([0.3, -0.2, 0.1, -0.4, 0.25, 0.0, 0.05])
+    total, gradient, _ = loss_of(loss, whole, shift=shift)
+    parts, at = [whole.rows([0, 1]), whole.rows([2]), whole.rows([3])], [slice(0, 3), slice(3, 6), slice(6, 7)]
+    cut = [loss_of(loss, part, shift=shift[piece]) for part, piece in zip(parts, at, strict=True)]
+    assert sum(part[0] for part in cut) == pytest.approx(total, rel=1e-6)
+    torch.testing.assert_close(torch.cat([part[1] for part in cut]), gradient)
+    assert loss.denominator(whole) == {"sequence": 4.0, "prompt": 2.0, "fixed_length": 32.0}.get(
+        config.aggregation, 7.0
+    )
+
+
+def test_corrections_are_watched():
+    config = load_config("digits-grpo", [CORRECTED]).config
+    whole = weigh(batch(), advantage_of(config), kl=None)
+    _, _, metrics = loss_of(actor_loss_of(config), whole, shift=torch.zeros(7))
+    found = metrics.scalars()
+    assert {"correction", "correction_dropped", "rollout_kl", "rollout_chi2", "rollout_ratio_max"} <= found.keys()
+    assert found["rollout_ratio_max"] == pytest.approx(1.1052, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", COMPARES_GROUP)
+def test_every_advantage_of_groups_can_be_named(name):
+    config = load_config("digits-grpo", [f"advantage.name={name}", "advantage.whiten=false"]).config
+    advantages = weigh(batch(), advantage_of(config), kl=None).advantages
+    assert advantages.isfinite().all()
+
+
+def test_keys_of_another_name_may_wait_in_a_file():
+    config = load_config("digits", ["recipe=grpo"]).config
+    assert config.advantage.model_dump() == {"name": "grpo", "token_discount": 0.0, "whiten": False}
+    again = load_config("digits", ["recipe=grpo", "advantage.name=rloo"]).config
+    assert again.advantage.model_dump() == {"name": "rloo", "whiten": False}
+
+
+@pytest.mark.parametrize("name", sorted(set(shipped_recipes()) - {"digits", "digits-grpo"}))
+def test_every_shipped_recipe_composes_what_it_is_named_after(name):
+    config = load_config(name, draft=True).config
+    assert name in {config.recipe, config.advantage.name, config.loss.name, "dapo"}
+    advantage_of(config)
+    actor_loss_of(config)
+    assert config.advantage.name in RECIPES[config.recipe].advantages
