@@ -1,8 +1,8 @@
-"""Checkpoints as folders that are either whole or not there.
+"""Checkpoints: folders that are either whole or absent, and the digests and flushes that make sure of it.
 
-A checkpoint is written into a folder of another name, every file is flushed to disk, a manifest with the
-size and digest of each file is added, and one rename makes it visible. Loading verifies all of it first.
-No pickle anywhere: safetensors and JSON.
+A checkpoint is written to a folder with a temporary name, with a manifest of the size and digest of every file. All of
+it is flushed to the disk, and one rename makes it visible. Loading verifies all of it first. safetensors and JSON, no
+pickle.
 
     checkpoints/step_000020/
         config.json  model.safetensors  tokenizer.json ...   the actor: an ordinary Hugging Face folder
@@ -33,7 +33,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step.
+    """Return the name of the folder of a step.
 
     >>> checkpoint_name(20)
     'step_000020'
@@ -43,10 +43,10 @@ def checkpoint_name(step: int) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path, step: int) -> Iterator[Path]:
-    """Yield a folder to write into; when the body ends well it becomes the checkpoint of that step.
+    """Yield a folder to write to, which becomes the checkpoint of a step if the block succeeds.
 
     Raises:
-        CheckpointError: the disk is full or not writable; no partial checkpoint stays behind.
+        CheckpointError: the disk is full or not writable; no partial checkpoint is left.
     """
     name = checkpoint_name(step)
     final, temporary, replaced = folder / name, folder / f".{name}.partial", folder / f".{name}.replaced"
@@ -62,7 +62,7 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
         sync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # so that what is free is what there was
+        shutil.rmtree(temporary, ignore_errors=True)  # so that the free space in the error is right
         raise CheckpointError(explain(final, error, _size(folder))) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -71,25 +71,25 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
 
 
 def _size(folder: Path) -> int | None:
-    """Return the bytes of the newest checkpoint in a folder, as those of the next; None without one."""
+    """Estimate the size of the next checkpoint by the newest one; None without one."""
     there = visible(folder)
     files = (folder / checkpoint_name(there[-1])).rglob("*") if there else ()
     return sum(path.stat().st_size for path in files if path.is_file()) if there else None
 
 
 def visible(folder: Path) -> list[int]:
-    """Return the steps of all folders that are named as checkpoints, whole or not, oldest first."""
+    """Return the steps of all folders with the name of a checkpoint, whole or not, oldest first."""
     found = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name.group(1)) for name in found if name and (folder / name.group(0)).is_dir())
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of all checkpoints in a folder, oldest first; what has no manifest is none."""
+    """Return the steps of all checkpoints in a folder, oldest first; folders without a manifest do not count."""
     return [step for step in visible(folder) if (folder / checkpoint_name(step) / MANIFEST).is_file()]
 
 
 def newest_whole(folder: Path) -> int:
-    """Return the step of the newest checkpoint that is not damaged; 0 if there is none."""
+    """Return the step of the newest undamaged checkpoint; 0 if there is none."""
     for step in reversed(steps(folder)):
         with contextlib.suppress(CheckpointError):
             verify(folder / checkpoint_name(step))
@@ -98,7 +98,7 @@ def newest_whole(folder: Path) -> int:
 
 
 def recover(folder: Path) -> None:
-    """Give a checkpoint its name back that a save was about to replace when it was killed."""
+    """Restore the name of a checkpoint that was being replaced when the save was killed."""
     for replaced in folder.glob(".step_*.replaced"):
         final = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -106,7 +106,7 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:
-    """Rename the checkpoints after a step so that nothing takes them for such any more; return their new paths."""
+    """Rename the checkpoints after a step, so that they no longer count; return their new paths."""
     aside: list[Path] = []
     for name in (checkpoint_name(step) for step in visible(folder) if step > after):
         numbers = ("", *(f"-{number}" for number in range(2, 1000)))
@@ -119,7 +119,7 @@ def verify(checkpoint: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut off, changed, or the manifest itself is missing or unreadable.
+        CheckpointError: a file is missing, truncated or changed, or the manifest is missing or unreadable.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
@@ -141,13 +141,13 @@ def verify(checkpoint: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, and what an interrupted save left."""
+    """Remove all but the newest checkpoints, and the remains of interrupted saves."""
     for ending in ("partial", "replaced"):
         for leftover in folder.glob(f".step_*.{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
     found = steps(folder)
     for name in map(checkpoint_name, found[: max(0, len(found) - keep)]):
-        # Renamed first: a checkpoint that is half removed must not look like one.
+        # Renamed first: a half-removed checkpoint must not look like one.
         doomed = (folder / name).rename(folder / f".{name}.partial")
         shutil.rmtree(doomed)
 
@@ -159,11 +159,11 @@ def _write_manifest(folder: Path, step: int) -> None:
 
 
 Files = Mapping[str, tuple[int, str]]
-"""Name of a file in its folder -> bytes, and xxh3-128 in hex."""
+"""Path of a file in its folder -> size in bytes, and xxh3-128 in hex."""
 
 
 def digest(path: Path) -> str:
-    """Return the xxh3-128 of a file, in hex."""
+    """Return the xxh3-128 of a file in hex; it finds damage and edits, but is no signature."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -176,17 +176,17 @@ def digests(folder: Path, *, besides: str) -> dict[str, dict[str, int | str]]:
 
     Args:
         folder: to read.
-        besides: the file at its top that is left out: the manifest's own.
+        besides: the file at its top to leave out: the manifest itself.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / besides)
     return {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": digest(path)} for path in paths}
 
 
 def check_files(folder: Path, files: Files, remedy: str) -> None:
-    """Compare files with what a manifest says of them.
+    """Compare files with a manifest.
 
     Raises:
-        CheckpointError: one is missing, cut off or changed; it is named, and the remedy said.
+        CheckpointError: a file is missing, truncated or changed; it is named, with the remedy.
     """
     for name, (expected_size, expected) in files.items():
         path = folder / name
@@ -200,7 +200,7 @@ def check_files(folder: Path, files: Files, remedy: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -209,6 +209,6 @@ def sync(path: Path) -> None:
 
 
 def sync_below(folder: Path) -> None:
-    """Flush a folder with all that is in it; its own name is its parent's to flush."""
+    """Flush a folder and everything in it; its own name is an entry of its parent."""
     for path in (*folder.rglob("*"), folder):
         sync(path)

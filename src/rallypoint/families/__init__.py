@@ -20,4 +20,4 @@ def _found() -> dict[str, Family]:
 
 
 FAMILIES = _found()
-"""By the `model_type` of config.json, in its order."""
+"""`model_type` of config.json -> family, in alphabetical order."""

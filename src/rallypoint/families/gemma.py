@@ -1,7 +1,7 @@
 """Gemma 1 (arXiv 2403.08295), Gemma 2 (2408.00118) and the text models of Gemma 3 (2503.19786).
 
-Their norms multiply by 1 + weight. Their attentions, MLPs and scaled embeddings stay transformers' own. Gemma 2 caps
-scores and logits, Gemma 3 could.
+Their norms multiply by 1 + weight. Attentions, MLPs and scaled embeddings run transformers' code. Gemma 2 caps scores
+and logits; configs of Gemma 3 may.
 """
 
 from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, Family, Norm

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, Qwen3, and Qwen3 as a mixture of experts.
 
-Qwen2 (arXiv 2407.10671, 2412.15115) has biases on queries, keys and values; Qwen3 (2505.09388) norms queries and keys,
-head by head. Some layers of a mixture may have a plain MLP.
+Qwen2 (arXiv 2407.10671, 2412.15115) has biases on queries, keys and values; Qwen3 (2505.09388) normalizes queries
+and keys, head by head. Some layers of a mixture may have a plain MLP.
 """
 
 from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, Family, Norm, own_window

@@ -1,8 +1,8 @@
-"""Folders of adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Owns: what the two files hold, and what is said of a folder whose adapter is more than ours can do. A tensor's name
-is `base_model.model.` and the name of the weight here; what is trained whole (PEFT's modules_to_save) stands under
-the same prefix. Which layers are adapted is read from the tensors, which say it exactly.
+Owns: the content of both files, and the refusal of adapters that we cannot compute. A tensor's name is that of the
+weight with the prefix `base_model.model.`, also in modules that are trained whole (PEFT's modules_to_save). The names
+of the tensors say which layers are adapted.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 _HARMLESS = {
-    # What is handled, or says nothing about what the adapter computes.
+    # Keys that are handled, or do not change what the adapter computes.
     "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules",
     "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "inference_mode", "lora_dropout",
     "revision", "auto_mapping", "peft_version", "megatron_core", "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
 _PLAIN_STARTS = (True, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the base model's weights as they are."""
+"""Values of init_lora_weights that do not change the base model's weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """What a folder says of its adapter."""
+    """The description of an adapter in its folder."""
 
     path: Path
     base: str
-    """Folder or hub name of the model that it was made for."""
+    """Folder or hub name of its base model."""
     is_critic: bool
     lora: LoRAConfig
-    """With the full names of the adapted layers."""
+    """Config of the adapter, with the full names of the adapted layers."""
     whole: tuple[str, ...]
-    """Names of modules whose own weights are in it."""
+    """Names of modules that it holds whole."""
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a path is a folder with an adapter, and no model of its own."""
+    """Whether a path is a folder with an adapter and no model."""
     folder = Path(path).expanduser()
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def adapters_of(lora: LoRAConfig, *, whole: tuple[str, ...] = ()) -> Adapters:
-    """Return what a config says of adapters; with `lora.path`, what that folder says.
+    """Return the adapters of a config, or of the folder `lora.path`.
 
     Args:
         lora: the config.
-        whole: names of modules whose own weights are trained beside new adapters.
+        whole: names of modules that are trained whole beside new adapters.
 
     Raises:
         ModelError: the folder cannot be used.
@@ -81,7 +81,7 @@ def adapters_of(lora: LoRAConfig, *, whole: tuple[str, ...] = ()) -> Adapters:
 
 @torch.no_grad()
 def fill_adapters(shard: ModelShard, adapters: Adapters, *, seed: int) -> None:
-    """Give adapters their first values: those of their folder, or those that PEFT gives new ones.
+    """Give adapters their initial values: those of their folder, or PEFT's for new ones.
 
     Raises:
         ModelError: the folder is of another model.
@@ -98,7 +98,7 @@ def fill_adapters(shard: ModelShard, adapters: Adapters, *, seed: int) -> None:
 
 
 def merge_adapters(shard: ModelShard) -> ModelShard:
-    """Return a model without adapters that computes the same; the one that was given is used up."""
+    """Return a model without adapters that computes the same; the given one must not be used afterwards."""
     assert shard.is_whole, "the product of A and B is computed whole"
     merge_layers(shard.model)
     parts = {name: part for name, part in shard.parts.items() if not is_adapter_weight(name)}
@@ -106,7 +106,7 @@ def merge_adapters(shard: ModelShard) -> ModelShard:
 
 
 def fresh(lora: LoRAConfig) -> LoRAConfig:
-    """Return a config of the same kind of adapter on the same kinds of layers, with first values of its own.
+    """Return a config of a new adapter of the same kind on the same kinds of layers.
 
     Raises:
         ModelError: `lora.path` cannot be used.
@@ -119,15 +119,13 @@ def fresh(lora: LoRAConfig) -> LoRAConfig:
 
 
 def save_adapter(shard: ModelShard, folder: Path, *, base: str, how: Writing | None = None) -> None:
-    """Write the adapters of a model, and what else of it is trained: every rank of its mesh calls.
-
-    Each writes what it holds, and rank 0 the config.
+    """Write the trained weights of a model with adapters: every rank of its mesh calls and writes its own part.
 
     Args:
-        shard: with adapters.
-        folder: is made if it is not there.
-        base: folder or hub name of the model without them; a folder is written as an absolute path.
-        how: None as `Writing` does by default.
+        shard: model with adapters.
+        folder: created if needed.
+        base: folder or hub name of the base model; a folder becomes an absolute path.
+        how: None for the defaults of `Writing`.
 
     Raises:
         CheckpointError: the disk is full or not writable.
@@ -165,7 +163,7 @@ def _save_config(shard: ModelShard, folder: Path, base: str) -> None:
 
 
 def open_adapter(path: str) -> AdapterFolder:
-    """Read what a folder says of its adapter, and nothing of its weights.
+    """Read the description of an adapter, without its weights.
 
     Raises:
         ModelError: it is no adapter, it is damaged, or the adapter is of a kind that is not supported.
@@ -186,7 +184,7 @@ def open_adapter(path: str) -> AdapterFolder:
     wrong = [n for n in layers if names[n + A][:1] != (rank,) or names.get(n + B, ())[1:] != (rank,)]
     if not layers or wrong or not isinstance(rank, int) or not isinstance(alpha, int | float) or not alpha > 0:
         said = f"r={rank!r}, lora_alpha={alpha!r}"
-        found = f"{wrong[0]} has not that rank" if wrong else f"{WEIGHTS} has {len(layers)} adapted layers"
+        found = f"{wrong[0]} has another rank" if wrong else f"{WEIGHTS} has {len(layers)} adapted layers"
         raise ModelError(f"{folder / CONFIG}: {said} does not describe its adapter: {found}")
     rest = {name.rpartition(".")[0] for name in names if not name.endswith((A, B))}
     return AdapterFolder(
@@ -199,10 +197,10 @@ def open_adapter(path: str) -> AdapterFolder:
 
 
 def read_adapter(shard: ModelShard, folder: Path) -> None:
-    """Read this rank's part of all that is trained of a model.
+    """Read this rank's part of the trained weights of a model with adapters.
 
     Raises:
-        ModelError: the file cannot be read, or it is of another model; what differs is listed.
+        ModelError: the file cannot be read, or belongs to another model; the differences are listed.
     """
     trained = shard.trained()
     parts = {_PREFIX + name: shard.parts[name] for name in trained}
@@ -224,7 +222,7 @@ def read_adapter(shard: ModelShard, folder: Path) -> None:
 
 
 def _check_plain(folder: Path, config: dict[str, object]) -> None:
-    """Refuse what would be left out of the computation in silence; a key that is off says nothing."""
+    """Refuse keys that would be ignored silently; a key that is off has no effect."""
     beyond = [
         f"{name}={value!r}"
         for name, value in config.items()

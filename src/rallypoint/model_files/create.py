@@ -33,8 +33,8 @@ def create_model(
     """Write a model and its tokenizer to a folder that `from_pretrained` opens.
 
     Args:
-        folder: is made if it is not there.
-        tokenizer: decides the size of the vocabulary and the special tokens.
+        folder: created if needed.
+        tokenizer: gives the vocabulary size and the special tokens.
         architecture: the family in transformers.
         hidden_size: width of the residual stream.
         num_layers: decoder layers.

@@ -1,6 +1,6 @@
-"""Whether files hold exactly the weights of a model, and which reads fill one rank's part of it.
+"""Whether files hold exactly the weights of a model, and the reads that fill one rank's part of it.
 
-Owns: what is said about tensors that are missing, superfluous or of another shape. Must not know: how they are read.
+Owns: errors about missing, unexpected and misshapen tensors. Must not know: how tensors are read.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models.shard import ModelShard
 
 _MAX_COMPARED = 10_000
-"""Pairs of names that are compared in search of the nearest, which takes a second."""
+"""Most pairs of names compared to find the nearest; that many take a second."""
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
-"""Of a layer or an expert, in a name."""
+"""Number of a layer or an expert in a name."""
 _HARMLESS = (r"rotary_emb\.inv_freq$",)
-"""Written by old versions of transformers, and computed from the config."""
+"""Tensors that old versions of transformers wrote; they are computed from the config."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fit:
-    """How a model's weights are filled from files."""
+    """The reads that fill a model from files."""
 
     reads: tuple[Read, ...]
     lacking: tuple[str, ...]
-    """Weights that may be missing and are."""
+    """Optional weights that the files lack."""
     same: tuple[tuple[str, str], ...]
-    """Pairs of tensors that are one weight of the model, so that they must hold the same."""
+    """Pairs of tensors that are one weight of the model and must be equal."""
 
 
 def fit(
     path: str, shard: ModelShard, files: TensorFiles, *, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
 ) -> Fit:
-    """Compare what a model needs with what the files hold, before anything is read.
+    """Compare the weights of a model with the tensors in its files, before anything is read.
 
     Args:
         path: of the model, for the error.
-        shard: allocated.
+        shard: of the model, allocated.
         files: opened.
-        may_lack: prefixes of weights that the files need not hold.
-        may_exceed: patterns of tensors that the files may hold and the model does not need.
+        may_lack: prefixes of optional weights.
+        may_exceed: patterns of tensors that are ignored.
 
     Raises:
-        ModelError: they differ; all differences are listed, with those of several layers in one line.
+        ModelError: they differ; all differences are listed, one line for all layers.
     """
     wanted = _Wanted(shard, files)
     problems: list[tuple[str, str]] = []
@@ -66,7 +66,7 @@ def fit(
 
 
 class _Wanted:
-    """What has been found of a model so far."""
+    """The search for a model's weights in files."""
 
     def __init__(self, shard: ModelShard, files: TensorFiles) -> None:
         self._shard, self._files, self._tensors = shard, files, shard.tensors()
@@ -80,7 +80,7 @@ class _Wanted:
         self.same: list[tuple[str, str]] = []
 
     def look(self, name: str, may_lack: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        """Take the pieces of a weight, under whichever of its names, and yield those that are wrong, and why."""
+        """Find the pieces of a weight under any of its names, and yield those that are wrong with the reason."""
         part = self._shard.parts[name]
         options = [self._sources(alias, part.shape) for alias in self._names[name]]
         there = [pieces for pieces in options if all(piece.tensor in self._files.entries for piece in pieces)]
@@ -106,7 +106,7 @@ class _Wanted:
 
 
 def _all_names(shard: ModelShard) -> dict[str, list[str]]:
-    """Return every name of each weight, the first one first: tied weights have several."""
+    """Return all names of each weight, the first one first: tied weights have several."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {name: [] for name in shard.parts}
     for name, weight in shard.model.named_parameters(remove_duplicate=False):
@@ -117,7 +117,7 @@ def _all_names(shard: ModelShard) -> dict[str, list[str]]:
 def _lines(
     wanted: _Wanted, problems: Sequence[tuple[str, str]], superfluous: Sequence[str], files: TensorFiles
 ) -> Iterator[str]:
-    """Say everything that is wrong, once for all layers and experts that it is wrong with."""
+    """Yield all problems, one line for all layers and experts with the same one."""
     missing, unknown, known = map(by_layers, (wanted.missing, superfluous, wanted.known))
     num_compared = _MAX_COMPARED // (1 + len(missing) + len(unknown))
     for names in missing:
@@ -131,7 +131,7 @@ def _lines(
 
 
 def by_layers(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return names by what they have in common, which says the numbers of their layers and experts.
+    """Group names that differ only in the numbers of layers and experts.
 
     >>> list(by_layers(["norm", "layers.0.up", "layers.1.up", "layers.2.up", "layers.5.up", "layers.5.down"]))
     ['norm', 'layers.{0..2,5}.up', 'layers.5.down']
@@ -169,7 +169,7 @@ def _files(names: Sequence[str], files: TensorFiles) -> str:
 
 
 def _nearest(name: str, num_compared: int, *choices: tuple[str, Collection[str]]) -> str:
-    """Say which of some names is the nearest, of the first choice that has a near one."""
+    """Name the nearest of some names, from the first choice that has a near one."""
     for where, others in choices:
         near = difflib.get_close_matches(name, list(others)[:num_compared], n=1, cutoff=0.7)
         if near:

@@ -1,8 +1,8 @@
-"""Hugging Face folders in: causal language models, critics as token classifiers, reward models as sequence classifiers.
+"""Loading of models: causal language models, critics as token classifiers, reward models as sequence classifiers.
 
-Owns: which class is built, with our attention, and what is said when a folder does not fit. Must not know: who trains
-the model. A model is built without memory, cut for this rank, and only then filled, rectangle by rectangle, so that no
-rank ever holds more than its own part and a few buffers.
+Owns: which class is built, and errors about folders that do not fit. Must not know: who trains the model. A model is
+built without memory, cut for this rank and only then filled, rectangle by rectangle, so that no rank ever holds more
+than its own part and a few buffers.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class _Loader(abc.ABC):
         Args:
             path: a Hugging Face folder, or the name of a repository on the hub.
             dtype: "float32", "bfloat16" or "float64".
-            mesh: the ranks that hold the model together; None for this one alone.
-            device: where it will be.
+            mesh: the ranks that hold the model together; None for one rank.
+            device: of its weights.
             trust_remote_code: whether Python code in the folder may run.
-            lora: adapters to give it, so that only they and its `trained_whole` are trained; None for none.
+            lora: adapters to add, so that only they and `trained_whole` are trained.
             seed: of new adapters.
-            frozen: whether it will never be trained, so that shards of half precision need no masters.
+            frozen: whether it is never trained, so that shards in half precision need no float32 masters.
 
         Raises:
             ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
@@ -100,10 +100,10 @@ class _Loader(abc.ABC):
         return shard
 
     def check(self, path: str, *, trust_remote_code: bool = False) -> None:
-        """Refuse what loading would refuse, as far as config.json and the headers of the files show it.
+        """Raise what loading would raise, as far as config.json and the headers of the files show it.
 
         Raises:
-            ModelError: see above.
+            ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
         """
         config = read_config(path, trust_remote_code, **self.config_changes)
         self.check_config(path, config)
@@ -125,7 +125,7 @@ class _Loader(abc.ABC):
     def _check_sketch(
         self, path: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
     ) -> None:
-        """Compare a small model of the same kind with its own code, before the large one has memory."""
+        """Run `check_agreement` on a small model of the same kind, before the large one is allocated."""
         with explained(path, config):
             sketch = make_sketch(
                 config, self.factory, dtype=dtype, device=device, trust_remote_code=trust_remote_code
@@ -135,11 +135,11 @@ class _Loader(abc.ABC):
         check_agreement(path, sketch, head)
 
     factory: ClassVar[Any]
-    """The Auto class of transformers that knows the kind."""
+    """Auto class of transformers for this kind."""
     config_changes: ClassVar[Mapping[str, Any]] = {}
-    """What is different in the folder's config."""
+    """Changes to the config of the folder."""
     trained_whole: ClassVar[tuple[str, ...]] = ()
-    """Names of modules that are trained themselves, beside new adapters."""
+    """Names of modules that are trained whole beside new adapters."""
 
     @abc.abstractmethod
     def check_config(self, path: str, config: PreTrainedConfig) -> None:
@@ -147,11 +147,11 @@ class _Loader(abc.ABC):
 
     @abc.abstractmethod
     def head(self, path: str, model: PreTrainedModel) -> nn.Module:
-        """Return the layer that turns hidden states into what the model is asked for; refuse a model without one."""
+        """Return the output layer of the model; refuse a model without one."""
 
     @abc.abstractmethod
     def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
-        """Return names (as `fit` takes them) of what the files may lack, and of what they may have besides."""
+        """Return prefixes of weights that the files may lack, and patterns of tensors to ignore; see `fit`."""
 
 
 class _PolicyLoader(_Loader):
@@ -178,11 +178,15 @@ class _PolicyLoader(_Loader):
 
 
 class TokenClassifiers:
-    """Makes the token classifier of any config that transformers has a backbone for."""
+    """A factory of token classifiers for every config that transformers has a backbone for.
+
+    Where transformers has no token classifier, its generic one is put on the family's backbone. It is saved as any
+    other model; opening it needs this class, until transformers has one of that name.
+    """
 
     @staticmethod
     def from_config(config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-        """Return a model, as the factories of transformers do.
+        """Return a model, as transformers' factories do.
 
         Raises:
             ValueError: transformers knows no model of this config.
@@ -196,16 +200,16 @@ class TokenClassifiers:
 
 @functools.cache
 def _classifier_on(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class, made as transformers makes its own: of the generic one and what the family has in common."""
+    """Return the class, made of the generic classifier and the family's base class, as transformers does."""
     family = next(base for base in backbone.__mro__[1:] if issubclass(base, PreTrainedModel))
     name = f"{backbone.__name__.removesuffix('Model')}ForTokenClassification"
     return type(name, (GenericForTokenClassification, family), {"config_class": backbone.config_class})
 
 
 class _CriticLoader(_Loader):
-    """Loads token classifiers with one label, from a critic's folder or from that of any model of the family.
+    """Loads token classifiers with one label, from the folder of a critic or of any model of the family.
 
-    A folder without such a head gets one of zeros: the first values are zero, whatever the backbone.
+    A folder without such a head gets one of zeros, so that the first values are zero.
     """
 
     factory = TokenClassifiers
@@ -213,7 +217,7 @@ class _CriticLoader(_Loader):
     trained_whole = ("score",)
 
     def check_config(self, path: str, config: PreTrainedConfig) -> None:
-        """Take every kind."""
+        """Accept every kind."""
 
     def head(self, path: str, model: PreTrainedModel) -> nn.Module:
         _check_value_head(
@@ -229,12 +233,12 @@ class _CriticLoader(_Loader):
 
 
 class _RewardLoader(_Loader):
-    """Loads sequence classifiers with one label, as reward models are published; a head is never made up."""
+    """Loads sequence classifiers with one label, as reward models are published; the files must have the head."""
 
     factory = AutoModelForSequenceClassification
 
     def check_config(self, path: str, config: PreTrainedConfig) -> None:
-        """Refuse what scores nothing, or several things."""
+        """Refuse models without a score, or with several."""
         kind = _architecture(config)
         if kind and not kind.endswith("ForSequenceClassification"):
             raise ModelError(
@@ -293,12 +297,12 @@ def reload(path: str, shard: ModelShard) -> None:
 
 
 def _architecture(config: PreTrainedConfig) -> str:
-    """Return the class that the folder was saved from, as far as it says."""
+    """Return the class that the folder was saved from; empty if unknown."""
     return (config.architectures or [""])[0]
 
 
 def _check_depth(path: str, config: PreTrainedConfig) -> None:
-    """Compare the number of layers, each of which takes time to build, with what the files could fill."""
+    """Refuse more layers than the files could fill, before time is spent building them."""
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     with find_weights(path).open() as files:
         if num_layers > len(files.entries):
@@ -311,7 +315,7 @@ def _check_depth(path: str, config: PreTrainedConfig) -> None:
 def _fill(
     path: str, shard: ModelShard, device: torch.device, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
 ) -> None:
-    """Allocate a model and read its weights, once the headers of the files show that they fit."""
+    """Allocate a model and read its weights, after the headers of the files have been checked."""
     with find_weights(path).open() as files:
         fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
         with explained(path, shard.model.config):
@@ -322,7 +326,7 @@ def _fill(
 def _read(
     path: str, shard: ModelShard, files: TensorFiles, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
 ) -> None:
-    """Read the weights of a model; what the files may lack becomes zero."""
+    """Read the weights of a model; optional weights that the files lack become zero."""
     found = fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
     files.read(found.reads)
     for one, other in found.same:
@@ -342,13 +346,15 @@ def _check_value_head(path: str, model: PreTrainedModel, remedy: str) -> None:
 
 
 def _check_attention(path: str, model: PreTrainedModel) -> None:
-    """Refuse what packed attention cannot do yet, rather than compute something else."""
+    """Refuse models that packed attention would compute wrongly."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{path}: layers of type {', '.join(sorted(unknown))} are not supported yet")
     rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
     kinds = {entry.get("rope_type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if kinds & {"dynamic", "longrope"}:
-        raise ModelError(f"{path}: its rotary embedding depends on the longest row beside, which is not supported yet")
+        raise ModelError(
+            f"{path}: its rotary embedding depends on the longest row in the batch, which is not supported yet"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{path}: {type(model).__name__} does not use transformers' attention registry")

@@ -1,7 +1,7 @@
-"""Which files hold the weights of a model: of a folder here, or of a name on the Hugging Face hub.
+"""The files of a model, in a local folder or in a repository of the Hugging Face hub: configs, and safetensors files.
 
-Owns: the rules by which Hugging Face tools find them, safetensors only. Must not know: what is in them, but for the
-index that names them.
+Owns: the rules by which Hugging Face tools find them, and errors about what transformers cannot read. Must not know:
+what is in the files, except configs and the index.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ INDEX = "model.safetensors.index.json"
 
 
 def quiet_transformers() -> None:
-    """Keep its progress bars and advice off the screen, which shows the run."""
+    """Keep the progress bars and advice of transformers off the screen."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
-    """Return what config.json says, with some changes.
+    """Read config.json, with changes.
 
     Raises:
-        ModelError: it cannot be read, or describes nothing that could be trained.
+        ModelError: it cannot be read, or describes a model that cannot be trained.
     """
     quiet_transformers()
     folder = Path(path).expanduser()
@@ -70,7 +70,7 @@ def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def read_generation_config(path: str, model: PreTrainedModel) -> None:
-    """Keep the folder's defaults for sampling, for whoever saves the model and samples elsewhere."""
+    """Read the folder's sampling defaults, which are saved with the model again."""
     folder = Path(path).expanduser()
     if not model.can_generate() or (folder.is_dir() and not (folder / "generation_config.json").is_file()):
         return
@@ -84,13 +84,13 @@ class WeightFiles:
 
     paths: tuple[Path, ...]
     index: Mapping[str, str]
-    """Tensor -> file name, as the folder's index says; empty for a single file."""
+    """Tensor -> file name, from the index; empty for a single file."""
 
     def open(self) -> TensorFiles:
-        """Open all files and check them against each other.
+        """Open all files and compare them with the index.
 
         Raises:
-            ModelError: a file is damaged, or holds other tensors than the index says.
+            ModelError: a file is damaged, or has other tensors than the index says.
         """
         files = TensorFiles(self.paths)
         misplaced = [
@@ -109,10 +109,10 @@ class WeightFiles:
 
 
 def find_weights(path: str) -> WeightFiles:
-    """Return the files of a folder, or of a hub name: from the cache, or downloaded.
+    """Return the weight files of a folder or a hub name, which is downloaded if it is not cached.
 
     Raises:
-        ModelError: there are none, or some of those that the index names are missing.
+        ModelError: there are none, or files that the index names are missing.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -141,7 +141,7 @@ def find_weights(path: str) -> WeightFiles:
 
 
 def _find_on_hub(name: str) -> WeightFiles:
-    """Resolve a repository as transformers does: cache, offline mode, revisions and tokens included."""
+    """Resolve a repository as transformers does, with its cache, offline mode, revisions and tokens."""
     try:
         return WeightFiles((Path(str(cached_file(name, SINGLE))),), {})
     except OSError:
@@ -165,11 +165,11 @@ def _read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def explained(path: str, config: PreTrainedConfig | None = None) -> Iterator[None]:
-    """Turn what transformers raises about a folder or a hub name into a `ModelError` that names it.
+    """Turn errors of transformers about a folder or a hub name into a `ModelError` that names it.
 
     Args:
         path: the folder or name.
-        config: what its config.json says, where that could be read.
+        config: its config, if that could be read.
     """
     try:
         yield
@@ -184,7 +184,7 @@ def explained(path: str, config: PreTrainedConfig | None = None) -> Iterator[Non
         KeyError,
         ImportError,
         SafetensorError,
-        # Of values in config.json that are of another type, or make no model.
+        # Values in config.json that have the wrong type, or describe no model.
         StrictDataclassError,
         TypeError,
         AttributeError,
@@ -193,7 +193,7 @@ def explained(path: str, config: PreTrainedConfig | None = None) -> Iterator[Non
         reason = None if config is None else _unknown_type(error, config) or _unknown_value(error, config)
         raise ModelError(f"{path}: {reason or f'transformers cannot load it: {error}'}") from error
     except AssertionError as error:
-        # Of torch's embedding. Not looked at before: a model that has no use for its padding may say anything.
+        # Raised by torch's embedding. Not checked earlier, because a model that ignores its padding may have any id.
         if config is None or not str(error).startswith("Padding_idx"):
             raise
         text = config.get_text_config()
@@ -204,7 +204,7 @@ def explained(path: str, config: PreTrainedConfig | None = None) -> Iterator[Non
 
 
 def _unknown_type(error: Exception, config: PreTrainedConfig) -> str | None:
-    """Say that a class of models has none of a type, which transformers says by naming all others."""
+    """Explain that transformers lacks a model class for a type; its own error lists all other types."""
     text = str(error)
     if not text.startswith("Unrecognized configuration class"):
         return None
@@ -221,13 +221,13 @@ def _unknown_type(error: Exception, config: PreTrainedConfig) -> str | None:
             f"a reward model; set reward.path to a model of another type, or use a reward.function; {known}"
         )
     return (
-        f"models of type {config.model_type!r} are no causal language models in transformers, and nothing else can be "
+        f"models of type {config.model_type!r} are not causal language models in transformers, and nothing else can be "
         f"a policy; {known}"
     )
 
 
 def _unknown_value(error: Exception, config: PreTrainedConfig) -> str | None:
-    """Say which keys of config.json have a value that transformers looked up in a table and did not find."""
+    """Name the keys of config.json whose values transformers did not find in a table."""
     if not isinstance(error, KeyError):
         return None
     found = [f"{key}={value!r}" for key, value in config.to_dict().items() if error.args == (value,)]

@@ -1,9 +1,11 @@
-"""Whether packed rows give what the model's own code gives: asked once, of every model that is loaded, or its sketch.
+"""A comparison of packed rows with the model's own code, once for every model that is loaded, or for a sketch of it.
 
-The engine and the generator run the backbone and the head by themselves, so that whatever a family does
-beside that (soft caps, attention sinks, scaled logits, attention in both directions) would be left out
-in silence. Two rows of a few tokens show it; what they cannot show (a window that is longer than they are) is tested
-with tiny models, or refused by `load` from the config.
+The engine and the generator run the backbone and the head themselves, so that anything else a family computes (soft
+caps, attention sinks, scaled logits, attention in both directions) would be silently left out. Two rows of a few tokens
+show it; what they cannot show (a window longer than the rows) is tested with tiny models, or refused by `load`.
+
+Ranks of `dp_shard` hold rows of every weight, and a pass would gather the whole model. There every rank checks a sketch
+by itself: a small model of the same kind with random weights, before its own part is allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rallypoint.parallel import Collective, DeviceMesh
 _LENGTHS = (7, 3)
 _LONGEST = 64
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1}
-"""As a part of the largest logit."""
+"""Allowed difference, relative to the largest logit."""
 
 
 @torch.no_grad()
@@ -36,17 +38,17 @@ def check_agreement(path: str, model: PreTrainedModel, head: nn.Module) -> None:
     """Compare a packed pass with one eager pass per row.
 
     Args:
-        path: of the model's folder, for the error.
-        model: as loaded, with our attention.
-        head: what we compute its logits with.
+        path: of the model, for errors.
+        model: loaded, with our attention.
+        head: its output layer.
 
     Raises:
-        ModelError: the two differ, or the model cannot run on packed rows.
+        ModelError: they differ, or the model cannot run on packed rows.
     """
     num_ids = int(model.config.vocab_size)  # pyright: ignore[reportArgumentType]
     lengths = _lengths(model)
     rows = [(torch.arange(length, device=model.device) + 1) % num_ids for length in lengths]
-    # A classifier of sequences looks for the last token that is no padding.
+    # Sequence classifiers look for the last token that is not padding.
     padding = model.config.pad_token_id
     rows = [torch.where(row == padding, (row + 1) % num_ids, row) if padding is not None else row for row in rows]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -70,9 +72,9 @@ def check_agreement(path: str, model: PreTrainedModel, head: nn.Module) -> None:
     if len(theirs) == len(rows):  # one number a row
         ours = ours[offsets[1:] - 1]
     differences, scale = (ours - theirs).abs().amax(-1), float(theirs.abs().max())
-    if theirs.shape[-1] == 1:  # so few numbers may all be near zero by chance, where rounding is not
+    if theirs.shape[-1] == 1:  # so few numbers may all be near zero by chance, but their rounding errors are not
         scale = max(scale, _usual_size(head, output.last_hidden_state))
-    # A router may choose another of two experts whose scores are equal but for rounding: for some tokens, not for most.
+    # A router may choose another of two experts with nearly equal scores: for some tokens, but not for most.
     difference = float(differences.median() if is_mixture(model.config) else differences.max())
     if not math.isfinite(scale) or math.isnan(difference):
         raise ModelError(
@@ -87,15 +89,15 @@ def check_agreement(path: str, model: PreTrainedModel, head: nn.Module) -> None:
 
 
 def check_finite(path: str, tensors: Mapping[str, Tensor], tp: Collective) -> None:
-    """Refuse weights that are no numbers.
+    """Refuse weights that are NaN or infinite.
 
     Args:
-        path: of the model's folder, for the error.
+        path: of the model, for errors.
         tensors: the weights, or this rank's part of them.
-        tp: the ranks that make passes together, which have the same names and all say the same.
+        tp: the tensor-parallel ranks, which have the same names and raise the same error.
 
     Raises:
-        ModelError: there are some; their tensors are named.
+        ModelError: some are not finite; their tensors are named.
     """
     flags = torch.tensor([not _is_finite(tensor) for tensor in tensors.values()], dtype=torch.int32)
     tp.all_reduce_max(flags)
@@ -112,29 +114,29 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _usual_size(head: nn.Module, states: Tensor) -> float:
-    """Return how large a number of a head with one output is for states of that size, in no direction of its own."""
+    """Return the expected size of a one-output head's results for random states of this size."""
     weight = head.weight if isinstance(head, nn.Linear) else torch.zeros(1)
     return float(weight.float().norm() * states.float().square().mean().sqrt())
 
 
 def _lengths(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the lengths of rows that show most, longer than the window if there is a short one."""
+    """Return the lengths of the rows to compare, one of them longer than a short window."""
     window = getattr(model.config, "sliding_window", None)
     return (window + 3, *_LENGTHS) if window is not None and window < _LONGEST else _LENGTHS
 
 
 _MOST = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
-"""Widths on which no other size of a config depends."""
+"""Bounds on widths on which no other size of a config depends."""
 _LEAST_LAYERS = 2
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def sketch_of(config: PreTrainedConfig, least_layers: int = _LEAST_LAYERS) -> PreTrainedConfig:
-    """Return the config of a model of the same kind with a layer or more of every type, and narrow MLPs.
+    """Return the config of a small model of the same kind, with narrow MLPs and at least one layer of every type.
 
     Args:
-        config: stays as it is.
-        least_layers: how many it has at least, if the large one has; of types that the config lists it has all anyway.
+        config: of the large model; it is not changed.
+        least_layers: lower bound on the number of layers, if the large model has as many.
     """
     sketch = copy.deepcopy(config)
     text: Any = sketch.get_text_config()
@@ -159,13 +161,13 @@ def sketch_of(config: PreTrainedConfig, least_layers: int = _LEAST_LAYERS) -> Pr
 def make_sketch(
     config: PreTrainedConfig, factory: Any, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> ModelShard:
-    """Return a whole model of `sketch_of` a config, with random weights that are the same on every rank.
+    """Return a small model of the kind of a config, with random weights that are equal on every rank.
 
     Args:
         config: of the large model.
         factory: see `build`.
         dtype: of its weights.
-        device: where it will be.
+        device: of its weights.
         trust_remote_code: see `build`.
     """
 
@@ -178,7 +180,7 @@ def make_sketch(
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for weight in shard.model.parameters():
-            if weight.ndim < 2:  # of a norm or a bias
+            if weight.ndim < 2:  # norms and biases
                 weight.uniform_(0.5, 1.5, generator=generator)
             else:
                 weight.normal_(std=1 / math.sqrt(weight.shape[-1]), generator=generator)
@@ -186,14 +188,14 @@ def make_sketch(
 
 
 def _kinds_of_layers(model: PreTrainedModel) -> list[Any]:
-    """Return of what modules each layer is made, which a config may say by a number: "the first three are dense"."""
+    """Return the modules of each layer; a config may distinguish layers by a number ("the first three are dense")."""
     stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
     layers: Iterable[nn.Module] = max(stacks, key=len, default=())
     return [[(name, type(module)) for name, module in layer.named_modules()] for layer in layers]
 
 
 def _first_of_every_kind(layers: list[Any]) -> int:
-    """Return how many layers, from the first on, have one of every kind.
+    """Return the number of first layers that include every kind.
 
     >>> _first_of_every_kind(["sliding", "sliding", "full", "sliding", "sliding", "full"])
     3
@@ -202,6 +204,6 @@ def _first_of_every_kind(layers: list[Any]) -> int:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Return whether a model has experts."""
+    """Return whether a model is a mixture of experts."""
     family = FAMILIES.get(str(config.model_type))
     return family is not None and family.experts is not None

@@ -1,8 +1,8 @@
-"""Tensors of safetensors files, read rectangle by rectangle straight into the memory where they stay.
+"""Tensors of safetensors files, read rectangle by rectangle straight into their destination.
 
-Owns: the format's header and what may be wrong with it, and the reads. Must not know: models, or which rank wants what.
-Invariants: nothing of a file is read before all headers are known to be right, and beyond the destination a read
-needs `NUM_READERS` buffers of `CHUNK_BYTES`. Files are not mapped: mapped pages count as memory of the process.
+Owns: checking headers, and reading. Must not know: models, or which rank reads what. Invariants: no tensor is read
+before all headers are checked, and beyond the destination, reads need `NUM_READERS` buffers of `CHUNK_BYTES`. Files are
+not mapped, because mapped pages count as memory of the process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rallypoint.errors import ModelError
 from rallypoint.models.part import Part
 
 CHUNK_BYTES = 4 * 2**20
-"""What is read at a time where the bytes of a file are not those of the destination."""
+"""Size of a read into a buffer, where the bytes in the file cannot go straight to the destination."""
 LONG_ROW_BYTES = 2**16
-"""Rows of a matrix that are longer are read one by one where only a part of each is wanted."""
+"""Length of rows from which a part of each row is read by itself."""
 NUM_READERS = 4
-"""Tensors that are read at the same time."""
+"""Number of tensors that are read at the same time."""
 
 TYPES = {
     "F64": torch.float64,
@@ -46,7 +46,7 @@ TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's name of every type that can be read."""
+"""Name in the format -> type, for all that can be read."""
 
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_READ_BYTES = 2**30
@@ -66,25 +66,22 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """A rectangle to be read into a tensor of its sizes, whose type and device may be others than the file's."""
+    """A rectangle, and the tensor of its sizes to read it into, of any type and device."""
 
     name: str
     part: Part
-    """Of the tensor in the file, or of a view of it with as many elements: [8, 4] may be read as [1, 8, 4]."""
+    """Part of the tensor in the file, or of a view of it: [8, 4] may be read as [1, 8, 4]."""
     into: Tensor
 
 
 class TensorFiles:
-    """The tensors of some safetensors files, under their names.
-
-    Files stay open until the end of the `with` block.
-    """
+    """The tensors of some safetensors files, by name; the files are open until the end of the `with` block."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Open files and check their headers; no tensor is read yet.
 
         Raises:
-            ModelError: a file is missing, cut off, or not safetensors, or two files have a tensor of the same name.
+            ModelError: a file is missing, truncated or not safetensors, or two files have a tensor of the same name.
         """
         self.entries: dict[str, Entry] = {}
         self._files: dict[Path, int] = {}
@@ -177,7 +174,7 @@ class TensorFiles:
 
 
 class _Buffer(threading.local):
-    """Memory of a thread for what is converted or cut on its way, made once: the allocator keeps what is freed."""
+    """Buffer of a thread for tensors that are converted or cut, allocated once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +189,7 @@ class _Reader:
         self._buffer = buffer
 
     def read(self, start: int, shape: Sequence[int], window: list[tuple[int, int]], into: Tensor) -> None:
-        """Read a window, (start, size) of each dimension, of a row-major block that begins at byte `start`."""
+        """Read a window, (start, size) in each dimension, of a row-major block at byte `start`."""
         if not shape:
             shape, window, into = (1,), [(0, 1)], into.view(1)
         row = math.prod(shape[1:]) * self._size
@@ -208,7 +205,7 @@ class _Reader:
                 self.read(start + index * row, shape[1:], window[1:], into[index])
 
     def _stream(self, start: int, into: Tensor) -> None:
-        """Read bytes that lie end to end, without a copy where they may stay as they are."""
+        """Read contiguous bytes, without a copy if type and device allow it."""
         if into.dtype == self._dtype and into.device.type == "cpu":
             self._fill(start, into)
             return
@@ -220,7 +217,7 @@ class _Reader:
             chunk.copy_(buffer[: len(chunk)])
 
     def _band(self, start: int, row: int, shape: Sequence[int], window: list[tuple[int, int]], into: Tensor) -> None:
-        """Read short stretches of rows together with what lies between: fewer and longer reads."""
+        """Read parts of short rows together with the bytes between them: fewer, longer reads."""
         step = CHUNK_BYTES // row
         inside = (slice(None), *(slice(first, first + size) for first, size in window))
         buffer = self._buffer.memory.view(self._dtype)[: step * row // self._size].view(step, *shape)
@@ -270,7 +267,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _entries(
     path: Path, header: dict[str, dict[str, object]], data: int, file_size: int
 ) -> Iterator[tuple[str, Entry]]:
-    """Yield the tensors of a header whose bytes fill the rest of the file without gap or overlap."""
+    """Yield the tensors of a header, whose bytes must fill the rest of the file without gap or overlap."""
     spans: list[tuple[int, int, str]] = []
     for name, described in header.items():
         if described["dtype"] not in TYPES:

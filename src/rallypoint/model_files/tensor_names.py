@@ -1,7 +1,7 @@
-"""Under which names, and in how many tensors, a weight of a module stands in a Hugging Face file.
+"""The names of weights in Hugging Face files, and the tensors that a weight consists of there.
 
-Most families store every weight under its own name. transformers keeps some in memory in another shape than in files:
-the experts of a layer are one tensor there, and one or two for each expert here.
+Most families store every weight under its own name. The experts of a layer are one tensor in memory, and one or two
+tensors for each expert in files.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rallypoint.models.part import Part
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of a file, and the rectangle of a module's weight that it fills."""
+    """A tensor in a file, and the rectangle of a weight that it fills."""
 
     tensor: str
     part: Part
-    """Of the weight."""
+    """Rectangle of the weight."""
     stored_shape: tuple[int, ...]
-    """In the file, with as many elements as the rectangle."""
+    """Shape in the file, with as many elements as the rectangle."""
 
 
 Sources: TypeAlias = Callable[[str, Sequence[int]], Sequence[Piece]]
-"""(name of a weight in the module, its whole shape) -> the pieces that fill it without overlap."""
+"""(name of a weight, its whole shape) -> the pieces that fill it without overlap."""
 
 
 def same_names(name: str, shape: Sequence[int]) -> Sequence[Piece]:
-    """Return the one piece of a weight that is stored as it is.
+    """Return the single piece of a weight that is stored under its own name.
 
     >>> same_names("norm.weight", [16])
     [Piece(tensor='norm.weight', part=Part(shape=(16,), starts=(0,), sizes=(16,)), stored_shape=(16,))]
@@ -42,7 +42,7 @@ def same_names(name: str, shape: Sequence[int]) -> Sequence[Piece]:
 
 
 def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Sequence[int]) -> Sequence[Piece]:
-    """Return the pieces of a family that stores each expert's matrices by themselves.
+    """Return the pieces of a weight in a family that stores each expert's matrices separately.
 
     >>> qwen = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     >>> [piece.tensor for piece in experts_apart(qwen, "mlp.experts.gate_up_proj", [2, 8, 4])]
@@ -51,9 +51,9 @@ def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Seque
      'mlp.experts.1.gate_proj.weight', 'mlp.experts.1.up_proj.weight']
 
     Args:
-        matrices: weight of the experts -> what a file has of each expert, see `Family.stored_experts`.
-        name: of a weight in the module.
-        shape: of all of it.
+        matrices: see `Family.stored_experts`.
+        name: of the weight.
+        shape: of the whole weight.
     """
     layer, _, kind = name.rpartition(".experts.")
     stored = matrices.get(kind) if layer else None
@@ -71,7 +71,7 @@ def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Seque
 
 
 def sources_of(model: PreTrainedModel) -> Sources:
-    """Return how the weights of a model are named in files; those of adapters stand in a folder of their own."""
+    """Return the names of a model's weights in its files; adapters have files of their own."""
     family = FAMILIES.get(str(model.config.model_type))
     matrices = {} if family is None else family.stored_experts
     return lambda name, shape: () if is_adapter_weight(name) else experts_apart(matrices, name, shape)

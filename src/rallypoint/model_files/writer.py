@@ -1,8 +1,8 @@
-"""Models and named tensors as safetensors files, to which every rank writes what it holds.
+"""Models and named tensors as safetensors files, to which every rank writes its own parts.
 
-Owns: the layout of the files, and that each is whole or not there. Must not know: what cuts tensors into parts.
-Shapes are known beforehand, so that rank 0 writes the headers first and every rank knows where its rectangles begin.
-Ranks may be on several hosts that share the folder. No tensor travels, unless somebody wants to see all bytes.
+Owns: the layout of the files, each of which is whole or absent. Must not know: how tensors were cut. Shapes are known
+in advance, so that rank 0 writes the headers first and every rank knows the offsets of its rectangles. Ranks may be on
+several hosts that share the folder. Tensors are sent to rank 0 only if `Writing.seen` asks for all bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rallypoint.models.shard import ModelShard, gather, given_by_ranks
 from rallypoint.parallel import DeviceMesh
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Of the tensors in one file of a model; a larger tensor has a file of its own."""
+"""Bound on the tensors in one file of a model; a larger tensor has a file of its own."""
 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
@@ -46,7 +46,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -55,39 +55,39 @@ class Writing:
     """How files are written."""
 
     durable: bool = True
-    """Whether they survive a machine that loses its power."""
+    """Whether they are flushed to the disk, to survive a power cut."""
     seen: Callable[[str, memoryview], None] | None = None
-    """Called on rank 0 with the name in the file and the bytes of every tensor, in pieces that follow each other.
+    """Function called on rank 0 with the name of each tensor and its bytes, in consecutive pieces.
 
-    Whole tensors are put together on rank 0 for it, one at a time.
+    Tensors are gathered on rank 0 for it, one at a time.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Put:
-    """Values that go into a file."""
+    """Values to write."""
 
     name: str
-    """Of their tensor there."""
+    """Name of their tensor in the file."""
     part: Part
-    """Of that tensor, or of a view of it with as many elements."""
+    """Part of that tensor, or of a view of it."""
     values: Tensor
-    """Of the part's sizes, in any type."""
+    """Tensor with the part's sizes, of any type."""
 
 
 def save_model(
     shard: ModelShard, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES, how: Writing | None = None
 ) -> None:
-    """Write a model as an ordinary Hugging Face folder: every rank of its mesh calls, and writes what it holds.
+    """Write a model as an ordinary Hugging Face folder: every rank of its mesh calls and writes its own parts.
 
     Args:
         shard: the model.
-        folder: is made if it is not there.
-        max_file_bytes: of the tensors in one file.
-        how: None as `Writing` does by default.
+        folder: created if needed.
+        max_file_bytes: bound on the tensors in one file.
+        how: None for the defaults of `Writing`.
 
     Raises:
-        CheckpointError: the disk is full or not writable, for any rank; no partial file stays behind.
+        CheckpointError: the disk is full or not writable, on any rank; no partial file is left.
     """
     how = how or Writing()
     dtypes, sources = shard.written_dtypes(), sources_of(shard.model)
@@ -116,18 +116,18 @@ def save_tensors(
     how: Writing | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write tensors of which every rank holds a part to one file: every rank of the mesh calls, and writes its own.
+    """Write tensors that are cut over ranks to one file: every rank of the mesh calls and writes its own parts.
 
     Args:
-        path: of the file; its folder is made if it is not there.
-        tensors: what this rank holds.
-        parts: of the whole tensors, which rectangle each of them is.
+        path: of the file; its folder is created if needed.
+        tensors: this rank's parts.
+        parts: the rectangle of its whole tensor that each of them is.
         mesh: the ranks.
-        how: None as `Writing` does by default.
-        before: what rank 0 writes into the folder first.
+        how: None for the defaults of `Writing`.
+        before: called on rank 0 first, to write other files of the folder.
 
     Raises:
-        CheckpointError: the disk is full or not writable, for any rank; no partial file stays behind.
+        CheckpointError: the disk is full or not writable, on any rank; no partial file is left.
     """
     how = how or Writing()
     specs = {name: Spec(tensor.dtype, parts[name].shape) for name, tensor in tensors.items()}
@@ -142,7 +142,7 @@ def _puts(
     how: Writing,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[_Put]:
-    """Yield what this rank writes: of what it holds all that no lower rank has, or of whole tensors all or nothing."""
+    """Yield what this rank writes: parts that no lower rank holds, or on rank 0 whole tensors if all bytes are seen."""
     if how.seen is not None:
         for name, whole in gather(tensors, parts, mesh, dtypes):
             yield _Put(name, Part.whole(whole.shape), whole)
@@ -153,7 +153,7 @@ def _puts(
 
 
 def _stored(sources: Sources, puts: Iterable[_Put]) -> Iterator[_Put]:
-    """Yield parts of weights as parts of the tensors that stand in files."""
+    """Turn parts of weights into parts of the tensors in files."""
     for put in puts:
         for piece in sources(put.name, put.part.shape):
             if (common := put.part.overlap(piece.part)) is not None:
@@ -164,7 +164,7 @@ def _stored(sources: Sources, puts: Iterable[_Put]) -> Iterator[_Put]:
 def _save_config(shard: ModelShard, folder: Path) -> None:
     model = shard.model
     config = copy.deepcopy(model.config)
-    config._attn_implementation = config._experts_implementation = None  # ours are known here only
+    config._attn_implementation = config._experts_implementation = None  # ours are not known elsewhere
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # pyright: ignore[reportArgumentType] - as transformers calls it
@@ -201,7 +201,7 @@ def _write(
     before: Callable[[], None],
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write tensors, in whatever order they come, into files that appear when all of them are on the disk."""
+    """Write tensors, in any order, into files that appear once all of them are complete."""
     partial = {path: path.with_name(f".{path.name}.partial") for path in files}
     headers = {path: _header(specs) for path, specs in files.items()}
 
@@ -210,7 +210,7 @@ def _write(
             path.parent.mkdir(parents=True, exist_ok=True)
         before()
         for path, header in headers.items():
-            # Closed before another rank opens it: hosts that share a disk over a network see what was closed.
+            # Closed before another rank opens it: over a network file system, hosts see closed files only.
             with partial[path].open("wb") as file:
                 file.write(header.text)
                 file.truncate(header.num_bytes)
@@ -220,7 +220,7 @@ def _write(
         try:
             return _fill({partial[path]: (headers[path], specs) for path, specs in files.items()}, puts, how)
         except OSError:
-            for _ in puts:  # what others send on their way to rank 0
+            for _ in puts:  # receive what the other ranks still send
                 pass
             raise
 
@@ -242,7 +242,7 @@ def _write(
 
 
 def _fill(files: Mapping[Path, tuple[_Header, Mapping[str, Spec]]], puts: Iterable[_Put], how: Writing) -> int:
-    """Write into files that are there; return the number of bytes."""
+    """Write into existing files; return the number of bytes."""
     path_of = {name: path for path, (_, specs) in files.items() for name in specs}
     written = 0
     with contextlib.ExitStack() as cleanup:
@@ -262,7 +262,7 @@ def _fill(files: Mapping[Path, tuple[_Header, Mapping[str, Spec]]], puts: Iterab
 
 
 def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> int:
-    """Write a part, converted and copied from its device in pieces; return the number of bytes."""
+    """Convert a part, copy it from its device and write it, piece by piece; return the number of bytes."""
     assert math.prod(put.part.shape) == math.prod(spec.shape), f"{put.name}: {put.part} of {spec}"
     assert tuple(put.values.shape) == put.part.sizes, f"{put.name}: {put.values.shape} for {put.part}"
     size = spec.dtype.itemsize
@@ -280,17 +280,17 @@ def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Header:
-    """What stands before the tensors of a file."""
+    """The header of a file, and the offsets that follow from it."""
 
     text: bytes
     starts: Mapping[str, int]
-    """Tensor -> its first byte, counted from the beginning of the file."""
+    """Tensor -> its first byte in the file."""
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 def _header(specs: Mapping[str, Spec]) -> _Header:
-    """Lay out a file: wider types first, so that all are aligned."""
+    """Lay out a file, with wider types first, so that all tensors are aligned."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
@@ -318,16 +318,16 @@ def _nothing() -> int:
 
 
 def _forget(path: Path) -> None:
-    """Remove a partial file, if the disk that failed lets us."""
+    """Remove a partial file, if the failed disk allows it."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _together(mesh: DeviceMesh, act: Callable[[], int]) -> int:
-    """Do something, wait until all ranks have done it, and return the sum of what it gave them.
+    """Run a function on every rank, wait for all of them, and return the sum of the results.
 
     Raises:
-        OSError: it failed on this rank, or else on another one.
+        OSError: it failed on this rank or another one.
     """
     failure, result = None, 0
     try:
@@ -346,10 +346,10 @@ def _together(mesh: DeviceMesh, act: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _explained(path: Path, specs: Mapping[str, Spec], mesh: DeviceMesh) -> Iterator[None]:
-    """Turn a disk that fails a rank, which all of them hear of, into a `CheckpointError` on each."""
+    """Turn an `OSError`, which all ranks have after `_together`, into a `CheckpointError` on each."""
     try:
         yield
     except OSError as error:
-        _together(mesh, _nothing)  # rank 0 has removed what is partial: what is free is what there was
+        _together(mesh, _nothing)  # wait until rank 0 has removed partial files, so that the free space is right
         said = explain(path, error, sum(spec.num_bytes for spec in specs.values()))
         raise CheckpointError(f"{said}; nothing partial is left of it") from error

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): frozen linear layers with a small trained update.
 
-Owns: the layer, which layers of a model become one, what of it a rank has, its first values, and merging. Must not
-know: files (see `adapter`), and who trains. Invariants: a weight that is there without adapters keeps its name and its
-place, so that whatever reads or cuts a model by the names of its weights works as before; what requires a gradient is
-what is trained, published and saved.
+Owns: the layer, which layers of a model are adapted, how adapters are cut over ranks, their initial values, merging.
+Must not know: files (`model_files.adapters`), or who trains. Invariants: the weights of the base model keep their names
+and places, so that code which reads or cuts a model by names works as before; exactly the weights that require a
+gradient are trained, published and saved.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rallypoint.models.part import Part
 from rallypoint.models.tensor_parallel import AddendLinear, TensorParts
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Endings of the names of an adapted layer's trained weights, as in PEFT."""
+"""Suffixes of the trained weights of an adapted layer, as in PEFT."""
 
 ALL_LINEAR = "all-linear"
-"""As target: every linear layer of the decoder, so neither head nor embedding; PEFT's word."""
+"""Target that means every linear layer of the decoder, without head and embedding; PEFT's word."""
 
 
 class LoRALinear(nn.Linear):
@@ -49,10 +49,10 @@ class LoRALinear(nn.Linear):
     """
 
     def __init__(self, base: nn.Linear, *, rank: int, alpha: float, rslora: bool) -> None:
-        """Take over the weights of a layer; those of the update are memory without values.
+        """Take over the weights of a layer; the update's weights are uninitialized.
 
         Args:
-            base: its tensors are used, not copied.
+            base: the layer; its tensors are shared, not copied.
             rank: of the update.
             alpha: the numerator of the scaling.
             rslora: whether the scaling falls with the root of the rank only (arXiv 2312.03732).
@@ -69,12 +69,12 @@ class LoRALinear(nn.Linear):
 
     @property
     def scaling(self) -> float:
-        """What the update is multiplied by."""
+        """Factor of the update."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 - torch's own name; see the class
         frozen = functional.linear(input, self.weight, self.bias if self._adds_bias else None)
-        # In one product, into what is there: neither the update nor the sum takes memory of its own.
+        # One product in place: neither the update nor the sum takes memory of its own.
         low = self.lora_A(input).flatten(0, -2)
         return frozen.view(len(low), -1).addmm_(low, self.lora_B.weight.T, alpha=self.scaling).view_as(frozen)
 
@@ -91,33 +91,32 @@ class LoRALinear(nn.Linear):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapters:
-    """What a model is given, and where its first values come from."""
+    """The adapters of a model, and the source of their initial values."""
 
     lora: LoRAConfig
     whole: tuple[str, ...]
-    """Names of modules whose own weights are trained, such as the head of a critic."""
+    """Names of modules that are trained whole, such as the head of a critic."""
     folder: Path | None
-    """Of an adapter that is there already; None for new ones."""
+    """Folder of an existing adapter; None for new ones."""
 
 
 def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -> TensorParts:
-    """Freeze a model, and give layers of its decoder an update that is trained, cut as the layers are.
+    """Freeze a model, and give layers of its decoder a trained update that is cut over ranks as the layers are.
 
-    A rank that has some outputs of a layer (rows of W) has all of A and the same rows of B, and its gradient of A is
-    an addend; a rank that has some inputs (columns of W) has the same columns of A and all of B, with an addend of
-    its gradient.
+    A rank with some outputs of a layer (rows of W) has all of A and the same rows of B; gradients of A are summed over
+    ranks. A rank with some inputs (columns of W) has the same columns of A and all of B, whose gradients are summed.
 
     Args:
-        model: is changed; the update has memory where the layers have, or none on the meta device, and no values.
-        adapters: which layers, and how large their updates are.
-        cut: what this rank has of the model.
+        model: changed in place; the updates are on the devices of their layers, uninitialized.
+        adapters: which layers, and the size of their updates.
+        cut: the parts of the model that this rank has.
 
     Returns:
-        What it has of the model and its adapters.
+        The parts of the model and its adapters that this rank has.
 
     Raises:
-        ModelError: a target is the name of no linear layer of the decoder, and the nearest ones are named; or the
-            model has no module of a name in `whole`.
+        ModelError: a target matches no linear layer of the decoder (the nearest names are given), or the model lacks a
+            module of `whole`.
     """
     lora = adapters.lora
     names = {name for name, _ in model.named_modules()}
@@ -130,7 +129,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
     parts, summed = dict(cut.parts), set(cut.summed)
     for name in _targets(model, lora.target_modules):
         base = model.get_submodule(name)
-        # Another subclass may do more than multiply by its weight.
+        # Other subclasses may do more than multiply by their weight.
         if not isinstance(base, nn.Linear) or type(base) not in (nn.Linear, AddendLinear):
             raise ModelError(f"{type(model).__name__}: {name} is a {type(base).__name__}, which cannot be adapted")
         model.set_submodule(name, LoRALinear(base, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora))
@@ -145,13 +144,13 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return the first values of A of a layer, as in PEFT: they depend on the seed and the layer's name only.
+    """Return the initial values of A of a layer, as in PEFT; they depend only on the seed and the layer's name.
 
-    Uniform in +-1/sqrt(M). B begins with zeros.
+    Uniform in +-1/sqrt(M). B starts as zeros.
 
     Args:
         name: of the layer.
-        shape: [rank, M], of all of A.
+        shape: [rank, M], the whole of A.
         seed: of the run.
     """
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
@@ -161,7 +160,7 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a weight of that name is A or B of a layer.
+    """Whether a name is that of A or B of a layer.
 
     >>> is_adapter_weight("layers.0.q_proj.lora_A.weight"), is_adapter_weight("layers.0.q_proj.weight")
     (True, False)
@@ -170,21 +169,21 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def trained_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights by name that training changes: all of a model without adapters."""
+    """Return the trained weights by name: all of them in a model without adapters."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return the adapted layers of a model by name; none if it has no adapters."""
+    """Return the adapted layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 def adapt_alike(other: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Give a model the adapters of another one, if that has some, without their values.
+    """Give a model the adapters of another one, if it has any, without their values.
 
     Args:
-        other: with adapters, of which this rank may hold a part.
-        model: is changed; the same model, whole.
+        other: model with adapters, whole or cut.
+        model: the same model, whole; changed in place.
     """
     if layers := adapted_layers(other):
         one = next(iter(layers.values()))
@@ -194,7 +193,7 @@ def adapt_alike(other: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def merge_layers(model: nn.Module) -> None:
-    """Add every update to the weight it belongs to, and leave plain layers, frozen as they were."""
+    """Add every update to its weight, and put plain frozen layers back."""
     for name, adapted in adapted_layers(model).items():
         plain = nn.Linear(adapted.in_features, adapted.out_features, bias=False, device="meta")
         plain.weight, plain.bias = nn.Parameter(adapted.merged(), requires_grad=False), adapted.bias
@@ -202,19 +201,19 @@ def merge_layers(model: nn.Module) -> None:
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model that stays as this one is now: it shares all that is frozen, and copies what is trained."""
+    """Return a snapshot of a model, which shares the frozen weights and copies the trained ones."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
 
 
 def short_names(model: PreTrainedModel) -> list[str]:
-    """Return the shortest names that stand for exactly the adapted layers: their endings, or all names in full."""
+    """Return the shortest targets that match exactly the adapted layers: last parts of names, or full names."""
     chosen = set(adapted_layers(model))
     endings = sorted({name.rpartition(".")[2] for name in chosen})
     return endings if set(_named(endings, _linear_layers(model))) == chosen else sorted(chosen)
 
 
 def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
-    """Return the names of the layers that some endings of names stand for."""
+    """Return the names of the layers that targets match."""
     layers = _linear_layers(model)
     unknown = [name for name in wanted if name != ALL_LINEAR and not _named([name], layers)]
     if unknown:
@@ -222,8 +221,8 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
         known = sorted(endings | set(layers))
         near = sorted({near for name in unknown for near in difflib.get_close_matches(name, known, n=3, cutoff=0.5)})
         raise ModelError(
-            f"model.lora.target_modules: {', '.join(map(repr, unknown))} is the name of no linear layer in the decoder "
-            f"of {type(model).__name__}; did you mean {', '.join(near or sorted(endings))}? Others are not adapted"
+            f"model.lora.target_modules: {', '.join(map(repr, unknown))} matches no linear layer in the decoder of "
+            f"{type(model).__name__}; did you mean {', '.join(near or sorted(endings))}? Others are not adapted"
         )
     return layers if ALL_LINEAR in wanted else _named(wanted, layers)
 

@@ -1,7 +1,7 @@
-"""RMSNorm with a backward pass of its own, in place of what transformers makes of single operations.
+"""RMSNorm with its own backward pass, in place of the single operations of transformers.
 
-Fewer passes over memory, half of what is kept for the backward pass, and float64 where the model is float64:
-transformers' own rounds to float32 there, so that sums of gradients depend on which rows share a prompt's tokens.
+It makes fewer passes over memory, keeps half as much for the backward pass, and computes in float64 where the model is
+float64: the original rounds to float32 there, so that sums of gradients depend on which rows share a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STRIP_ELEMENTS = 2**18
 
 
 class _Context(FunctionCtx):
-    """What the forward pass leaves for the backward one."""
+    """State between the forward and the backward pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor]
     offset: float
@@ -39,15 +39,15 @@ class RMSNorm(nn.Module):
         Args:
             weight: [E].
             eps: added to the mean square.
-            offset: added to the weight; 1 in Gemma, whose weights are small numbers.
+            offset: added to the weight; 1 in Gemma, whose weights are around 0.
         """
         super().__init__()
         self.weight, self.eps, self.offset = weight, eps, offset
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., E] -> [..., E], in the precision of the states; in between at least float32."""
-        if not computes_in_pieces(states.device):  # other backends have a kernel of their own
-            if self.offset:  # half precision has no room for 1 + weight
+        if not computes_in_pieces(states.device):  # other backends have their own kernel
+            if self.offset:  # half precision cannot represent 1 + weight
                 wide = torch.promote_types(states.dtype, torch.float32)
                 factor = self.weight.to(wide) + self.offset
                 return functional.rms_norm(states.to(wide), factor.shape, factor, self.eps).to(states.dtype)
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Put `RMSNorm` in the place of those norms of a transformers model that it equals; weights and names stay."""
+    """Replace the norms of a transformers model that compute the same as `RMSNorm`; weights and names stay."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ in _KINDS and type(child).__module__.startswith("transformers."):

@@ -1,7 +1,7 @@
-"""Which rectangle of a weight a rank holds: pure data, without a tensor.
+"""The rectangle of a weight that a rank holds: pure data, without a tensor.
 
-Owns: the arithmetic of cuts. Must not know: what cuts (tensor parallelism, FSDP2), or how a rectangle is read or sent.
-Invariant: every rectangle is given in the coordinates of the whole weight, however often it was cut on the way.
+Owns: the arithmetic of cuts. Must not know: who cuts (tensor parallelism, FSDP2), or how a rectangle is read or sent.
+Invariant: every rectangle is in the coordinates of the whole weight, however often it was cut.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Self
 class Part:
     """A rectangle of a weight, in the coordinates of the whole.
 
-    A [6, 4] matrix cut in two by columns, for tensor parallelism, of which rank 1 holds the last two columns. FSDP2
-    then shards the rows of that over four ranks, by twos: the last of them gets none.
+    A [6, 4] matrix is cut by columns over two tensor-parallel ranks, and rank 1 holds the last two columns. FSDP2 then
+    shards the rows of that part over four ranks, two rows each: the last rank gets none.
 
     >>> columns = Part.whole([6, 4]).cut(dim=1, index=1, count=2)
     >>> columns
@@ -31,7 +31,7 @@ class Part:
     """
 
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     starts: tuple[int, ...]
     """First index of each dimension."""
     sizes: tuple[int, ...]
@@ -54,11 +54,11 @@ class Part:
         return self.narrow(dim, index * size, size)
 
     def rows(self, start: int, stop: int) -> Part:
-        """Return the rows from `start` to before `stop`, counted within this part; there may be none."""
+        """Return the rows from `start` up to `stop`, counted within this part; there may be none."""
         return self.narrow(0, start, stop - start)
 
     def narrow(self, dim: int, start: int, size: int) -> Part:
-        """Return this part with `size` indices of one dimension, from `start` on; as `torch.narrow` counts them.
+        """Return `size` indices of one dimension of this part, from `start` on, as `torch.narrow` does.
 
         Raises:
             ValueError: they are not all within this part.
@@ -72,7 +72,7 @@ class Part:
         return Part(self.shape, tuple(starts), tuple(sizes))
 
     def overlap(self, other: Part) -> Part | None:
-        """Return what two parts of one weight have in common, None where that is nothing.
+        """Return the intersection of two parts of one weight; None if it is empty.
 
         >>> Part.whole([6, 4]).rows(0, 4).overlap(Part.whole([6, 4]).rows(3, 6))
         Part(shape=(6, 4), starts=(3, 0), sizes=(1, 4))
@@ -84,7 +84,7 @@ class Part:
         return Part(self.shape, starts, sizes) if math.prod(sizes) else None
 
     def within(self, outer: Part) -> tuple[slice, ...]:
-        """Return where this part lies in the tensor of a larger one, as an index.
+        """Return the index of this part in the tensor of a larger one.
 
         >>> Part.whole([6, 4]).rows(3, 4).within(Part.whole([6, 4]).rows(2, 6))
         (slice(1, 2, None), slice(0, 4, None))
@@ -93,7 +93,7 @@ class Part:
         return tuple(slice(start, start + size) for start, size in zip(seen.starts, seen.sizes, strict=True))
 
     def seen_from(self, outer: Part) -> Part:
-        """Return this part in the coordinates of a larger one, as if that were the whole.
+        """Return this part in the coordinates of a larger one.
 
         >>> Part.whole([6, 4]).rows(3, 4).seen_from(Part.whole([6, 4]).rows(2, 6))
         Part(shape=(4, 4), starts=(1, 0), sizes=(1, 4))
@@ -102,7 +102,7 @@ class Part:
         return Part(outer.sizes, starts, self.sizes)
 
     def run_within(self, outer: Part) -> slice | None:
-        """Return where this part lies in the flattened tensor of a larger one; None if it does not lie end to end.
+        """Return the slice of this part in the flattened tensor of a larger one; None if it is not contiguous there.
 
         >>> matrix = Part.whole([6, 4])
         >>> matrix.rows(3, 5).run_within(matrix.rows(2, 6)), matrix.cut(dim=1, index=0, count=2).run_within(matrix)
@@ -118,7 +118,7 @@ class Part:
         return slice(offset, offset + self.num_elements)
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield what lies end to end in the whole, in order: its first element, and the number of elements.
+        """Yield the contiguous runs of this part in the whole, in order: first element, and number of elements.
 
         >>> list(Part.whole([6, 4]).rows(3, 5).runs()), list(Part.whole([2, 4]).cut(dim=1, index=1, count=2).runs())
         ([(12, 8)], [(2, 2), (6, 2)])
@@ -138,7 +138,7 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was cut off."""
+        """Whether it is the whole weight."""
         return self.sizes == self.shape
 
     @property

@@ -1,13 +1,13 @@
-"""Tokens that rows of a group have in common, so that a pass computes them once.
+"""Prefixes that rows of a group share, so that a pass computes them once.
 
-The rollouts of a prompt begin with the same tokens, and a causal model says the same of the same beginning. The stream
-that passes through the model has a beginning once; its keys and values serve every row, and its gradient is the sum
-over them. What is common is found by comparing tokens, so nothing relies on where a prompt ends.
+The rollouts of a prompt begin with the same tokens, for which a causal model computes the same. The stream that passes
+through the model has a shared prefix once: all rows read its keys and values, and its gradient is the sum over them.
+Prefixes are found by comparing tokens, so nothing relies on where a prompt ends.
 
     rows              5 6 7 | 5 6 8 9 | 4 4        the first two of one group
     stream            5 6 7     8 9     4 4
-    kept              0 1 2     5 6     7 8        where each token of the stream stands in the rows
-    place             0 1 2   0 1 3 4   5 6        where each token of the rows stands in the stream
+    kept              0 1 2     5 6     7 8        index in the rows, for each token of the stream
+    place             0 1 2   0 1 3 4   5 6        index in the stream, for each token of the rows
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rallypoint.parallel.transfer import sent
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which of the T tokens of some rows are computed; S is their number."""
+    """The S of the T tokens of some rows that are computed."""
 
     kept: Tensor
-    """[S] int64, rising: the tokens that are computed."""
+    """[S] int64, ascending: the computed tokens."""
     place: Tensor
-    """[T] int64: the place in the stream of what stands for each token."""
+    """[T] int64: index in the stream of the token computed in place of each."""
 
     @classmethod
     def of(cls, offsets: Tensor, tokens: Tensor, groups: Tensor) -> SharedPrefixes:
@@ -53,7 +53,7 @@ class SharedPrefixes:
         own = torch.arange(len(tokens))
         within = own - offsets[:-1][row]
         twin = torch.where(within < lengths[first[row]], offsets[:-1][first[row]] + within, own)
-        # A row that ends its first row's length cannot be told from it by `twin`, which is then the token itself.
+        # A token beyond the end of the first row has no twin but itself.
         differs = (tokens != tokens[twin]) | ((twin == own) & (first[row] != row))
         num_differing = torch.cat([torch.zeros(1, dtype=torch.int64), differs.cumsum(0)])
         alike = num_differing[1:] == num_differing[offsets[:-1]][row]
@@ -63,10 +63,10 @@ class SharedPrefixes:
 
 
 def pick(states: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """Return rows of a tensor, each as often as it is named, and zeros behind them: [S, E] and [N] -> [num_rows, E].
+    """Gather rows of a tensor, with zeros behind them: [S, E] and [N] -> [num_rows, E].
 
-    The gradient of a row is the sum over its copies, in their order. That of `index_select` is added up by atomics on
-    accelerators, in another order and with other bits every time.
+    The gradient of a row is the sum over its copies in a fixed order. That of `index_select` is summed by atomics on
+    accelerators, with other bits every time.
 
     Args:
         states: [S, E].

@@ -1,8 +1,8 @@
-"""Causal attention as batched matrix products of blocks of queries with the keys that they may see.
+"""Causal attention as batched matrix products of blocks of queries with the keys that they see.
 
-Owns: the blocks, and the products with their gradients. Must not know: rows, or where a head came from. Keys that no
-query of a block sees are never multiplied. The queries of a block lie together for all sequences of a batch, so that
-products and softmaxes take them, and write what comes of them, in one piece:
+Owns: the blocks, and the products with their gradients. Must not know: rows, or which head a sequence belongs to. Keys
+that no query of a block sees are not multiplied. The queries of a block are contiguous over all sequences of a batch,
+so that products and softmaxes read and write them in one piece:
 
     keys and values     [N sequences, L tokens]
     queries             [N, first block]  [N, second block]  ...
@@ -25,12 +25,12 @@ _ALIGNMENT = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What layers of some families do to the scores besides scaling them."""
+    """Limits of attention in some families: which tokens are seen, and how large scores become."""
 
     window: int | None = None
-    """A token sees the last `window` ones, itself among them; None: all before it."""
+    """Number of tokens that each sees, itself included; None for all before it."""
     softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118)."""
+    """Bound of the scores s, which become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118)."""
 
 
 NO_LIMITS = Limits()
@@ -38,19 +38,19 @@ NO_LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """Tokens whose queries are multiplied together."""
+    """Queries that are multiplied together."""
 
     num_rows: int
-    """Their queries, of one sequence."""
+    """Number of queries, per sequence."""
     keys: slice
-    """Those that at least one of the queries sees."""
+    """Keys that at least one of the queries sees."""
     mask: Tensor
-    """What is added to the scores, [queries, keys]: -inf where they may not look, else 0."""
+    """Mask added to the scores, [queries, keys]: -inf where a query does not see a key, else 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """N sequences of L tokens, and how they are cut."""
+    """N sequences of L tokens, and their blocks."""
 
     size: int
     """N."""
@@ -60,7 +60,7 @@ class Batch:
 
 
 def tokens_per_block(length: int, itemsize: int) -> int:
-    """Return how many tokens have their queries in a block; the last one of a sequence may have fewer.
+    """Return the number of tokens in a block; the last block of a sequence may have fewer.
 
     >>> [tokens_per_block(length, itemsize=2) for length in (50, 128, 160, 500)]
     [64, 64, 96, 192]
@@ -85,9 +85,9 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> lis
 
     Args:
         length: tokens of the sequence.
-        share: queries of a token.
+        share: queries per key/value head and token.
         window: see `Limits`.
-        like: of the type and on the device of the queries.
+        like: tensor with the type and device of the queries.
     """
     size = tokens_per_block(length, like.itemsize)
     blocks: list[Block] = []
@@ -103,7 +103,7 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> lis
 
 
 class _Context(FunctionCtx):
-    """What a forward pass leaves for the backward one."""
+    """State between the forward and the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     batches: Sequence[Batch]
@@ -115,9 +115,9 @@ _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, None, None, None]
 
 
 class CausalProducts(torch.autograd.Function):
-    """Attention of batches of sequences that lie behind one another, N of L tokens each.
+    """Attention over batches of sequences that are concatenated.
 
-    Keys and values are [sum of N * L, D]; queries, in the order of their blocks, [sum of N * L * share, D].
+    Keys and values are [sum of N * L, D]; queries, in block order, [sum of N * L * share, D].
     """
 
     @staticmethod
@@ -154,17 +154,17 @@ class CausalProducts(torch.autograd.Function):
         grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
         sequences = _sequences(ctx.batches, key, value, grad_key, grad_value)
         cut = _blocks(ctx.batches, query, grad.contiguous(), grad_query)
-        # From the last to the first: the last block of a sequence sees all of its keys.
+        # Last block first: it sees all keys of a sequence.
         for batch, (k, v, grad_k, grad_v), blocks in reversed(list(zip(ctx.batches, sequences, cut, strict=True))):
             sum_k, sum_v = (_Sum(total, len(blocks)) for total in (grad_k, grad_v))
             for block, (q, g, grad_q) in reversed(list(zip(batch.blocks, blocks, strict=True))):
                 keys, share = block.keys, shares.pop()
-                # The scaling is that of the scores: all that comes of them is linear in it.
+                # The scaling of the scores is applied here: all that follows is linear in it.
                 grad_share = torch.baddbmm(block.mask, g, v[:, keys].transpose(1, 2), beta=0.0, alpha=ctx.scaling)
                 grad_scores = torch.ops.aten._softmax_backward_data.out(
                     grad_share, share, -1, share.dtype, grad_input=grad_share
                 )
-                if ctx.softcap is not None:  # d tanh(x) / d x = 1 - tanh(x)^2; computed again rather than kept
+                if ctx.softcap is not None:  # d tanh(x) / d x = 1 - tanh(x)^2; recomputed
                     capped = (q @ k[:, keys].transpose(1, 2)).mul_(ctx.scaling / ctx.softcap).tanh_()
                     grad_scores = torch.addcmul(grad_scores, grad_scores, capped.square_(), value=-1)
                 torch.bmm(grad_scores, k[:, keys], out=grad_q)
@@ -176,17 +176,17 @@ class CausalProducts(torch.autograd.Function):
 
 
 class _Sum:
-    """The gradient of the keys or values of a batch, to which every block adds that of the keys which it sees."""
+    """The gradient of the keys or values of a batch, to which every block adds its part."""
 
     def __init__(self, total: Tensor, num_blocks: int) -> None:
-        # A sum of two products is rounded to half precision as often as they are; one of more is not.
+        # A sum of up to two products loses nothing by half precision that its terms do not; a longer one does.
         dtype = torch.promote_types(total.dtype, torch.float32) if num_blocks > 2 else total.dtype
         self._total = total
         self._sum = total if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
         self._is_begun = False
 
     def add_product(self, keys: slice, left: Tensor, right: Tensor) -> None:
-        """Add a batch of products to those keys: [N, keys, rows] @ [N, rows, D]."""
+        """Add products to the gradient of some keys: [N, keys, rows] @ [N, rows, D]."""
         if not self._is_begun and keys == slice(0, self._sum.shape[1]):
             if self._sum.dtype == left.dtype:
                 torch.bmm(left, right, out=self._sum)
@@ -198,20 +198,20 @@ class _Sum:
         self._is_begun = True
 
     def finish(self) -> None:
-        """Have all of it where it belongs."""
+        """Write the sum to the gradient."""
         if self._sum is not self._total:
             self._total.copy_(self._sum)
 
 
 def _sequences(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[Tensor]]:
-    """Yield keys or values of each batch: [N, L, D]."""
+    """Yield the keys or values of each batch: [N, L, D]."""
     sizes = [batch.size * batch.length for batch in batches]
     for batch, *parts in zip(batches, *(part.split(sizes) for part in states), strict=True):
         yield [part.view(batch.size, batch.length, part.shape[-1]) for part in parts]
 
 
 def _blocks(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[list[Tensor]]]:
-    """Yield queries, or what belongs to them, of each batch, block by block: [N, rows, D]."""
+    """Yield the blocks of queries of each batch, or of tensors of that shape: [N, rows, D]."""
     sizes = [batch.size * block.num_rows for batch in batches for block in batch.blocks]
     parts = zip(*(part.split(sizes) for part in states), strict=True)
     for batch in batches:

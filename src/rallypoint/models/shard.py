@@ -1,7 +1,7 @@
-"""A model of which this rank holds its part: built without memory, cut, and only then allocated.
+"""A model of which this rank holds a part: built without memory, cut, then allocated; and its whole tensors again.
 
-Owns: the order of that. Must not know: where weights come from. Invariant: from `build` on `parts` says for every
-parameter and every saved buffer, by its first name, which rectangle of it the module holds.
+Owns: that order. Must not know: where weights come from. Invariant: after `build`, `parts` has the rectangle that this
+rank holds of every parameter and saved buffer, by its first name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rallypoint.models.tensor_parallel import TensorParts, cut_model, family_of
 from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
 
 _ROUND_BYTES = 4 * 2**20
-"""That travel at once."""
+"""Bytes in flight at once when tensors are gathered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -35,15 +35,15 @@ class ModelShard:
 
     model: PreTrainedModel
     parts: Mapping[str, Part]
-    """Name of a parameter or saved buffer -> what of it this rank holds."""
+    """Name of a parameter or saved buffer -> the part that this rank holds."""
     mesh: DeviceMesh
-    """The ranks that hold it together."""
+    """Ranks that hold the model together."""
     sharding: Sharding
-    """How they make its passes, and add up its gradients."""
+    """FSDP2's side of it: passes, and sums of gradients."""
 
     @classmethod
     def whole(cls, model: PreTrainedModel, mesh: DeviceMesh | None = None) -> ModelShard:
-        """Return a model of which every rank has all, sharded now if the mesh has `dp_shard`; one rank by default."""
+        """Return a model that every rank has whole, and shard it if the mesh has `dp_shard`; one rank by default."""
         return _sharded(model, mesh or DeviceMesh.solo(), None)
 
     @property
@@ -53,21 +53,21 @@ class ModelShard:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether training changes adapters, and what stands beside them, instead of all weights."""
+        """Whether adapters are trained, with the modules beside them, instead of all weights."""
         return any(map(is_adapter_weight, self.parts))
 
     def trained(self) -> dict[str, Tensor]:
-        """Return what this rank holds of all that training changes: of adapters, if it has some."""
+        """Return this rank's parts of the trained weights: of adapters, if the model has any."""
         tensors = self.tensors()
         return {name: tensors[name] for name in trained_weights(self.model)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what this rank holds of every name in `parts`, as plain tensors that share its memory."""
+        """Return this rank's part of every name in `parts`, as plain tensors that share its memory."""
         found = dict(saved_tensors(self.model))
         return {name: held(found[name]) for name in self.parts}
 
     def written_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the type in which each of `tensors` is written: that of the model, also of masters."""
+        """Return the type in which each of `tensors` is saved: the model's, also for float32 masters."""
         half, weights = self.sharding.half, {name for name, _ in self.model.named_parameters()}
         return {name: half if half and name in weights else tensor.dtype for name, tensor in self.tensors().items()}
 
@@ -90,14 +90,14 @@ def build(
         dtype: of its parameters.
         mesh: the ranks that hold it together.
         trust_remote_code: whether Python code of its folder may run.
-        adapters: what it is given, so that only they are trained.
+        adapters: adapters to add, so that only they are trained.
         frozen: whether it will never be trained.
 
     Raises:
         ModelError: its family cannot be cut, its sizes do not divide by the number of ranks, or adapters do not fit it.
     """
     with torch.device("meta"):
-        # Without a dtype: with one, transformers would change torch's default for all threads meanwhile.
+        # Without a dtype, for which transformers would change torch's default in all threads.
         model: PreTrainedModel = factory.from_config(
             config,
             dtype=None,
@@ -119,7 +119,7 @@ def build(
 def _sharded(
     model: PreTrainedModel, mesh: DeviceMesh, tensor: TensorParts | None, *, frozen: bool = False
 ) -> ModelShard:
-    """Shard what tensor parallelism has left of a model, which is all of it for None."""
+    """Shard what tensor parallelism has left of a model; all of it for None."""
     parts = {name: Part.whole(tensor.shape) for name, tensor in saved_tensors(model)}
     parts |= {} if tensor is None else tensor.parts
     weights = {name: parts[name] for name, _ in model.named_parameters()}
@@ -128,7 +128,7 @@ def _sharded(
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a file of the model holds: parameters, each once under its first name, and persistent buffers."""
+    """Yield what files hold: parameters, each once under its first name, and persistent buffers."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -137,12 +137,12 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def allocate(shard: ModelShard, device: torch.device) -> None:
-    """Give every tensor memory; parameters are not filled yet, buffers that no file holds are right.
+    """Allocate every tensor; parameters are uninitialized, and buffers that no file holds are computed.
 
-    Weights of layers that have the same input lie behind one another.
+    Weights of layers with the same input are neighbours in memory.
 
     Raises:
-        ModelError: transformers does not say what is in a buffer, or the config makes no numbers of it.
+        ModelError: transformers does not compute a buffer, or computes NaN or infinity from the config.
     """
     made: dict[int, nn.Parameter] = {}
     joined = {id(weight): part for weight, part in allocate_joined(shard.model, device)}
@@ -151,7 +151,7 @@ def allocate(shard: ModelShard, device: torch.device) -> None:
             if id(weight) not in made:  # tied weights stay one
                 memory = joined[id(weight)] if id(weight) in joined else torch.empty_like(weight, device=device)
                 made[id(weight)] = nn.Parameter(memory, weight.requires_grad)
-                # What transformers' `_init_weights` leaves alone: it will come from a file.
+                # Tells transformers' `_init_weights` to leave it alone: its values come from a file.
                 made[id(weight)]._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             setattr(module, name, made[id(weight)])
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -161,12 +161,12 @@ def allocate(shard: ModelShard, device: torch.device) -> None:
 
 @torch.no_grad()
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Let every model compute the buffers that are not saved, such as the frequencies of rotary embeddings.
+    """Have every model compute the buffers that are not saved, such as the frequencies of rotary embeddings.
 
-    Twice, on zeros and on ones: what transformers leaves as it was would be another number in every run.
+    Twice, on zeros and on ones, to find buffers that transformers does not compute.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # Of models within models, the innermost knows its own.
+    # Of nested models, the innermost computes its own buffers.
     responsible = {module: inner for inner in models for module in inner.modules()}
     for module, inner in responsible.items():
         buffers = {name: getattr(module, name) for name in sorted(module._non_persistent_buffers_set)}
@@ -191,7 +191,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return every weight by name, each once: what is tied appears under its first name."""
+    """Return every weight by name; a tied one appears once, under its first name."""
     return dict(model.named_parameters(remove_duplicate=True))
 
 
@@ -201,12 +201,12 @@ def shard_model(
     """Shard a model over the mesh's `dp_shard`, in place; it may be on the meta device.
 
     Args:
-        model: whole, or as tensor parallelism has left it; what is trained is known (`requires_grad`).
+        model: whole, or cut by tensor parallelism; `requires_grad` says which weights are trained.
         mesh: the ranks.
-        tensor: what tensor parallelism has left of it.
-        frozen: whether it will never be trained, whatever requires a gradient now.
+        tensor: the parts that tensor parallelism has left.
+        frozen: whether it will never be trained, whatever `requires_grad` says.
     """
-    # A family that is not sharded may name its layers otherwise.
+    # Families that are not sharded may name their layers differently.
     layers = list(cast("nn.ModuleList", model.base_model.layers)) if mesh.shard.size > 1 else []
     cuts = TensorCuts()
     if tensor is not None:
@@ -215,7 +215,7 @@ def shard_model(
 
 
 def shard_parts(parts: Mapping[str, Part], shard: Collective) -> dict[str, Part]:
-    """Return what a rank of `dp_shard` holds of each weight, of which its group holds the given parts."""
+    """Return the rows that a rank of `dp_shard` holds of the parts of its group."""
     return {name: part.rows(*shard_rows(part.sizes[0], shard.rank, shard.size)) for name, part in parts.items()}
 
 
@@ -225,13 +225,16 @@ def gather(
     mesh: DeviceMesh,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor whole, on rank 0; the other ranks yield nothing, but have to be asked until the end.
+    """Yield every tensor whole on rank 0; other ranks yield nothing, but must iterate to the end.
+
+    Rank 0 needs memory for one whole tensor beside its parts, if the caller drops each before the next; every rank
+    needs a few megabytes for what is in flight.
 
     Args:
-        tensors: what this rank holds.
-        parts: which rectangle of the whole each of them is; the names are those of all ranks, in the same order.
+        tensors: this rank's parts.
+        parts: the rectangle that each of them is; all ranks have the same names in the same order.
         mesh: the ranks.
-        dtypes: to which they are converted, one by one; None for their own.
+        dtypes: types to convert them to, one by one; None for their own.
     """
     table = given_by_ranks(parts, mesh)
     for name, tensor in tensors.items():
@@ -244,8 +247,8 @@ def gather(
 
 
 def _gathered(tensor: Tensor, shape: Sequence[int], parts: Sequence[Part | None], mesh: DeviceMesh) -> Tensor:
-    """Return a tensor of that shape whole on rank 0, and as it is on the others."""
-    # In rounds, because gloo keeps what its threads have sent and received last.
+    """Return a tensor whole on rank 0, and unchanged on the others."""
+    # In rounds, because gloo keeps the buffers that its threads sent and received last.
     most = max(1, _ROUND_BYTES // len(parts) // tensor.itemsize)
     cuts = [[] if part is None else list(rectangles_of(part, most)) for part in parts]
     whole = tensor.new_empty(shape) if mesh.rank == 0 else tensor
@@ -263,10 +266,10 @@ def _gathered(tensor: Tensor, shape: Sequence[int], parts: Sequence[Part | None]
 
 
 def given_by_ranks(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str, Part]]:
-    """Return what every rank gives to the whole tensors: all that it has but what a lower rank has, too.
+    """Return the parts that every rank contributes to the whole tensors: those that no lower rank holds, too.
 
     Args:
-        parts: which rectangle of each whole tensor this rank has; the names are those of all ranks, in the same order.
+        parts: this rank's part of each whole tensor; all ranks have the same names in the same order.
         mesh: the ranks.
     """
     mine = torch.tensor([number for part in parts.values() for number in (*part.starts, *part.sizes)])

@@ -1,17 +1,16 @@
-"""Where the heads of packed tokens lie while attention is computed: rectangles of rows, head by head.
+"""The padded layout in which attention is computed: rectangles of rows, head by head.
 
-Owns: the order of folded states, and the way there and back, with gradients. Must not know: what is computed there.
-Rows of similar length make a rectangle, padded to its longest and up to what vectors of numbers fill; behind one
-another lie its rows, in a row its key/value heads, in a head its slots, and in a slot the queries of that head.
-Queries are cut into blocks of slots before, so that those of a block lie together for all rows. One gather does all of
-it:
+Owns: the order of folded states, and folding and unfolding with gradients. Must not know: how attention is computed.
+Rows of similar length form a rectangle, padded to the longest of them and to a multiple of the vector length. Its order
+is row, key/value head, slot (a padded position), and query of that head. Queries are cut into blocks of slots first, so
+that each block is contiguous over all rows. One gather does all of it:
 
     stream [T, H, D]  ->  folded [for each rectangle, and block of slots, R * K * slots * share, D]   with H = K * share
 
-Invariants: padding repeats the last token of its row, so that what is not finite stays in its own row, and has no
-gradient. A token that several rows share has a slot in each; the output at the first is its own, and the gradient of
-its key and value is the sum over all, in the same order every time. What stands behind the last row of a stream has no
-slot: its output and its gradient are zero.
+Invariants: padding repeats the last token of its row, so that non-finite numbers stay in their own row, and has no
+gradient. A token that several rows share has a slot in each of them: its output is that of the first, and the gradient
+of its key and value is the sum over all, in a fixed order. Filler behind the last row has no slot: its output and
+gradient are zero.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.parallel.transfer import sent
 
 _ALIGNMENT = 32
-"""Numbers in bfloat16 of the longest vectors; on a CPU a softmax over 159 takes twice as long as one over 160."""
+"""Numbers in the longest vectors in bfloat16; on a CPU a softmax over 159 takes twice as long as one over 160."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Rows of one length, padding included."""
+    """Rows that are padded to one length."""
 
     num_rows: int
     longest: int
-    """Slots of each."""
+    """Number of slots of each row."""
 
     @property
     def num_slots(self) -> int:
@@ -47,26 +46,26 @@ class Rectangle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
-    """The tokens that have several slots, head by head."""
+    """The M heads of tokens that have several slots."""
 
     places: Tensor
-    """[M] where they are in the stream, [T * H] of it."""
+    """[M] their indices in the stream's [T * H]."""
     slots: Tensor
-    """Where they are in folded states: those of the first, then those of the second, and so on."""
+    """Their indices in folded states: all of the first, then all of the second, and so on."""
     starts: Tensor
-    """[M] where in `slots` those of each begin."""
+    """[M] index in `slots` of the first of each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fold:
-    """The way of one kind of states: queries, or keys and values."""
+    """The folding of one kind of states: queries, or keys and values."""
 
     stream: Tensor
-    """[slots * heads]: which of the stream's [T * H] lies at each place of folded states."""
+    """[slots * heads]: index in the stream's [T * H] for each place of folded states."""
     own: Tensor
-    """[S * H]: the place of each of the S tokens of rows; of a token that rows share, the first."""
+    """[S * H]: the place of each of the S tokens of rows; the first one, of a token that rows share."""
     size: int
-    """T * H: of the stream, with what stands behind its rows."""
+    """T * H of the stream, filler included."""
     shared: Shared | None
 
 
@@ -81,8 +80,8 @@ class Slots:
         Args:
             offsets: [B+1] of the rows.
             classes: the rows of each rectangle; every row with tokens is in one.
-            shared: what of the rows is in the stream; None for all of it.
-            num_filler: tokens of the stream behind its rows.
+            shared: the tokens of the rows that are in the stream; None for all.
+            num_filler: number of tokens behind the last row.
         """
         lengths = offsets[1:] - offsets[:-1]
         self.rectangles = [Rectangle(len(rows), _aligned(int(lengths[rows].max()))) for rows in classes]
@@ -104,12 +103,12 @@ class Slots:
         self._num_tokens = len(slot_of_token) + num_filler
 
     def folds(self, kv_heads: int, share: int, blocks: Sequence[int], device: torch.device) -> tuple[Fold, Fold]:
-        """Return the ways of queries, and of keys and values.
+        """Return the foldings of queries, and of keys and values.
 
         Args:
             kv_heads: K.
             share: queries of a key/value head.
-            blocks: the slots of a block of queries, of each rectangle.
+            blocks: slots in a block of queries, for each rectangle.
             device: of the states.
         """
         whole = [shape.longest for shape in self.rectangles]
@@ -139,13 +138,13 @@ class Slots:
         return Shared(sent(places.flatten(), device), sent(slots, device), sent(starts, device))
 
     def _places(self, kv_heads: int, share: int, blocks: Sequence[int]) -> Tensor:
-        """Return where each head of each slot lies in folded states: [slots, heads]."""
+        """Return the place of each head of each slot in folded states: [slots, heads]."""
         places: list[Tensor] = []
         start = 0
         for shape, block in zip(self.rectangles, blocks, strict=True):
             rows, heads = torch.arange(shape.num_rows).view(-1, 1, 1, 1), torch.arange(kv_heads).view(-1, 1)
             slots = torch.arange(shape.longest).view(-1, 1, 1)
-            begins = slots // block * block  # of the block that a slot is in
+            begins = slots // block * block  # first slot of the block
             size = (shape.longest - begins).clamp(max=block)
             found = ((rows * kv_heads + heads) * size + slots - begins) * share + torch.arange(share)
             found += begins * (shape.num_rows * kv_heads * share)
@@ -155,7 +154,7 @@ class Slots:
 
 
 def _aligned(length: int) -> int:
-    """Return the slots of a row: what vectors of numbers fill, unless that is much more than the row has.
+    """Return the number of slots of a row: a multiple of the vector length, except for short rows.
 
     >>> _aligned(7), _aligned(32), _aligned(33), _aligned(128)
     (7, 32, 64, 128)
@@ -164,7 +163,7 @@ def _aligned(length: int) -> int:
 
 
 class _Context(FunctionCtx):
-    """What a forward pass leaves for the backward one."""
+    """State between the forward and the backward pass."""
 
     fold: Fold
     shape: torch.Size
@@ -183,7 +182,7 @@ class Folded(torch.autograd.Function):
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         total, shared = _at_own(grad, ctx.fold), ctx.fold.shared
         if shared is not None:
-            # A bag of embeddings is a sum of rows: the fastest that torch has, in float32 for half precision.
+            # `embedding_bag` is torch's fastest sum of rows, in float32 for half precision.
             total.index_copy_(0, shared.places, functional.embedding_bag(shared.slots, grad, shared.starts, mode="sum"))
         return total.view(ctx.shape), None
 
@@ -204,7 +203,7 @@ class Unfolded(torch.autograd.Function):
 
 
 def _at_own(slots: Tensor, fold: Fold) -> Tensor:
-    """Return what is at the place of each head of the stream, and zero where it has none: [T * H, D]."""
+    """Return the values at the place of each head of the stream, and zero for filler: [T * H, D]."""
     if fold.size == len(fold.own):
         return slots.index_select(0, fold.own)
     found = slots.new_empty(fold.size, slots.shape[1])

@@ -1,8 +1,8 @@
-"""Cuts a model over the ranks of a tensor-parallel group, by heads, columns of the MLP, experts and vocabulary.
+"""Tensor parallelism: a model cut over ranks by heads, columns of the MLP, experts and vocabulary.
 
-Owns: which rectangle of every weight a rank has, and where the ranks talk: at the entrance of a block (backward) and at
-its exit (forward), behind the embedding and in the head. Must not know: where weights come from, how gradients become
-a step. No code of a model changes: modules stay what they are, with smaller weights and with hooks.
+Owns: the rectangle of every weight that a rank has, and the collectives: at the entry of a block (backward), at its
+exit (forward), after the embedding, and in the head. Must not know: where weights come from, or how gradients become a
+step. No model code changes: modules stay, with smaller weights and with hooks.
 
 Invariant: outside the blocks, all ranks compute the same numbers from the same weights, bit by bit.
 """
@@ -28,21 +28,21 @@ from rallypoint.parallel import Collective, reduce, replicate
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorParts:
-    """What a rank has of a model after the cut."""
+    """The parts of a model that a rank has after the cut."""
 
     parts: Mapping[str, Part]
-    """Name of every parameter (tied ones under their first) -> what the rank has of it."""
+    """Name of every parameter (the first one, if tied) -> the part that the rank has."""
     summed: frozenset[str]
-    """Parameters that every rank has whole, but whose gradient is the sum of those that the ranks have computed."""
+    """Parameters that every rank has whole, and whose gradient is the sum over the ranks."""
 
 
 def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorParts:
     """Cut a model for one rank, in place.
 
     Args:
-        model: whole; its weights may be on the meta device, and are cut too if they are not.
+        model: whole; on the meta device or any other.
         family: of the model.
-        tp: the ranks that share it.
+        tp: the ranks.
 
     Raises:
         ModelError: a size does not divide by the number of ranks, or a weight is not in the family's plan.
@@ -64,7 +64,7 @@ def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorP
 
 
 def _check_heads(model: PreTrainedModel, tp: Collective) -> None:
-    """Refuse to cut a head in two, which the shapes of the projections do not show."""
+    """Refuse to cut within a head, which the shapes of the projections do not show."""
     heads = {
         "attention heads": cast("int", model.config.num_attention_heads),
         "key/value heads": cast("int", model.config.num_key_value_heads),
@@ -74,7 +74,7 @@ def _check_heads(model: PreTrainedModel, tp: Collective) -> None:
 
 
 class _Cutter:
-    """What has been cut so far."""
+    """Cuts one model, and records the parts."""
 
     def __init__(self, model_name: str, tp: Collective) -> None:
         self._model_name, self._tp = model_name, tp
@@ -82,7 +82,7 @@ class _Cutter:
         self.summed: set[nn.Parameter] = set()
 
     def cut_vocabulary(self, model: PreTrainedModel) -> None:
-        """Give the rank the embeddings and the logits of some tokens; a weight that is tied stays one."""
+        """Give the rank the embeddings and logits of some tokens; tied weights stay one."""
         embedding, head = cast("nn.Embedding", model.get_input_embeddings()), model.get_output_embeddings()
         tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
         tokens = vocabulary_of(self._tp.rank, self._tp.size, embedding.num_embeddings)
@@ -105,7 +105,7 @@ class _Cutter:
         model.set_output_embeddings(VocabParallelLinear(head, tokens, self._tp))
 
     def cut_block(self, block: nn.Module, plan: Mapping[str, Cut]) -> None:
-        """Give the rank its part of a block, which then takes the whole input and returns the whole output."""
+        """Give the rank its part of a block, which still takes the whole input and returns the whole output."""
         unknown = [name for name, _ in block.named_parameters() if name.split(".")[0] not in plan]
         if unknown:
             raise ModelError(
@@ -117,7 +117,7 @@ class _Cutter:
         _share_block(block, self._tp)
 
     def cut_experts(self, experts: nn.Module) -> None:
-        """Give the rank some experts; their module then takes all tokens and returns what all experts make of them."""
+        """Give the rank some experts; their module still takes all tokens and returns the output of all experts."""
         weights = dict(experts.named_parameters())
         num_experts = len(next(iter(weights.values())))
         own = self._own(num_experts, "experts")
@@ -162,7 +162,7 @@ class _Cutter:
 
 
 class AddendLinear(nn.Linear):
-    """A linear layer whose outputs are added up over the ranks: one of them adds the bias, which all of them have."""
+    """A linear layer whose outputs are summed over ranks: all ranks have the bias, and one adds it."""
 
     def __init__(self, part: nn.Linear, *, adds_bias: bool) -> None:
         super().__init__(part.in_features, part.out_features, device="meta")
@@ -173,7 +173,7 @@ class AddendLinear(nn.Linear):
 
 
 def _share_block(block: nn.Module, tp: Collective) -> None:
-    """Add up the gradients of a block's input, and the addends of its output."""
+    """Sum the gradients of a block's input, and the ranks' terms of its output."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
@@ -189,7 +189,7 @@ def _share_block(block: nn.Module, tp: Collective) -> None:
 
 
 def _look_up_own_tokens(embedding: nn.Embedding, tokens: range, tp: Collective) -> None:
-    """Let an embedding look up the tokens that it has, and ask the other ranks for the rest."""
+    """Have an embedding look up its own tokens, and sum over ranks for the others."""
     foreign: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -205,7 +205,7 @@ def _look_up_own_tokens(embedding: nn.Embedding, tokens: range, tp: Collective) 
 
 
 def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
-    """Number the experts that tokens are sent to as this rank has them, those of others behind its own."""
+    """Renumber experts: this rank's own from 0, and all others behind them."""
 
     def enter(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         states, chosen, shares = args
@@ -221,7 +221,7 @@ def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
 
 
 def vocabulary_of(rank: int, num_ranks: int, num_tokens: int) -> range:
-    """Return the tokens of a rank; ranks differ by one token at most.
+    """Return the part of the vocabulary of a rank; sizes differ by at most one token.
 
     >>> [vocabulary_of(rank, 3, 20) for rank in range(3)]
     [range(0, 6), range(6, 13), range(13, 20)]
@@ -230,15 +230,15 @@ def vocabulary_of(rank: int, num_ranks: int, num_tokens: int) -> range:
 
 
 class VocabParallelLinear(nn.Linear):
-    """A head that has the weights of some tokens: its forward pass returns their logits only."""
+    """A head with the weights of some tokens, whose forward pass returns only their logits."""
 
     def __init__(self, part: nn.Linear, tokens: range, tp: Collective) -> None:
         """Take over this rank's part of a head.
 
         Args:
-            part: with the weights of the tokens only.
-            tokens: which.
-            tp: the ranks that have the others.
+            part: head with the weights of these tokens.
+            tokens: of this rank.
+            tp: the ranks.
         """
         super().__init__(part.in_features, len(tokens), device="meta")
         self.weight, self.bias = part.weight, part.bias
@@ -254,21 +254,21 @@ def vocab_parallel_outputs(
     softcap: float | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return on every rank what `head_outputs` returns for the whole vocabulary: logprobs and entropies, [N] each.
+    """Return the results of `head_outputs` for the whole vocabulary on every rank: logprobs and entropies, [N] each.
 
-    With w the share of all probability that a rank's tokens have, and the logprob and entropy among these alone:
+    With w the total probability of a rank's tokens, and logprobs and entropies of each part by itself:
 
         logprob = logprob_of_part + log(w)        entropy = sum over ranks of w * (entropy_of_part - log(w))
 
-    Ranks exchange numbers of [N], and in the backward pass the gradient of the states.
+    Ranks exchange tensors of [N], and the gradient of the states in the backward pass.
 
     Args:
-        states: [N, E] that chose the tokens; the same on every rank.
+        states: [N, E] that chose the tokens; equal on every rank.
         head: this rank's part.
         targets: [N] int64, the tokens.
         temperature: that the logits are divided by.
         softcap: see `head_outputs`.
-        chunk_bytes: of this rank's logits that may exist at once; None: as the kind of device likes it.
+        chunk_bytes: bound on this rank's logits in one product; None for the device's default.
     """
     tokens, tp = head.tokens, head.tp
     own = (targets >= tokens.start) & (targets < tokens.stop)
@@ -284,7 +284,7 @@ def vocab_parallel_outputs(
     largest = normaliser.detach().clone()
     tp.all_reduce_max(largest)
     total = reduce((normaliser - largest).exp(), tp)
-    # Each rank's part of the results depends on the total: their gradients add up.
+    # The results of every rank depend on the total, so that its gradients are summed.
     log_share = normaliser - replicate(largest + total.log(), tp)
     logprobs = torch.where(own, logprobs + log_share, 0.0)
     logprobs, entropy = reduce(torch.stack([logprobs, log_share.exp() * (entropy - log_share)]), tp)

@@ -1,8 +1,8 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share the tokens of a stream, and in attention its heads.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks split the tokens of a stream, and in attention its heads.
 
 Owns: which tokens of a packed stream a rank computes, and the exchange before and after attention. Must not know: how
-attention is computed, or what becomes of hidden states. Everything but attention treats tokens one by one, so that a
-rank computes it for its own; every row is attended to as a whole, by each rank for a part of the heads:
+attention is computed, or what follows the hidden states. All but attention is computed token by token, by each rank for
+its own tokens; attention is computed over whole rows, by each rank for some of the heads:
 
     before attention        tokens 0 1 2 | 3 4 5        every rank has some tokens, with all heads
     exchange (all-to-all)   heads  0 1   | 2 3          every rank has some heads, of all tokens
@@ -27,28 +27,28 @@ from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_r
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenSlice:
-    """What one rank computes of a packed stream: its tokens, and those positions whose choice was made at one of them.
+    """The tokens of a packed stream that one rank computes, and the positions that are predicted at these tokens.
 
-    The hidden state at a token chooses the next one (`engine.forward`), so that positions 4 and 5 of a stream of
-    six belong to the ranks that have tokens 3 and 4: both to the second of two.
+    The hidden state of a token predicts the next one (see `engine.forward`): with two ranks and a stream of six
+    tokens, positions 4 and 5 belong to the second rank, which has tokens 3 and 4.
 
-    No rank is without tokens, which transformers cannot compute: a stream that is too short for all of them is filled
-    up to their number.
+    Every rank has a token, because transformers cannot compute none: a stream shorter than the number of ranks is
+    filled up to it.
     """
 
     sp: Collective
     num_tokens: tuple[int, ...]
-    """Of every rank, filler included; they differ by one at most."""
+    """Tokens of every rank, filler included; they differ by at most one."""
     num_positions: tuple[int, ...]
-    """Of every rank."""
+    """Positions of every rank."""
 
     @classmethod
     def of(cls, num_tokens: int, sources: Tensor, sp: Collective) -> TokenSlice:
         """Return the slice of this rank.
 
         Args:
-            num_tokens: of the whole stream, but for what is missing to one for each rank.
-            sources: [N] int64, in order: of each position, the token at which it was chosen.
+            num_tokens: tokens of the whole stream, without filler.
+            sources: [N] int64, ascending: for each position, the token at which it is predicted.
             sp: the ranks that share the stream.
         """
         num_tokens = max(num_tokens, sp.size)
@@ -68,12 +68,12 @@ class TokenSlice:
         return _part(self.num_positions, self.sp.rank)
 
     def join(self, outputs: Tensor) -> Tensor:
-        """Return the outputs of all positions, [N, ...], from those of this rank; backward returns to each its own."""
+        """Gather the outputs of all positions, [N, ...]; backward, each rank gets the gradient of its own."""
         return gather_rows(outputs, self.sp, self.num_positions)
 
 
 class SequenceParallelRows:
-    """Packed rows whose tokens lie on several ranks; see `Rows`, whose T is this rank's number of tokens here."""
+    """Packed rows whose tokens are split over ranks; see `Rows`, whose T is the number of this rank's tokens."""
 
     def __init__(self, rows: PackedRows, part: TokenSlice) -> None:
         """Take the rows of the whole stream, and this rank's slice of it."""
@@ -91,7 +91,7 @@ class SequenceParallelRows:
         sp, sizes = self._part.sp, self._part.num_tokens
         if query.shape[1] % sp.size:
             raise ValueError(f"sp={sp.size} does not divide {query.shape[1]} attention heads")
-        # Key/value heads are repeated as little as makes them divide; each still serves whole heads of the queries.
+        # Key/value heads are repeated just enough to be divisible; each still serves whole query heads.
         repeats = math.lcm(key.shape[1], sp.size) // key.shape[1]
         if repeats > 1:
             key, value = (states.repeat_interleave(repeats, 1) for states in (key, value))

@@ -186,7 +186,7 @@ def test_what_is_no_causal_language_model_is_refused_by_its_type_and_with_those_
     with pytest.raises(ModelError) as raised:
         load_policy(str(tmp_path), dtype="float32")
     assert str(raised.value).startswith(
-        f"{tmp_path}: models of type 't5' are no causal language models in transformers"
+        f"{tmp_path}: models of type 't5' are not causal language models in transformers"
     )
     assert "llama" in str(raised.value)
     assert len(str(raised.value)) < 600

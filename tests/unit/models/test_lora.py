@@ -222,8 +222,8 @@ def test_an_adapter_made_by_peft_gives_its_logits_here(make_folder, tmp_path, op
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("q_porj", r"'q_porj' is the name of no linear layer .* did you mean .*q_proj"),
-        ("lm_head", "'lm_head' is the name of no linear layer in the decoder of LlamaForCausalLM"),
+        ("q_porj", r"'q_porj' matches no linear layer .* did you mean .*q_proj"),
+        ("lm_head", "'lm_head' matches no linear layer in the decoder of LlamaForCausalLM"),
         ("input_layernorm", "'input_layernorm' is the name of no"),
         ("proj", "'proj' is the name of no"),
     ],
