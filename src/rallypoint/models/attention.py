@@ -20,8 +20,15 @@ from rallypoint.config.limits import LONGEST_FOR_PRODUCTS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.models.fused import attend_fused, attend_in_window
 from rallypoint.models.prefix import SharedPrefixes
-from rallypoint.models.products import NO_LIMITS, Batch, CausalProducts, Limits, cut_blocks, tokens_per_block
-from rallypoint.models.slots import Fold, Folded, Rectangle, Slots, Unfolded
+from rallypoint.models.products import (
+    NO_LIMITS,
+    CausalProducts,
+    Limits,
+    SequenceBatch,
+    cut_blocks,
+    tokens_per_block,
+)
+from rallypoint.models.slots import Fold, Folded, PaddedRows, Slots, Unfolded
 from rallypoint.parallel.transfer import sent
 
 ATTENTION = "rallypoint_rows"
@@ -117,7 +124,7 @@ class PackedRows:
         self._slots = Slots(offsets, _length_classes(lengths), shared, num_filler)
         # Layers of one kind share these; the first of them makes them.
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
-        self._batches: dict[tuple[int, int, int | None], list[Batch]] = {}
+        self._batches: dict[tuple[int, int, int | None], list[SequenceBatch]] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
@@ -146,7 +153,7 @@ class PackedRows:
         return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)
 
     def _folds_of(
-        self, by_products: Sequence[Rectangle], others: Sequence[Rectangle], kv_heads: int, share: int, like: Tensor
+        self, by_products: Sequence[PaddedRows], others: Sequence[PaddedRows], kv_heads: int, share: int, like: Tensor
     ) -> tuple[Fold, Fold]:
         kind = (kv_heads, share, len(by_products))
         if kind not in self._folds:
@@ -156,12 +163,12 @@ class PackedRows:
         return self._folds[kind]
 
     def _batches_of(
-        self, rectangles: Sequence[Rectangle], kv_heads: int, share: int, window: int | None, like: Tensor
-    ) -> list[Batch]:
+        self, rectangles: Sequence[PaddedRows], kv_heads: int, share: int, window: int | None, like: Tensor
+    ) -> list[SequenceBatch]:
         kind = (kv_heads, share, window)
         if kind not in self._batches:
             self._batches[kind] = [
-                Batch(shape.num_rows * kv_heads, shape.longest, cut_blocks(shape.longest, share, window, like))
+                SequenceBatch(shape.num_rows * kv_heads, shape.longest, cut_blocks(shape.longest, share, window, like))
                 for shape in rectangles
             ]
         return self._batches[kind]
@@ -186,7 +193,7 @@ def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
 
 
 def _attend_fused(
-    shape: Rectangle, kv_heads: int, states: Sequence[Tensor], scaling: float, window: int | None
+    shape: PaddedRows, kv_heads: int, states: Sequence[Tensor], scaling: float, window: int | None
 ) -> Tensor:
     """Attention by torch's own kernel: folded queries, keys and values of a rectangle -> [slots * heads, D]."""
     size = states[0].shape[-1]

@@ -37,7 +37,7 @@ NO_LIMITS = Limits()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
+class QueryBlock:
     """Queries that are multiplied together."""
 
     num_rows: int
@@ -49,14 +49,14 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
+class SequenceBatch:
     """N sequences of L tokens, and their blocks."""
 
     size: int
     """N."""
     length: int
     """L."""
-    blocks: Sequence[Block]
+    blocks: Sequence[QueryBlock]
 
 
 def tokens_per_block(length: int, itemsize: int) -> int:
@@ -75,7 +75,7 @@ def tokens_per_block(length: int, itemsize: int) -> int:
     return min(max(half, QUERIES_PER_BLOCK), QUERIES_PER_BLOCK_IN_HALF)
 
 
-def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> list[Block]:
+def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> list[QueryBlock]:
     """Cut the queries of a sequence into blocks.
 
     >>> [(block.num_rows, block.keys) for block in cut_blocks(100, 2, None, torch.zeros(1))]
@@ -90,7 +90,7 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> lis
         like: tensor with the type and device of the queries.
     """
     size = tokens_per_block(length, like.itemsize)
-    blocks: list[Block] = []
+    blocks: list[QueryBlock] = []
     for start in range(0, length, size):
         stop = min(start + size, length)
         keys = slice(0 if window is None else max(0, start - window + 1), stop)
@@ -98,7 +98,7 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> lis
         mask = hidden.triu(start - keys.start + 1)
         if window is not None:
             mask += hidden.tril(start - keys.start - window)
-        blocks.append(Block((stop - start) * share, keys, mask.repeat_interleave(share, 0)))
+        blocks.append(QueryBlock((stop - start) * share, keys, mask.repeat_interleave(share, 0)))
     return blocks
 
 
@@ -106,7 +106,7 @@ class _Context(FunctionCtx):
     """State between the forward and the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
-    batches: Sequence[Batch]
+    batches: Sequence[SequenceBatch]
     scaling: float
     softcap: float | None
 
@@ -126,7 +126,7 @@ class CausalProducts(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        batches: Sequence[Batch],
+        batches: Sequence[SequenceBatch],
         scaling: float,
         softcap: float | None,
     ) -> Tensor:
@@ -203,14 +203,14 @@ class _Sum:
             self._total.copy_(self._sum)
 
 
-def _sequences(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[Tensor]]:
+def _sequences(batches: Sequence[SequenceBatch], *states: Tensor) -> Iterator[list[Tensor]]:
     """Yield the keys or values of each batch: [N, L, D]."""
     sizes = [batch.size * batch.length for batch in batches]
     for batch, *parts in zip(batches, *(part.split(sizes) for part in states), strict=True):
         yield [part.view(batch.size, batch.length, part.shape[-1]) for part in parts]
 
 
-def _blocks(batches: Sequence[Batch], *states: Tensor) -> Iterator[list[list[Tensor]]]:
+def _blocks(batches: Sequence[SequenceBatch], *states: Tensor) -> Iterator[list[list[Tensor]]]:
     """Yield the blocks of queries of each batch, or of tensors of that shape: [N, rows, D]."""
     sizes = [batch.size * block.num_rows for batch in batches for block in batch.blocks]
     parts = zip(*(part.split(sizes) for part in states), strict=True)

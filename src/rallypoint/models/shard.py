@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
-from rallypoint.families import FAMILIES
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.layers import allocate_joined, replace_layers
@@ -284,13 +283,3 @@ def given_by_ranks(parts: Mapping[str, Part], mesh: DeviceMesh) -> list[dict[str
                 taken.add((name, theirs))
         table.append(given)
     return table
-
-
-def is_known(model: PreTrainedModel) -> bool:
-    """Return whether a model has transformers' own backbone of one of the families.
-
-    Of these it is known what a pass changes, which is nothing: several threads may pass through it at a time. Of what
-    transformers has, only rotary embeddings that depend on the longest row write down anything, which no model of ours
-    has (`load`).
-    """
-    return str(model.config.model_type) in FAMILIES and type(model.base_model).__module__.startswith("transformers.")

@@ -31,7 +31,7 @@ _ALIGNMENT = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rectangle:
+class PaddedRows:
     """Rows that are padded to one length."""
 
     num_rows: int
@@ -84,7 +84,7 @@ class Slots:
             num_filler: number of tokens behind the last row.
         """
         lengths = offsets[1:] - offsets[:-1]
-        self.rectangles = [Rectangle(len(rows), _aligned(int(lengths[rows].max()))) for rows in classes]
+        self.rectangles = [PaddedRows(len(rows), _aligned(int(lengths[rows].max()))) for rows in classes]
         tokens = [
             offsets[rows].unsqueeze(1) + torch.arange(shape.longest).minimum(lengths[rows].unsqueeze(1) - 1)
             for rows, shape in zip(classes, self.rectangles, strict=True)

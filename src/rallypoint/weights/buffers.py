@@ -31,12 +31,15 @@ class Buffers(Protocol):
 
     def make(self, num_bytes: int, count: int) -> tuple[Tensor, list[Handle]]:
         """Return memory, and one handle of it for each of `count` processes."""
+        ...
 
     def open(self, num_bytes: int, handle: Handle) -> Tensor:
         """Return the memory that another process made."""
+        ...
 
     def near(self, memory: Tensor) -> Tensor:
         """Return opened memory, or a copy of it where reading it twice takes longer than copying it."""
+        ...
 
     def settle(self) -> None:
         """Return once all copies of this thread are done."""
@@ -82,6 +85,7 @@ class Handles(Protocol):
         Raises:
             RuntimeError: this kind of memory has none.
         """
+        ...
 
     def open(self, handle: bytes, device: torch.device) -> Tensor:
         """Return the memory of another process, as bytes that a device of this one reaches.
@@ -89,6 +93,7 @@ class Handles(Protocol):
         Raises:
             RuntimeError: it cannot be reached.
         """
+        ...
 
 
 class TorchHandles:
