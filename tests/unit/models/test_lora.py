@@ -224,8 +224,8 @@ def test_an_adapter_made_by_peft_gives_its_logits_here(make_folder, tmp_path, op
     [
         ("q_porj", r"'q_porj' matches no linear layer .* did you mean .*q_proj"),
         ("lm_head", "'lm_head' matches no linear layer in the decoder of LlamaForCausalLM"),
-        ("input_layernorm", "'input_layernorm' is the name of no"),
-        ("proj", "'proj' is the name of no"),
+        ("input_layernorm", "'input_layernorm' matches no"),
+        ("proj", "'proj' matches no"),
     ],
 )
 def test_a_target_that_matches_nothing_is_refused_and_the_nearest_are_named(make_folder, wanted, said):
@@ -248,7 +248,7 @@ def saved(make_folder, tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({"a_key_of_next_year": 1}, "a_key_of_next_year=1 is not supported"),
         ({"peft_type": "IA3"}, "expected an object with peft_type LORA"),
-        ({"r": 4}, r"r=4, lora_alpha=32 does not describe its adapter: model\.layers\.0\..* has not that rank"),
+        ({"r": 4}, r"r=4, lora_alpha=32 does not describe its adapter: model\.layers\.0\..* has another rank"),
         ({"lora_alpha": None}, "lora_alpha=None does not describe"),
     ],
 )
@@ -275,7 +275,7 @@ A, B = (f"base_model.model.model.layers.1.self_attn.q_proj.lora_{part}.weight" f
         (lambda tensors: tensors.update({A: torch.zeros(3, 17)}), r"q_proj\.lora_A\.weight: \[3, 17\] instead of \[3"),
         (
             lambda tensors: tensors.update({A.replace("layers.1", "layers.7"): torch.zeros(3, 16)}),
-            r"model\.layers\.7\.self_attn\.q_proj has not that rank",
+            r"model\.layers\.7\.self_attn\.q_proj has another rank",
         ),
         (lambda tensors: tensors.update({"base_model.model.score.weight": torch.zeros(1, 16)}), "has no score"),
         (lambda tensors: tensors.clear(), "0 adapted layers"),
