@@ -13,23 +13,21 @@ from tiny_models import make_tiny_model
 from rallypoint.cluster.ray_cluster import RayCluster
 from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.config import load_config
-from rallypoint.generation import SamplingParams
+from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.pools import pools_of
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.types import ActorBatch, Prompts
+from rallypoint.types import ActorBatch, RolloutBatch, Trajectory, assemble
 
 # isort: split
 from ray.cluster_utils import Cluster
 
 PLACED = ("cluster.pools={main: [2], second: [1]}", "rollout.placement.pool=second", "kl=null", "recipe=grpo")
 SHARDED = ("actor.mesh.dp_shard=2", "actor.num_mini_batches=1", "actor.optimizer={lr: 0.05, warmup_ratio: 0}")
-PROMPTS = Prompts(
-    offsets=torch.tensor([0, 3, 5]), tokens=torch.tensor([3, 9, 10, 4, 5]), prompt_index=torch.tensor([0, 1])
-)
-PARAMS = SamplingParams(max_new_tokens=6, group_size=2)
+PROMPTS = [(3, 9, 10), (4, 5)]
+PARAMS = SamplingParams(max_new_tokens=6)
 
 
 class OneNode(RayCluster):
@@ -52,17 +50,29 @@ def runtime(tmp_path):
         cluster.shutdown()
 
 
+async def sample(rollouts):
+    """Return two rollouts of each prompt."""
+
+    async def group(index, tokens):
+        requests = [Request(tokens=tokens, params=PARAMS, prompt_index=index, sample_index=sample) for sample in (0, 1)]
+        found = await asyncio.gather(*map(rollouts.sample, requests))
+        trajectories = [Trajectory(turns=(as_turn(tokens, outputs),)) for outputs in found]
+        return assemble(trajectories, prompt_index=index, sample_index=[0, 1], is_narrowed=False)
+
+    return RolloutBatch.join(await asyncio.gather(*(group(*each) for each in enumerate(PROMPTS))))
+
+
 async def publish_twice(actor, rollouts):
     """Publish weights as they are and after an update; return how far what is sampled is from the actor, and moved."""
     await actor.publish(rollouts)
-    first = await rollouts.sample(PROMPTS, PARAMS)
+    first = await sample(rollouts)
     old = await actor.logprobs(first)
     advantages = torch.where(first.loss_mask, 1.0, 0.0)
     batch = first.widen(ActorBatch, old_logprobs=old, reference_logprobs=None, advantages=advantages)
     await actor.update(batch, 1)
     moved = (await actor.logprobs(first) - old).abs().max()
     await actor.publish(rollouts)
-    second = await rollouts.sample(PROMPTS, PARAMS)
+    second = await sample(rollouts)
     gap = (second.rollout_logprobs - await actor.logprobs(second)).abs().max()
     return float(gap), float(moved)
 

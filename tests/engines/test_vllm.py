@@ -30,7 +30,7 @@ from rallypoint.weights.published_folder import write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-BASE = SamplingParams(group_size=2, max_new_tokens=12, seed=3, stop_tokens=(0, 5, 11))
+BASE = SamplingParams(max_new_tokens=12, seed=3, stop_tokens=(0, 5, 11))
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def back(engine, model):
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_the_tokens_and_logprobs_are_those_of_transformers(engine, model, prompts, changes):
     params = dataclasses.replace(BASE, **changes)
-    expected = generate(HFEngine(model, decode=decode, version=4), prompts, params, version=4)
-    batch = generate(engine, prompts, params, version=4)
+    expected = generate(HFEngine(model, decode=decode, version=4), prompts, params, version=4, group_size=2)
+    batch = generate(engine, prompts, params, version=4, group_size=2)
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert batch.truncated.tolist() == expected.truncated.tolist()
     torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
@@ -108,7 +108,7 @@ def test_the_tokens_and_logprobs_are_those_of_transformers(engine, model, prompt
 def test_a_stream_is_the_rollout_token_by_token(engine, prompts):
     tokens = tuple(prompts.tokens[:3].tolist())
     outputs = list(stream(engine, Request(tokens=tokens, params=BASE, prompt_index=7, streamed=True)))
-    batch = generate(engine, prompts, BASE, version=4)
+    batch = generate(engine, prompts, BASE, version=4, group_size=2)
     assert [token for output in outputs for token in output.tokens] == batch.response(0).tolist()
     assert len(outputs) == len(batch.response(0))
 
@@ -123,9 +123,9 @@ def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine
         engine.load(5, {name: weight for name, weight in named_weights(other).items() if "q_proj" not in name})
     for version in (5, 6):
         engine.load(version, named_weights(other))
-        batch = generate(engine, prompts, BASE, version=version)
+        batch = generate(engine, prompts, BASE, version=version, group_size=2)
         assert batch.versions.tolist() == [version] * len(batch)
-        expected = generate(HFEngine(other, version=version), prompts, BASE, version=version)
+        expected = generate(HFEngine(other, version=version), prompts, BASE, version=version, group_size=2)
         assert batch.tokens.tolist() == expected.tokens.tolist()
     damaged = tmp_path / "version_000006" / "model.safetensors"
     shutil.copytree(engine._connection.versions / "version_000006", damaged.parent)
@@ -148,8 +148,8 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, mode
 
 
 def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):
-    params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200, group_size=8)
-    expected = generate(engine, prompts, params, version=4)
+    params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200)
+    expected = generate(engine, prompts, params, version=4, group_size=8)
     before, num_ticks, shared = len(servers), 0, dict[Path, int]()
 
     def kill() -> None:
@@ -159,7 +159,7 @@ def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_
             shared.update(shared_files(servers[-1].pid))
             os.killpg(servers[-1].pid, signal.SIGKILL)
 
-    batch = generate(engine, prompts, params, version=4, tick=kill)
+    batch = generate(engine, prompts, params, version=4, tick=kill, group_size=8)
     assert len(servers) == before + 1
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert shared
@@ -171,22 +171,22 @@ def test_adapters_enter_a_running_server_by_themselves(start, servers, folder, p
     lora = LoRAConfig(rank=3, alpha=12.0, target_modules=("q_proj", "v_proj", "down_proj"))
     params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=40)
     with start(3) as engine:
-        before = generate(engine, prompts, params, version=4).tokens.tolist()
+        before = generate(engine, prompts, params, version=4, group_size=2).tokens.tolist()
         for version in (5, 6):
             shard = load_policy(str(folder), dtype="float32", lora=lora)
             with torch.no_grad():
                 generator = torch.Generator().manual_seed(version)
                 for weight in trained_weights(shard.model).values():
                     weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-            expected = generate(HFEngine(shard.model, version=version), prompts, params, version=version)
+            expected = generate(HFEngine(shard.model, version=version), prompts, params, version=version, group_size=2)
             engine.load_folder(version, write(shard, tmp_path, version, base=str(folder)))
-            batch = generate(engine, prompts, params, version=version)
+            batch = generate(engine, prompts, params, version=version, group_size=2)
             assert batch.versions.tolist() == [version] * len(batch)
             assert batch.tokens.tolist() == expected.tokens.tolist() != before
             torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
             before = batch.tokens.tolist()
         os.killpg(servers[-1].pid, signal.SIGKILL)
-        assert generate(engine, prompts, params, version=6).tokens.tolist() == before
+        assert generate(engine, prompts, params, version=6, group_size=2).tokens.tolist() == before
         damaged = tmp_path / "version_000006" / "adapter_model.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
         with pytest.raises(WeightsMismatchError, match="differs from its manifest"):

@@ -23,7 +23,7 @@ from rallypoint.types import Prompts, offsets_from_lengths
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
 
 DEVICE = torch.accelerator.current_accelerator()
-PARAMS = SamplingParams(group_size=8, max_new_tokens=100, seed=3, stop_tokens=(0,))
+PARAMS = SamplingParams(max_new_tokens=100, seed=3, stop_tokens=(0,))
 GAPS = {"float32": 1e-4, "bfloat16": 0.3}
 """Between logprobs, in nats."""
 DIFFERING = {"float32": 1e-3, "bfloat16": 0.05}
@@ -74,16 +74,16 @@ def assert_alike(found, expected, dtype):
 def test_rollouts_are_those_of_a_cpu_in_float64(folder, prompts, dtype):
     """Of the same weights: those that have been rounded."""
     wide = load_policy(folder, dtype=dtype).model.double()
-    expected = responses(generate(NativeEngine(wide), prompts, PARAMS, version=0))
+    expected = responses(generate(NativeEngine(wide), prompts, PARAMS, version=0, group_size=8))
     model = load_policy(folder, dtype=dtype, device=DEVICE).model
-    found = responses(generate(NativeEngine(model), prompts, PARAMS, version=0))
+    found = responses(generate(NativeEngine(model), prompts, PARAMS, version=0, group_size=8))
     assert_alike(found, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", GAPS)
 def test_logprobs_are_those_of_the_training_pass(folder, prompts, dtype):
     model = load_policy(folder, dtype=dtype, device=DEVICE).model
-    batch = generate(NativeEngine(model), prompts, PARAMS, version=0)
+    batch = generate(NativeEngine(model), prompts, PARAMS, version=0, group_size=8)
     engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=8192)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     gaps = (batch.rollout_logprobs - expected.values.cpu()).abs()[batch.loss_mask]
@@ -93,11 +93,13 @@ def test_logprobs_are_those_of_the_training_pass(folder, prompts, dtype):
 @pytest.mark.parametrize("dtype", GAPS)
 def test_exact_rollouts_are_the_same_bits_in_any_company(folder, prompts, dtype):
     model = load_policy(folder, dtype=dtype, device=DEVICE).model
-    asked = dataclasses.replace(PARAMS, max_new_tokens=40, group_size=2)
-    together = responses(generate(NativeEngine(model, mode="exact"), prompts, asked, version=0))
-    few = responses(generate(NativeEngine(model, mode="exact", max_rows=3), prompts, asked, version=0))
+    asked = dataclasses.replace(PARAMS, max_new_tokens=40)
+    together = responses(generate(NativeEngine(model, mode="exact"), prompts, asked, version=0, group_size=2))
+    few = responses(generate(NativeEngine(model, mode="exact", max_rows=3), prompts, asked, version=0, group_size=2))
     for row in (6, 0):
-        alone = responses(generate(NativeEngine(model, mode="exact"), prompts.rows([row]), asked, version=0))
+        alone = responses(
+            generate(NativeEngine(model, mode="exact"), prompts.rows([row]), asked, version=0, group_size=2)
+        )
         for name, (tokens, logprobs) in alone.items():
             assert together[name][0] == few[name][0] == tokens
             assert torch.equal(together[name][1], logprobs)
@@ -146,7 +148,7 @@ def test_captured_steps_draw_what_steps_draw(folder, prompts, dtype, caplog):
     for capture in (None, refuse):
         with caplog.at_level(logging.WARNING):
             engine = NativeEngine(model, backend=AcceleratorBackend(model, capture))
-            found.append(responses(generate(engine, prompts, PARAMS, version=0)))
+            found.append(responses(generate(engine, prompts, PARAMS, version=0, group_size=8)))
             lines = [line for line in caplog.messages if "captured one failed" in line]
             assert (lines == []) is (capture is None)
     assert_alike(*found, dtype)
@@ -156,12 +158,12 @@ def test_an_engine_takes_its_cache_and_little_more_and_gives_it_back(folder, pro
     model = load_policy(folder, dtype="bfloat16", device=DEVICE).model
     engine = NativeEngine(model, cache_tokens=2**19)
     before = torch.accelerator.memory_allocated()
-    generate(engine, prompts, PARAMS, version=0)
+    generate(engine, prompts, PARAMS, version=0, group_size=8)
     cache = 2 * 4 * 4 * 16 * 2 * 2**19
     torch.accelerator.reset_peak_memory_stats()
-    generate(engine, prompts, PARAMS, version=0)
+    generate(engine, prompts, PARAMS, version=0, group_size=8)
     assert torch.accelerator.max_memory_allocated() - before < 1.05 * cache + 128 * 2**20
     engine.sleep()
     assert torch.accelerator.memory_allocated() - before < 0.01 * cache
     engine.wake()
-    assert np.isfinite(generate(engine, prompts, PARAMS, version=0).rollout_logprobs.numpy()).all()
+    assert np.isfinite(generate(engine, prompts, PARAMS, version=0, group_size=8).rollout_logprobs.numpy()).all()

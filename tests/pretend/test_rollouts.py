@@ -18,7 +18,7 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import trained_weights
 
 CPU, DEVICE = torch.device("cpu"), torch.device("pretend:0")
-PARAMS = SamplingParams(group_size=1, max_new_tokens=9, seed=3, stop_tokens=(0,))
+PARAMS = SamplingParams(max_new_tokens=9, seed=3, stop_tokens=(0,))
 ALIKE = [{}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.01}]
 """Ways to draw of which several tokens are drawn at once."""
 LOOKED_AT = [{"repetition_penalty": 1.3}, {"min_new_tokens": 6}, {"stop_strings": ("7 3",)}]

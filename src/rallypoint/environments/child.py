@@ -41,12 +41,10 @@ class Child:
     """One process, and the driver's end of its connection. Only one thread at a time uses it; any may `kill` it."""
 
     def __init__(self, spec: str, timeout_s: float, log: Path | None) -> None:
-        """Start it, and wait until it has imported the file.
-
-        Raises:
-            RewardError: it could not.
-        """
-        self._timeout_s = timeout_s
+        """Start it; `load` comes next."""
+        self._spec, self._timeout_s = spec, timeout_s
+        self.wanted: tuple[str, ...] = ()
+        """Arguments about tokens that the function names; known once it was loaded."""
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         ours, theirs = socket.socketpair()
         with theirs, contextlib.nullcontext(2) if log is None else log.open("ab") as output:
@@ -59,8 +57,16 @@ class Child:
                 start_new_session=True,
             )
         self._channel = Connection(ours.detach())
+
+    def load(self) -> None:
+        """Wait until it has imported the file.
+
+        Raises:
+            RewardError: it could not, and has ended.
+        """
+        spec = self._spec
         try:
-            self._channel.send_bytes(pickle.dumps((spec, timeout_s)))
+            self._channel.send_bytes(pickle.dumps((spec, self._timeout_s)))
             answer = self._receive(_LOAD_TIMEOUT_S)
         except (EOFError, OSError):
             died = self._death()
@@ -73,8 +79,7 @@ class Child:
         if "problem" in loaded:
             self.end()
             raise RewardError(loaded["problem"])
-        self.wanted: tuple[str, ...] = tuple(loaded["wanted"])
-        """Which of the arguments about tokens the function names."""
+        self.wanted = tuple(loaded["wanted"])
 
     @property
     def is_alive(self) -> bool:

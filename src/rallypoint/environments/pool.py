@@ -16,14 +16,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from rallypoint.environments.child import Child
-from rallypoint.environments.outcome import Failure, Outcome, RewardCall, call_reward
+from rallypoint.environments.outcome import Outcome, RewardCall, call_reward
 from rallypoint.environments.reward import SHIPPED, RewardFunction, load_reward, no_function, wanted_tokens
 from rallypoint.errors import RewardError
 
@@ -50,21 +49,19 @@ class Grader(Protocol):
         """
         ...
 
-    def grade(
-        self, calls: Sequence[RewardCall], *, max_failures: int, warn: Callable[[str], None], warn_after_s: float
-    ) -> list[Outcome | None]:
-        """Return what became of each call, in their order; None for calls that were not made any more.
+    def submit(self, call: RewardCall) -> Future[Outcome]:
+        """Ask about a response; after `load`, from any thread. Returns at once where the function may take long.
 
-        Blocks until then; `close`, from another thread, ends it.
+        The result raises RewardError where the user's file could not be imported a second time.
+        """
+        ...
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """Name the calls that take long; return how long nothing need be said.
 
         Args:
-            calls: one for each response.
-            max_failures: with more failures than this no further call is made.
             warn: given a sentence for every `warn_after_s` that one call takes.
             warn_after_s: seconds that a call may take without a word.
-
-        Raises:
-            RewardError: the user's file could not be imported a second time.
         """
         ...
 
@@ -86,12 +83,16 @@ class Inline:
     def load(self) -> None:
         """It is there."""
 
-    def grade(
-        self, calls: Sequence[RewardCall], *, max_failures: int, warn: Callable[[str], None], warn_after_s: float
-    ) -> list[Outcome | None]:
-        """Return what became of each call."""
-        del max_failures, warn, warn_after_s
-        return [call_reward(self._function, _copied(call), self.wanted) for call in calls]
+    def submit(self, call: RewardCall) -> Future[Outcome]:
+        """Call the function, and return what became of it."""
+        done: Future[Outcome] = Future()
+        done.set_result(call_reward(self._function, _copied(call), self.wanted))
+        return done
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """Nothing takes long."""
+        del warn
+        return warn_after_s
 
     def close(self) -> None:
         """Nothing was started."""
@@ -131,6 +132,7 @@ class Pool:
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle: list[Child] = []
+        self._starting: set[Child] = set()
         self._busy: dict[Child, _Busy] = {}
 
     def load(self) -> None:
@@ -142,34 +144,22 @@ class Pool:
         with self._lock:
             self._idle.append(first)
 
-    def grade(
-        self, calls: Sequence[RewardCall], *, max_failures: int, warn: Callable[[str], None], warn_after_s: float
-    ) -> list[Outcome | None]:
-        """Return what became of each call."""
-        finished: SimpleQueue[Future[Outcome]] = SimpleQueue()
-        futures = [self._threads.submit(self._ask, call) for call in calls]
-        for future in futures:
-            future.add_done_callback(finished.put)
-        num_left, num_failures = len(futures), 0
-        try:
-            while num_left and num_failures <= max_failures:
-                try:
-                    future = finished.get(timeout=self._complain(warn, warn_after_s))
-                except Empty:
-                    continue
-                num_left -= 1
-                num_failures += not future.cancelled() and isinstance(future.result(), Failure)
-        finally:
-            for future in futures:
-                future.cancel()
-        return [future.result() if future.done() and not future.cancelled() else None for future in futures]
+    def submit(self, call: RewardCall) -> Future[Outcome]:
+        """See `Grader.submit`; the call waits for a process that is free."""
+        return self._threads.submit(self._ask, call)
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """See `Grader.complain`."""
+        with self._lock:
+            busy = list(self._busy.values())
+        return min((each.complain(warn, warn_after_s) for each in busy), default=warn_after_s)
 
     def close(self) -> None:
         """End all processes, and the calls that wait for them."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-            for child in self._busy:
+            for child in (*self._busy, *self._starting):
                 child.kill()  # the thread that waits for it does the rest
         for child in idle:
             child.end()
@@ -199,15 +189,15 @@ class Pool:
                 return self._idle.pop()
         child = self._new()
         with self._lock:
+            self._starting.add(child)
             if self._is_closed:
                 child.kill()
+        try:
+            child.load()
+        finally:
+            with self._lock:
+                self._starting.discard(child)
         return child
-
-    def _complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
-        """Name the calls that take long; return how long nothing need be said."""
-        with self._lock:
-            busy = list(self._busy.values())
-        return min((each.complain(warn, warn_after_s) for each in busy), default=warn_after_s)
 
 
 def _num_cores() -> int:

@@ -1,20 +1,22 @@
-"""Applying the reward function: sampled rollouts in, scored rollouts and failures out.
+"""Applying the reward function: groups of rollouts in as they complete, a scored batch and failures out.
 
 Owns: what a reward model's score adds to that of the function, and which rows have both. Must not know: which function
 or model it is; what a result means (`outcome.py`), or where it comes from (`pool.py`). Invariant: a row of the scored
 batch was scored by both; what failed is left out and named, and never counted as 0. The rows that are kept keep their
-order.
+order, in whatever order groups complete.
 
 A reward model's score is added on the last token; one that is not finite is a failure, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -89,63 +91,161 @@ class Scored:
     metrics: Metrics
     """`reward/...`: how many rows have a score, and how many failed in which way; the other finite numbers that the
     function returned, averaged over the rows kept; and what the reward model said, if there is one."""
-    seconds: float
 
 
 class TooManyFailuresError(RewardError):
     """More rollouts have no score than `reward.max_failed` allows."""
 
 
-def score_rollouts(
-    batch: RolloutBatch,
-    examples: Sequence[Example],
-    texts: Sequence[str],
-    grader: Grader,
-    *,
-    token_texts: Callable[[Sequence[int]], Sequence[str]],
-    max_failed: float = 1.0,
-    model: ModelScores | None = None,
-    warn: Callable[[str], None],
-    warn_after_s: float = 30.0,
-) -> Scored:
-    """Score every row with the reward function; a row that it, or the reward model, fails on is left out and named.
+class Scoring:
+    """Scores the groups of one batch, each as soon as it is there, in the thread that calls `run`.
 
-    Blocks until then.
+    Consumes: groups, from any thread. Produces: an outcome for each of their rows. Waits for: groups, and the calls of
+    the reward function. Unblocked by: `add`, `finish`, `stop`, and the ends of calls.
+    """
+
+    def __init__(
+        self,
+        grader: Grader,
+        *,
+        decode: Callable[[list[list[int]]], Sequence[str]],
+        token_texts: Callable[[Sequence[int]], Sequence[str]],
+        num_rows: int,
+        max_failed: float = 1.0,
+        warn: Callable[[str], None],
+        warn_after_s: float = 30.0,
+    ) -> None:
+        """Begin without groups.
+
+        Args:
+            grader: asks the function, once a row.
+            decode: gives the texts of responses, without special tokens.
+            token_texts: gives the text of each token of a response, also of special ones.
+            num_rows: rows of all groups that will come.
+            max_failed: share of them that may fail.
+            warn: given a sentence for every `warn_after_s` that one call takes, from the thread of `run`.
+            warn_after_s: how long a call may take without a word.
+        """
+        self._grader, self._decode, self._token_texts = grader, decode, token_texts
+        self._num_rows, self._max_failed = num_rows, max_failed
+        self._warn, self._warn_after_s = warn, warn_after_s
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._groups: dict[int, ScoredGroup] = {}
+        self._calls: dict[Future[Outcome], tuple[ScoredGroup, int]] = {}
+        self._is_complete = False
+        self._num_failures = 0
+
+    def add(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
+        """Have a group scored.
+
+        Args:
+            index: place of the group among those of the batch.
+            rows: its rollouts.
+            examples: the example of each row.
+        """
+        if len(rows) != len(examples):
+            raise ValueError(f"{len(rows)} rollouts and {len(examples)} examples: one each is needed")
+        self._events.put(lambda: self._begin(index, rows, examples))
+
+    def finish(self) -> None:
+        """Let `run` return when all groups that were added are scored."""
+        self._events.put(self._complete)
+
+    def stop(self) -> None:
+        """Let `run` return now; calls that have begun end by themselves, or with the grader."""
+        self._events.put(self._abandon)
+
+    def run(self) -> list[ScoredGroup]:
+        """Return what became of every row, by group in the order of their indices.
+
+        Raises:
+            TooManyFailuresError: more rows failed than may; the rest was not scored.
+            RewardError: the user's file could not be imported.
+        """
+        self._grader.load()
+        try:
+            while self._calls or not self._is_complete:
+                pause_s = self._grader.complain(self._warn, self._warn_after_s)
+                with contextlib.suppress(Empty):
+                    self._events.get(timeout=pause_s)()
+                if self._num_failures > _most_failures(self._max_failed, self._num_rows):
+                    break
+        finally:
+            self._abandon()
+        groups = [self._groups[index] for index in sorted(self._groups)]
+        _check_failures(_failures_of(groups), self._num_rows, self._max_failed)
+        return groups
+
+    def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
+        responses = [rows.response(row).tolist() for row in range(len(rows))]
+        texts = self._decode(responses) if responses else []
+        group = self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [None] * len(rows))
+        tokens = self._token_texts if "tokens" in self._grader.wanted else None
+        for row, (example, text) in enumerate(zip(examples, texts, strict=True)):
+            call = self._grader.submit(_call(rows, row, example, text, tokens))
+            if call.done():
+                self._take(group, row, call.result())
+                continue
+            self._calls[call] = (group, row)
+            call.add_done_callback(lambda done: self._events.put(lambda: self._end(done)))
+
+    def _end(self, call: Future[Outcome]) -> None:
+        group, row = self._calls.pop(call)
+        if not call.cancelled():
+            self._take(group, row, call.result())
+
+    def _take(self, group: ScoredGroup, row: int, outcome: Outcome) -> None:
+        group.outcomes[row] = outcome
+        self._num_failures += isinstance(outcome, Failure)
+
+    def _complete(self) -> None:
+        self._is_complete = True
+
+    def _abandon(self) -> None:
+        self._is_complete = True
+        for call in list(self._calls):  # a call that is cancelled puts its end into the queue
+            call.cancel()
+        self._calls.clear()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """What the reward function says of some rollouts."""
+
+    rows: RolloutBatch
+    examples: tuple[Example, ...]
+    """Example of each row."""
+    texts: tuple[str, ...]
+    """Response of each row, without special tokens."""
+    outcomes: list[Outcome | None]
+    """What became of each row; None where the function was not asked any more."""
+
+    def with_model(self, scores: Sequence[float]) -> ScoredGroup:
+        """Return the group with a reward model's score of each row added."""
+        pairs = zip(self.outcomes, scores, strict=True)
+        outcomes = [_add_model_score(one, score) if isinstance(one, Scores) else one for one, score in pairs]
+        return dataclasses.replace(self, outcomes=outcomes)
+
+
+def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: ModelScores | None = None) -> Scored:
+    """Return the rows of all groups that the reward function, and the reward model, have scored.
 
     Args:
-        batch: the rollouts.
-        examples: the example of each row.
-        texts: the response of each row, without special tokens.
-        grader: asks the function, once a row.
-        token_texts: gives the text of each token of a response, also of special ones.
+        groups: of a batch, in its order.
         max_failed: share of the rows that may fail.
-        model: what a reward model says of the rows; None without one.
-        warn: given a sentence for every `warn_after_s` that one call takes, from this thread.
-        warn_after_s: how long a call may take without a word.
+        model: what a reward model says of all rows; None without one.
 
     Raises:
-        TooManyFailuresError: more rows failed; the rest was not scored.
-        RewardError: the user's file could not be imported.
+        TooManyFailuresError: more rows failed.
     """
-    if not len(batch) == len(examples) == len(texts):
-        raise ValueError(f"{len(batch)} rollouts, {len(examples)} examples and {len(texts)} texts: one each is needed")
-    started = time.monotonic()
-    grader.load()
-    calls = [
-        _call(batch, row, example, text, token_texts if "tokens" in grader.wanted else None)
-        for row, (example, text) in enumerate(zip(examples, texts, strict=True))
-    ]
-    max_failures = math.floor(max_failed * len(batch) + 1e-9)
-    outcomes = grader.grade(calls, max_failures=max_failures, warn=warn, warn_after_s=warn_after_s)
     if model is not None:
-        outcomes = [
-            _add_model_score(outcome, score) if isinstance(outcome, Scores) else outcome
-            for outcome, score in zip(outcomes, model.scores.tolist(), strict=True)
-        ]
+        parts = model.scores.split([len(group.rows) for group in groups])
+        groups = [group.with_model(scores.tolist()) for group, scores in zip(groups, parts, strict=True)]
+    batch = RolloutBatch.join([group.rows for group in groups])
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
     results = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Scores)}
-    failures = _name_failures(batch, examples, outcomes)
-    if len(failures) > max_failures:
-        raise TooManyFailuresError(_advise(failures, len(batch), max_failed))
+    failures = _failures_of(groups)
+    _check_failures(failures, len(batch), max_failed)
     kept = batch.rows(list(results))
     token_rewards = torch.zeros(kept.num_tokens, dtype=torch.float32)
     token_rewards[kept.loss_mask] = _join_scores(list(results.values()))
@@ -154,8 +254,16 @@ def score_rollouts(
         kept_rows=tuple(results),
         failures=tuple(failures),
         metrics=_measure(list(results.values()), failures, model),
-        seconds=time.monotonic() - started,
     )
+
+
+def _most_failures(max_failed: float, num_rows: int) -> int:
+    return math.floor(max_failed * num_rows + 1e-9)
+
+
+def _check_failures(failures: Sequence[RewardFailure], num_rows: int, max_failed: float) -> None:
+    if len(failures) > _most_failures(max_failed, num_rows):
+        raise TooManyFailuresError(_advise(failures, num_rows, max_failed))
 
 
 def count_failures(failures: Sequence[RewardFailure]) -> str:
@@ -177,12 +285,15 @@ def describe_failures(failures: Sequence[RewardFailure], limit: int = 3) -> str:
     return "\n".join(lines)
 
 
-def _name_failures(
-    batch: RolloutBatch, examples: Sequence[Example], outcomes: Sequence[Outcome | None]
-) -> list[RewardFailure]:
+def _failures_of(groups: Sequence[ScoredGroup]) -> list[RewardFailure]:
+    rows = [
+        (int(sample), example, outcome)
+        for group in groups
+        for sample, example, outcome in zip(group.rows.sample_index, group.examples, group.outcomes, strict=True)
+    ]
     return [
-        RewardFailure(example.name, row, int(batch.sample_index[row]), outcome.kind, outcome.reason, outcome.traceback)
-        for row, (example, outcome) in enumerate(zip(examples, outcomes, strict=True))
+        RewardFailure(example.name, row, sample, outcome.kind, outcome.reason, outcome.traceback)
+        for row, (sample, example, outcome) in enumerate(rows)
         if isinstance(outcome, Failure)
     ]
 

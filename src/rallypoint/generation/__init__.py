@@ -6,7 +6,7 @@ Must not know: what samples are for; prompts, rewards, training.
 from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
-from rallypoint.generation.offline import generate, stream
+from rallypoint.generation.offline import as_turn, generate, stream
 from rallypoint.generation.protocol import FinishReason, GenerationEngine, Output, Request, SamplingParams
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata, penalise, rollout_keys, sample, uniform
 
@@ -21,6 +21,7 @@ __all__ = [
     "SampledTokens",
     "SamplingMetadata",
     "SamplingParams",
+    "as_turn",
     "generate",
     "penalise",
     "rollout_keys",

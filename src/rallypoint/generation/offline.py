@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
 from rallypoint.generation.protocol import GenerationEngine, Output, Request, SamplingParams
-from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
+from rallypoint.types import Prompts, RolloutBatch, Trajectory, Turn, assemble
 
 
 def generate(
@@ -17,6 +15,7 @@ def generate(
     params: SamplingParams,
     *,
     version: int,
+    group_size: int = 1,
     tick: Callable[[], None] = lambda: None,
     failures: list[GenerationError] | None = None,
 ) -> RolloutBatch:
@@ -27,6 +26,7 @@ def generate(
         prompts: token ids; may be of different lengths, none empty.
         params: see there.
         version: that must be loaded; stamped on every rollout.
+        group_size: G, rollouts of each prompt.
         tick: called at every step, so that whoever waits knows that it gets on.
         failures: takes the errors of rollouts that failed because of their engine, which the result then lacks; None:
             the first one is raised.
@@ -43,7 +43,7 @@ def generate(
     row_of_request: dict[int, int] = {}
     for prompt in range(len(prompts)):
         tokens = tuple(prompts.tokens[int(prompts.offsets[prompt]) : int(prompts.offsets[prompt + 1])].tolist())
-        for sample in range(params.group_size):
+        for sample in range(group_size):
             request = Request(
                 tokens=tokens, params=params, prompt_index=int(prompts.prompt_index[prompt]), sample_index=sample
             )
@@ -52,7 +52,34 @@ def generate(
             except RallyError:
                 _withdraw(engine, row_of_request)
                 raise
-    return _assemble(prompts, params, version, _collect(engine, row_of_request, tick, failures))
+    outputs = _collect(engine, row_of_request, tick, failures)
+    groups: list[RolloutBatch] = []
+    for place in range(len(prompts)):
+        tokens = tuple(prompts.rows([place]).tokens.tolist())
+        group = outputs[place * group_size : (place + 1) * group_size]
+        kept = {s: as_turn(tokens, one) for s, one in enumerate(group) if one[-1].finish_reason != "failed"}
+        groups.append(
+            assemble(
+                [Trajectory(turns=(turn,)) for turn in kept.values()],
+                prompt_index=int(prompts.prompt_index[place]),
+                sample_index=list(kept),
+                is_narrowed=params.narrows,
+            )
+        )
+    nothing = assemble([], prompt_index=0, sample_index=[], is_narrowed=params.narrows)
+    return RolloutBatch.join([nothing, *groups])
+
+
+def as_turn(prompt: tuple[int, ...], outputs: Sequence[Output]) -> Turn:
+    """Return the exchange that the outputs of a request are, of which the last one ends it."""
+    return Turn(
+        prompt=prompt,
+        response=tuple(token for output in outputs for token in output.tokens),
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
+        version=min(output.version for output in outputs),
+        truncated=outputs[-1].finish_reason != "stop",
+    )
 
 
 def stream(engine: GenerationEngine, request: Request) -> Iterator[Output]:
@@ -114,38 +141,3 @@ def _withdraw(engine: GenerationEngine, request_ids: Iterable[int]) -> None:
     for request_id in request_ids:
         engine.cancel(request_id)
     engine.step()
-
-
-def _assemble(
-    prompts: Prompts, params: SamplingParams, version: int, outputs: Sequence[Sequence[Output]]
-) -> RolloutBatch:
-    """Join prompts with their responses into ragged rows, without those that failed; row b is of prompt b // G."""
-    kept = torch.tensor([b for b, row in enumerate(outputs) if row[-1].finish_reason != "failed"], dtype=torch.int64)
-    outputs = [outputs[b] for b in kept.tolist()]
-    repeated = prompts.rows(kept // params.group_size)
-    lengths = torch.tensor([sum(len(output.tokens) for output in row) for row in outputs], dtype=torch.int64)
-    offsets = offsets_from_lengths(repeated.lengths + lengths)
-    row_of_token = torch.repeat_interleave(torch.arange(len(outputs)), offsets[1:] - offsets[:-1])
-    loss_mask = torch.arange(int(offsets[-1])) - offsets[row_of_token] >= repeated.lengths[row_of_token]
-    tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
-    tokens[~loss_mask] = repeated.tokens
-    tokens[loss_mask] = torch.tensor([t for row in outputs for output in row for t in output.tokens], dtype=torch.int64)
-
-    def aligned(logprobs: Iterable[float]) -> torch.Tensor:
-        result = torch.zeros(int(offsets[-1]))
-        result[loss_mask] = torch.tensor(list(logprobs))
-        return result
-
-    return RolloutBatch(
-        offsets=offsets,
-        tokens=tokens,
-        loss_mask=loss_mask,
-        rollout_logprobs=aligned(logprob for row in outputs for output in row for logprob in output.logprobs),
-        sampled_logprobs=aligned(logprob for row in outputs for output in row for logprob in output.sampled_logprobs)
-        if params.narrows
-        else None,
-        prompt_index=repeated.prompt_index,
-        sample_index=kept % params.group_size,
-        versions=torch.tensor([min((p.version for p in row), default=version) for row in outputs], dtype=torch.int64),
-        truncated=torch.tensor([row[-1].finish_reason != "stop" for row in outputs], dtype=torch.bool),
-    )

@@ -49,8 +49,6 @@ class SamplingParams:
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
     """A rollout ends with the first of these, which belongs to it."""
-    group_size: int = 1
-    """G: rollouts that a batch has of each prompt; a single request is one of them."""
     min_new_tokens: int = 0
     """Stop tokens are not drawn before, and stop strings not looked for."""
     stop_strings: tuple[str, ...] = ()
@@ -65,7 +63,7 @@ class SamplingParams:
     """Logits of tokens that the prompt or the response has are divided by it, or multiplied where negative."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "seed", "group_size", "top_k"):
+        for name in ("max_new_tokens", "min_new_tokens", "seed", "top_k"):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         object.__setattr__(self, "stop_tokens", _plain_ids(self.stop_tokens))
         longest, least, size = self.max_new_tokens, self.min_new_tokens, "a whole number of at least 1"
@@ -77,7 +75,6 @@ class SamplingParams:
             ("max_new_tokens", longest, is_whole(longest, 1), size),
             ("min_new_tokens", least, is_whole(least, 0, most), f"0 to max_new_tokens={longest}"),
             ("seed", self.seed, is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
-            ("group_size", self.group_size, is_whole(self.group_size, 1), size),
             ("temperature", heat, heat == 0 or MIN_TEMPERATURE <= heat < _INF, warm),
             ("top_k", k, k is None or is_whole(k, 1, MAX_TOP_K), f"{ids}, or None for all tokens"),
             ("top_p", p, 0 < p <= 1, "more than 0 and at most 1 (all tokens)"),

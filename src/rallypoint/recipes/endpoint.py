@@ -18,7 +18,7 @@ from rallypoint.disk import naming
 from rallypoint.errors import DiskError, ServingError
 from rallypoint.recipes.material import Material
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.guests import Guests, open_to_guests
+from rallypoint.roles.outside import Outside
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.folder import RunFolder
@@ -41,15 +41,15 @@ class Endpoint:
         self._socket = bind(_HOST, port)
         self._folder, self._say = folder, say
         self._server: Server | None = None
-        self._guests: Guests | None = None
+        self._outside: Outside | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closing = False
 
     async def open(self, placement: Placement, material: Material, actor: Actor, rollouts: Rollouts) -> None:
         """Begin to answer; the weights were published."""
-        guests = await open_to_guests(placement, actor, rollouts, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
-        self._guests, self._running = guests, asyncio.create_task(guests.run())
-        self._running.add_done_callback(self._hear_guests)
+        outside = await Outside.open(rollouts, actor, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
+        self._outside, self._running = outside, asyncio.create_task(outside.run())
+        self._running.add_done_callback(self._hear_outside)
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
         tokenizer = load_tokenizer(
             material.model_path, trust_remote_code=placement.config.model.trust_remote_code, for_chat=False
@@ -57,8 +57,8 @@ class Endpoint:
         name, (_, port) = self._folder.path.name, self._socket.getsockname()
         model = Model(
             name=name,
-            engine=guests,
-            bridge=Bridge(guests, max_concurrency=_MAX_CONCURRENCY),
+            engine=outside,
+            bridge=Bridge(outside, max_concurrency=_MAX_CONCURRENCY),
             codec=Codec(tokenizer),
             stop_tokens=material.stop_tokens,
         )
@@ -79,11 +79,11 @@ class Endpoint:
     async def close(self) -> None:
         """Accept no more, let what is under way end for some seconds, and give the rest up."""
         self._is_closing = True
-        if self._server is not None and self._guests is not None:
+        if self._server is not None and self._outside is not None:
             # Slices are taken in this loop meanwhile.
-            await asyncio.to_thread(self._server.stop, self._guests.close)
-        elif self._guests is not None:
-            self._guests.close()
+            await asyncio.to_thread(self._server.stop, self._outside.close)
+        elif self._outside is not None:
+            self._outside.close()
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -96,11 +96,11 @@ class Endpoint:
         if not self._is_closing and self._server is not None:
             self._write_down("the endpoint has ended by itself; the run goes on without")
 
-    def _hear_guests(self, running: asyncio.Task[None]) -> None:
+    def _hear_outside(self, running: asyncio.Task[None]) -> None:
         """Refuse requests if what answers them has failed."""
-        if self._guests is not None and not running.cancelled() and (error := running.exception()):
+        if self._outside is not None and not running.cancelled() and (error := running.exception()):
             self._write_down(f"requests are not answered any more: {error!r}")
-            self._guests.close()
+            self._outside.close()
 
     def _write_down(self, line: str) -> None:
         """Log what happens to the endpoint; where that cannot be done, the run will meet the reason itself."""

@@ -33,7 +33,7 @@ from rallypoint.recipes.reading import Found, read_material
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.pools import pools_of
-from rallypoint.roles.source import RolloutRecord
+from rallypoint.roles.source import AbandonedError, RolloutRecord
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder, Start, anchored, write_config
@@ -235,7 +235,13 @@ class _Run:
             if interrupted.is_set():
                 self.folder.log(f"interrupted after step {step - 1}")
                 return False
-            await self._step(step)
+            try:
+                await self._step(step)
+            except AbandonedError as error:
+                self._say(f"step {step} is given up, and repeated by --resume: {error}")
+                if self._saved < step - 1:
+                    await self._save(step - 1)
+                return False
             if step % self.config.validation.every_steps == 0 or step == num_steps:
                 await self._validate(step)
             if interrupted.is_set() or step % every == 0 or step == num_steps:
@@ -246,6 +252,7 @@ class _Run:
         message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
         self.folder.log(message)
         self.progress.ending(message)
+        self.recipe.hurry()
 
     def _lost(self) -> str:
         self.progress.give_back()
@@ -272,8 +279,12 @@ class _Run:
             self.folder.log(f"rollout and old logprobs: {found}")
 
     async def _validate(self, step: int) -> None:
+        score = None
         with collect_spans() as spans, span("validate"):
-            score = await self.recipe.validate()
+            try:
+                score = await self.recipe.validate()
+            except AbandonedError as error:
+                self._say(f"the validation after step {step} is left out: {error}")
         if score is not None:
             self.log.write(step, {"validation/score": score, **spans.scalars()})
             self.progress.validation(step, score)

@@ -43,8 +43,13 @@ class Learner(Protocol):
 class Source(Protocol):
     """Where batches come from. A checkpoint keeps one number of it."""
 
-    num_admitted: int
-    """Prompts or rows that were taken from the data so far."""
+    @property
+    def num_admitted(self) -> int:
+        """Prompts or rows that were taken from the data so far."""
+        ...
+
+    @num_admitted.setter
+    def num_admitted(self, num: int, /) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +121,9 @@ class Recipe(abc.ABC):
         """Return the score of the policy on the validation set; None without one."""
         return None
 
+    def hurry(self) -> None:  # noqa: B027 - nothing takes long in a recipe without rewards
+        """Wait only some seconds for what may take long from now on: the run is to end."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutRecipe(Recipe):
@@ -138,6 +146,10 @@ class RolloutRecipe(Recipe):
         """Return the mean reward of one rollout for each validation prompt."""
         sampled = await self.source.validate()
         return None if sampled is None else sampled.metrics.scalars()["reward/mean"]
+
+    def hurry(self) -> None:
+        """See `RolloutSource.hurry`."""
+        self.source.hurry()
 
 
 def page_of(config: RunConfig) -> type[Recipe]:

@@ -16,7 +16,7 @@ from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.pool import open_grader
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.environments.scoring import RewardFailure, Scored, score_rollouts
+from rallypoint.environments.scoring import RewardFailure, Scored, ScoredGroup, Scoring, combine
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_policy, open_adapter
@@ -24,7 +24,7 @@ from rallypoint.models import ModelShard
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.recipes.reading import Limits, check_vocabulary, encode_all, stop_tokens
 from rallypoint.roles.source import sampling_params
-from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
+from rallypoint.types import Prompts, offsets_from_lengths
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,19 +165,24 @@ def evaluate(
         )
         usual = config.rollout.max_response_tokens if config else 512
         limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
-        params = _params(trained, tokenizer, engine, temperature, num_samples, limit, seed)
+        params = _params(trained, tokenizer, engine, temperature, limit, seed)
         prompts = Prompts(
             offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
             tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
             prompt_index=torch.arange(len(encoded.token_ids)),
         )
-        batch = generate(engine, prompts, params, version=0)
-        texts = tokenizer.batch_decode(
-            [batch.response(row).tolist() for row in range(len(batch))], skip_special_tokens=True
+        batch = generate(engine, prompts, params, version=0, group_size=num_samples)
+        scoring = Scoring(
+            grader,
+            decode=lambda responses: tokenizer.batch_decode(responses, skip_special_tokens=True),
+            token_texts=TokenTexts(tokenizer),
+            num_rows=len(batch),
+            warn=say,
         )
-        rows = [encoded.examples[int(index)] for index in batch.prompt_index]
-        scored = score_rollouts(batch, rows, texts, grader, token_texts=TokenTexts(tokenizer), warn=say)
-        return _summarise(batch, rows, texts, scored, len(prompts))
+        scoring.add(0, batch, [encoded.examples[int(index)] for index in batch.prompt_index])
+        scoring.finish()
+        (group,) = scoring.run()
+        return _summarise(group, combine([group]), len(prompts))
 
 
 def _reward_of(trained: Trained) -> str:
@@ -198,14 +203,12 @@ def _reward_of(trained: Trained) -> str:
     return spec
 
 
-def _summarise(
-    batch: RolloutBatch, rows: Sequence[Example], texts: Sequence[str], scored: Scored, num_prompts: int
-) -> Evaluation:
+def _summarise(group: ScoredGroup, scored: Scored, num_prompts: int) -> Evaluation:
     if not len(scored.batch):
         raise RewardError(f"no response could be scored; the first: {scored.failures[0]}")
     scores = scored.batch.scores.tolist()
     best, worst = (
-        (rows[scored.kept_rows[place]], texts[scored.kept_rows[place]], scores[place])
+        (group.examples[scored.kept_rows[place]], group.texts[scored.kept_rows[place]], scores[place])
         for place in (
             max(range(len(scores)), key=scores.__getitem__),
             min(range(len(scores)), key=scores.__getitem__),
@@ -215,8 +218,8 @@ def _summarise(
         scores=tuple(scores),
         failures=scored.failures,
         num_prompts=num_prompts,
-        num_tokens=batch.num_loss_tokens,
-        num_truncated=int(batch.truncated.sum()),
+        num_tokens=group.rows.num_loss_tokens,
+        num_truncated=int(group.rows.truncated.sum()),
         best=best,
         worst=worst,
     )
@@ -246,7 +249,7 @@ class Conversation:
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
         self._engine = _engine(trained, self._tokenizer)
-        self._params = _params(trained, self._tokenizer, self._engine, temperature, 1, max_response_tokens, seed)
+        self._params = _params(trained, self._tokenizer, self._engine, temperature, max_response_tokens, seed)
         self._max_positions = self._engine.max_request_tokens
         self._messages: list[dict[str, str]] = []
 
@@ -308,21 +311,17 @@ def _params(
     tokenizer: PreTrainedTokenizerBase,
     engine: NativeEngine,
     temperature: float,
-    group_size: int,
     max_new_tokens: int,
     seed: int,
 ) -> SamplingParams:
     """Return how tokens are drawn: as in training, where the model comes from a run, but for what is asked for."""
     stops = stop_tokens(trained.model_path, tokenizer, Limits.of(engine.model.config).num_ids)
-    asked = SamplingParams(
-        group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_tokens=stops
-    )
+    asked = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_tokens=stops)
     if trained.config is None:
         return asked
     usual = sampling_params(trained.config.rollout, seed=seed, stop_tokens=stops)
     return dataclasses.replace(
         usual,
-        group_size=group_size,
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(usual.min_new_tokens, max_new_tokens),
         temperature=temperature,

@@ -16,13 +16,13 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.plan.run_plan import Way, attention_cost
-from rallypoint.roles.colocated import Turns, in_turn
+from rallypoint.roles.colocated import ActorParts, Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE, LineEnd, both, make_plan, share_published
-from rallypoint.roles.rollout import ACTOR_ENGINE, Rollouts
+from rallypoint.roles.publishing import PUBLISHED, LineEnd, both, make_plan, share_published
+from rallypoint.roles.rollout import Rollouts
 from rallypoint.types import ActorBatch, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
 
@@ -39,8 +39,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
             model = spec.load_policy(context, mesh)
         self._shared = share_published(spec.config, model)
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer, loss)
-        context.shared[ACTOR_ENGINE] = self.engine
-        context.shared[SOURCE], context.shared[EXPOSED] = self._open_source, self._exposed
+        ActorParts(self.engine, self._open_source, self._exposed).leave(context)
         self._end, self._published = LineEnd(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
             self.turns.sleep_between(self.engine)

@@ -1,8 +1,13 @@
-"""Turns that roles take on the process they share: awake while they work, and measured."""
+"""What colocated roles share: the memory of their process, which they hold in turns, and the actor's weights.
+
+Owns: which role is awake, and what a role leaves for the others of its process. Must not know: what the roles compute.
+Invariant: of the roles of a process at most one has a turn, so an update never meets sampling that is under way.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -14,26 +19,64 @@ from rallypoint.cpu.pages import give_back
 from rallypoint.engine import TrainingEngine
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.types import Metrics
+from rallypoint.weights import Exposed, Sender
 
 TakerT = TypeVar("TakerT", bound="TurnTaker")
 Params = ParamSpec("Params")
 ResultT = TypeVar("ResultT")
 
-_BASELINE, _NEIGHBOUR = "memory/baseline", "memory/neighbour"
+_PROCESS, _ACTOR = "process/memory", "actor/parts"
+"""Names in `WorkerContext.shared`; what begins with a role's name goes with the role."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActorParts:
+    """What an actor worker leaves for a rollout or reference worker of its process."""
+
+    engine: TrainingEngine[Any]
+    open_source: Callable[[], contextlib.AbstractContextManager[Sender]]
+    """Opens the weights to publish, which are awake until it is closed."""
+    exposed: Callable[[], Exposed | None]
+    """Returns what other processes of the node read from where it is."""
+
+    def leave(self, context: WorkerContext) -> None:
+        """Leave the parts for workers that come to life later."""
+        context.shared[_ACTOR] = self
+
+    @staticmethod
+    def find(context: WorkerContext) -> ActorParts | None:
+        """Return what the actor worker of this process has left; None if there is no actor here."""
+        return context.shared.get(_ACTOR)
+
+
+@dataclasses.dataclass(slots=True)
+class _ProcessMemory:
+    """The memory of a process, as its roles share it."""
+
+    baseline_bytes: int
+    """Bytes that were taken before the first role came to life."""
+    has_neighbour: bool = False
+    """Whether another process needs the accelerator while the roles of this one sleep."""
+    holder: Turns | None = None
+    """Turns of the role that is awake."""
+
+    @staticmethod
+    def of(context: WorkerContext) -> _ProcessMemory:
+        if _PROCESS not in context.shared:
+            context.shared[_PROCESS] = _ProcessMemory(resident_bytes(torch.device(context.device)))
+        return context.shared[_PROCESS]
+
+    def release(self, device: torch.device) -> None:
+        """Leave what torch's allocator keeps to the neighbour; without one it is kept for the next role."""
+        if device.type != "cpu" and self.has_neighbour:
+            torch.accelerator.empty_cache()
 
 
 def make_room_for_neighbour(context: WorkerContext) -> None:
-    """Have the roles of this process leave its accelerator's memory to another process whenever they sleep.
-
-    Without a neighbour torch's allocator keeps what is freed, for the next of them.
-    """
-    context.shared[_NEIGHBOUR] = True
-    _let_go(context)
-
-
-def _let_go(context: WorkerContext) -> None:
-    if context.device != "cpu" and _NEIGHBOUR in context.shared:
-        torch.accelerator.empty_cache()
+    """Have the roles of this process leave its accelerator's memory to another process whenever they sleep."""
+    memory = _ProcessMemory.of(context)
+    memory.has_neighbour = True
+    memory.release(torch.device(context.device))
 
 
 class Turns:
@@ -41,30 +84,36 @@ class Turns:
 
     def __init__(self, context: WorkerContext) -> None:
         """Begin before the role loads anything: what is there now counts for none of the roles of the process."""
-        self._context, self._device = context, torch.device(context.device)
-        baseline = context.shared.setdefault(_BASELINE, resident_bytes(self._device))
-        self._meter = MemoryMeter(self._device, baseline)
+        self._role, self._device = context.role, torch.device(context.device)
+        self._memory = _ProcessMemory.of(context)
+        self._meter = MemoryMeter(self._device, self._memory.baseline_bytes)
         self._sleeper: TrainingEngine[Any] | None = None
 
     def sleep_between(self, engine: TrainingEngine[Any]) -> None:
         """Put an engine to sleep now, and whenever a turn is over."""
         engine.sleep()
         self._sleeper = engine
-        _let_go(self._context)
+        self._memory.release(self._device)
 
     @contextlib.contextmanager
     def turn(self, *, to_train: bool = False) -> Iterator[None]:
-        """Hold the process for a call; what the optimizer remembers wakes `to_train` only."""
-        with self._meter.measured():
-            if self._sleeper is not None:
-                self._sleeper.wake(to_train=to_train)
-            try:
-                yield
-            finally:
+        """Hold the process for a while; what the optimizer remembers wakes `to_train` only."""
+        outer = self._memory.holder
+        assert outer in (None, self), f"{self._role} wants a turn while {outer._role if outer else ''} has one"
+        self._memory.holder = self
+        try:
+            with self._meter.measured():
                 if self._sleeper is not None:
-                    self._sleeper.sleep()
+                    self._sleeper.wake(to_train=to_train)
+                try:
+                    yield
+                finally:
+                    if self._sleeper is not None:
+                        self._sleeper.sleep()
+        finally:
+            self._memory.holder = outer
         give_back(self._device)
-        _let_go(self._context)
+        self._memory.release(self._device)
 
     def metrics(self, beside_bytes: int = 0) -> Metrics:
         """Return the peak of the turns since this was last asked.

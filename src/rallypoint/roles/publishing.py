@@ -3,9 +3,9 @@
 Owns: who takes part in a line of processes (`weights`), and which of two errors is the cause. Must not know: what
 travels.
 
-A process that has a rank of both roles takes part once: its actor worker leaves what it has to send (`SOURCE`), and the
-rollout worker sends it while it takes over what comes. Calls of one process are executed one after another, so that two
-of them could not wait for each other.
+A process that has a rank of both roles takes part once: its rollout worker sends what the actor worker has left
+(`ActorParts`) while it takes over what comes. A process executes its calls one after another, so two of them could not
+wait for each other.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeAlias
+from collections.abc import Awaitable, Mapping, Sequence
 
 from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
@@ -30,7 +28,6 @@ from rallypoint.weights import (
     Held,
     Manifest,
     Participant,
-    Sender,
     SharedWeights,
     TransferPlan,
     Transport,
@@ -39,14 +36,8 @@ from rallypoint.weights import (
 )
 from rallypoint.weights.transports import BUCKET_BYTES
 
-SOURCE, EXPOSED = "actor/source", "actor/exposed"
-"""Names under which an actor worker leaves functions: one opens its `Sender`, one returns what takers read of it."""
-
 PUBLISHED = "published"
 """Folder within that of the run, for the way `folder`."""
-
-OpenSender: TypeAlias = Callable[[], AbstractContextManager[Sender]]
-GetExposed: TypeAlias = Callable[[], Exposed | None]
 
 _PATIENCE_S = 10.0
 """How long the one that failed first may take to say so after another one stopped because of it."""

@@ -9,10 +9,9 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ModelShard, twin
 from rallypoint.plan.run_plan import attention_cost
-from rallypoint.roles.colocated import Turns, TurnTaker, in_turn
+from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.rollout import ACTOR_ENGINE
 from rallypoint.types import PerToken, Sequences
 
 
@@ -24,7 +23,9 @@ class ReferenceWorker(TurnTaker):
         self.turns = Turns(context)
         config = spec.config
         if shares_actor:
-            model = ModelShard.whole(twin(context.shared[ACTOR_ENGINE].model))
+            actor = ActorParts.find(context)
+            assert actor is not None, "an actor worker came to life here before"
+            model = ModelShard.whole(twin(actor.engine.model))
         else:
             with spec.meeting(context) as mesh:
                 model = spec.load_policy(context, mesh, frozen=True)

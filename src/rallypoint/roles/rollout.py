@@ -1,33 +1,38 @@
-"""The role that samples, from the actor's weights."""
+"""The role that samples, from the actor's weights.
+
+Owns: when a rank's engine is awake, and which weights it has. Must not know: what a response is for.
+
+Consumes: requests, at any time. Produces: outputs, as responses end. Waits for: the ranks, a slice of time at once.
+Unblocked by: `sample`. Invariant: an engine is awake only while it has requests, and its role has a turn meanwhile.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from transformers import PreTrainedModel
 
-from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
+from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
-from rallypoint.engine import TrainingEngine
+from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import GenerationError, WeightsMismatchError
-from rallypoint.generation import GenerationEngine, SamplingParams, generate
+from rallypoint.generation import GenerationEngine, Output, Request
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
 from rallypoint.plan.run_plan import Way
-from rallypoint.roles.colocated import Turns, TurnTaker, in_turn, make_room_for_neighbour
-from rallypoint.roles.engines import make_engine, start_server
+from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, make_room_for_neighbour
+from rallypoint.roles.engines import make_engine, make_outside_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import EXPOSED, SOURCE, GetExposed, LineEnd, OpenSender, way_between
-from rallypoint.types import ActorBatch, Metrics, Prompts, RolloutBatch, Sum, merge
+from rallypoint.roles.publishing import LineEnd, way_between
+from rallypoint.roles.requests import Desk, Orders, RequestQueue
+from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
-
-ACTOR_ENGINE = "actor/engine"
-"""Name under which an actor worker leaves its engine for the rollout worker of the same process."""
-ROLLOUT_ENGINE, ROLLOUT_MODEL, ROLLOUT_CHECK = "rollout/engine", "rollout/model", "rollout/check"
-"""Names under which a rollout worker leaves what it samples with, and may not, for the guest worker of its process."""
 
 
 class RolloutWorker(TurnTaker):
@@ -37,16 +42,14 @@ class RolloutWorker(TurnTaker):
         config = spec.config
         spec.prepare(context)
         self.turns = Turns(context)
-        self._rank, self._tick, self._shares_actor = context.rank, context.tick, shares_actor
-        self._end = LineEnd(context, spec)
-        self._open_source: OpenSender | None = context.shared.get(SOURCE)
-        self._exposed: GetExposed | None = context.shared.get(EXPOSED)
+        self._spec, self._context, self._shares_actor = spec, context, shares_actor
+        self._end, self._actor = LineEnd(context, spec), ActorParts.find(context)
         self._problem: str | None = None
-        self._failures: list[GenerationError] = []
-        self._until = contextlib.ExitStack()
+        self._until, self._sampling = contextlib.ExitStack(), contextlib.ExitStack()
+        self._is_sampling = False
         self._shard: ModelShard | None = None
         self._server: VLLMEngine | None = None
-        """Another process, with the model, where that is what samples."""
+        """Engine in another process, which has the model; None if this one has it."""
         if config.rollout.engine == "vllm":
             make_room_for_neighbour(context)
             self._server = start_server(spec, context, self._until)
@@ -54,17 +57,17 @@ class RolloutWorker(TurnTaker):
         else:
             self._shard = self._own_model(context, spec)
             self._engine = make_engine(config, self._shard.model, spec.decoder())
-            context.shared[ROLLOUT_MODEL] = self._shard.model
         self._engine.sleep()
-        context.shared[ROLLOUT_ENGINE], context.shared[ROLLOUT_CHECK] = self._engine, self.check_whole
+        self._desk = Desk(self._engine, context.tick)
+        self._outside: Desk | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self._shares_actor:
             return spec.load_policy(context)
-        engine: TrainingEngine[ActorBatch] = context.shared[ACTOR_ENGINE]
+        assert self._actor is not None, "an actor worker came to life here before"
         if "actor" in spec.config.sleeping:
-            self.turns.sleep_between(engine)
-        return engine.shard
+            self.turns.sleep_between(self._actor.engine)
+        return self._actor.engine.shard
 
     @property
     def _model(self) -> PreTrainedModel:
@@ -77,26 +80,95 @@ class RolloutWorker(TurnTaker):
     def __exit__(self, *exception: object) -> None:
         self._until.close()
 
-    @shard
-    @in_turn()
-    def sample(self, prompts: Prompts, params: SamplingParams, version: int) -> RolloutBatch:
-        """Sample a group of rollouts for each prompt; what its engine fails on is left out, see `failures`.
+    @scatter
+    def advance(self, orders: Orders) -> list[Output]:
+        """Begin with requests and give others up, then sample until one has ended or a slice of time is over.
+
+        The role keeps its turn until no request is left.
 
         Raises:
-            WeightsMismatchError: this rank does not hold the weights of that version.
+            WeightsMismatchError: this rank does not hold the weights that are meant.
+            RallyError: a request has failed for another reason than its engine, as for logits that are not finite.
         """
+        if not orders.new and not self._engine.has_work:
+            return []
         self.check_whole()
-        self._engine.wake()
-        try:
-            return generate(self._engine, prompts, params, version=version, tick=self._tick, failures=self._failures)
-        finally:
-            self._engine.sleep()  # other roles of this process have the memory while it is their turn
+        if orders.version != self._engine.version:
+            raise WeightsMismatchError(
+                f"expected to sample from version {orders.version}, but version {self._engine.version} is loaded"
+            )
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._give_up)
+            if not self._is_sampling:
+                self._sampling.enter_context(self.turns.turn())
+                self._sampling.callback(self._engine.sleep)
+                self._engine.wake()
+                self._is_sampling = True
+            outputs = self._desk.take(orders) + self._desk.sample(until_one_ends=True)
+            for output in outputs:
+                if output.error is not None and not isinstance(output.error, GenerationError):
+                    raise output.error
+            if_it_fails.pop_all()
+        if not self._engine.has_work:
+            self._stop()
+        return outputs
+
+    def _stop(self) -> None:
+        """Put the engine to sleep and end the turn: other roles of this process have the memory then."""
+        self._is_sampling = False
+        self._sampling.close()
+
+    def _give_up(self) -> None:
+        """Leave nothing under way behind an error."""
+        self._stop()
+        self._desk.clear()
 
     @collect
-    def failures(self) -> list[str]:
-        """Return why rollouts failed since this was last asked, one sentence each."""
-        failed, self._failures = self._failures, []
-        return [str(error) for error in failed]
+    def open_outside(self, max_rows: int) -> int:
+        """Get ready for requests from outside; return how long prompt and response may be together.
+
+        Args:
+            max_rows: requests from outside that run at once.
+        """
+        self._outside = self._new_outside(max_rows)
+        self._max_outside_rows = max_rows
+        return self._outside.engine.max_request_tokens
+
+    def _new_outside(self, max_rows: int) -> Desk:
+        config = self._spec.config
+        decode = decoder(load_tokenizer(self._spec.model_path, trust_remote_code=config.model.trust_remote_code))
+        model = None if self._shard is None else self._shard.model
+        engine = make_outside_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
+        return Desk(engine, self._context.tick)
+
+    @scatter
+    @in_turn()
+    def advance_outside(self, orders: Orders) -> list[Output]:
+        """Do the same for requests from outside, on an engine of their own, which is asleep between two slices.
+
+        So they change neither what training samples nor the memory that it finds.
+        """
+        assert self._outside is not None, "`open_outside` comes first"
+        assert not self._is_sampling, "training samples: requests from outside wait"
+        self.check_whole()
+        engine = self._outside.engine
+        if engine.version != self._engine.version:
+            engine.load(self._engine.version, None)
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._renew_outside)
+            # Token by token, so that what a slice sampled is kept wherever the engine is when it ends.
+            outputs = self._outside.take(orders, streamed=True)
+            engine.wake()
+            try:
+                outputs += self._outside.sample(until_one_ends=False)
+            finally:
+                engine.sleep()
+            if_it_fails.pop_all()
+        return outputs
+
+    def _renew_outside(self) -> None:
+        """Forget the requests from outside; the driver tells their callers."""
+        self._outside = self._new_outside(self._max_outside_rows)
 
     @collect
     def memory(self) -> Metrics:
@@ -123,16 +195,16 @@ class RolloutWorker(TurnTaker):
             WeightsMismatchError: names, shapes or types are not those of the model.
         """
         plan.manifest.check(trained_weights(self._model))
-        self._plan, self._place = plan, plan.place_of_receiver(self._rank)
+        self._plan, self._place = plan, plan.place_of_receiver(self._context.rank)
         sends = plan.members[self._place].sender is not None
-        self._end.open(way, plan, self._place, self._exposed() if sends and self._exposed is not None else None)
+        self._end.open(way, plan, self._place, self._actor.exposed() if sends and self._actor is not None else None)
 
     @broadcast
     def load(self, version: int, published: Path | None) -> None:
         """Take over new weights: of a folder, from the line, or, beside an unsharded actor, those that are in place.
 
-        From the first tensor to the last one the model is of no version, and after an error it stays so: `sample`
-        refuses until a whole version has been loaded.
+        Requests under way go on with them. From the first tensor to the last one the model is of no version, and after
+        an error it stays so: nothing is sampled until a whole version has been loaded.
 
         Raises:
             WeightsMismatchError: they are damaged, incomplete, or of another version or model.
@@ -156,9 +228,9 @@ class RolloutWorker(TurnTaker):
         with contextlib.ExitStack() as open_sources:
             source = None
             if self._plan.members[self._place].sender is not None:
-                assert self._open_source is not None, "the actor's rank of this process left it"
-                source = open_sources.enter_context(self._open_source())
-            self._end.line.run(version, source, sink, self._tick)
+                assert self._actor is not None, "the actor's rank of this process left its parts"
+                source = open_sources.enter_context(self._actor.open_source())
+            self._end.line.run(version, source, sink, self._context.tick)
         sink.finish()
 
 
@@ -168,11 +240,21 @@ class Rollouts:
     def __init__(self, config: RunConfig, group: WorkerGroup[RolloutWorker], way: Way) -> None:
         self._config, self._group = config, group
         self.way: Way = way
-        """That published weights take to it; "shared" when it samples from the actor's own tensors."""
+        """How published weights get to it; "shared" when it samples from the actor's own tensors."""
         self.version = 0
-        """Of the weights it holds."""
-        self.failures: tuple[str, ...] = ()
-        """Why rollouts of the newest batch are missing."""
+        """Version of the weights that it holds."""
+        self.num_loads = 0
+        """Loads so far."""
+        self.is_idle = asyncio.Event()
+        """Set while training has no request under way."""
+        self.is_idle.set()
+        self._next_version = 0
+        self._requests = RequestQueue(
+            self.num_ranks, lambda orders: group.call(RolloutWorker.advance, orders), lambda: self._next_version
+        )
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count(1)
+        self._pump: asyncio.Task[None] | None = None
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
@@ -191,20 +273,91 @@ class Rollouts:
         """The processes of its ranks."""
         return self._group.processes
 
-    async def sample(self, prompts: Prompts, params: SamplingParams) -> RolloutBatch:
-        """Sample a group of rollouts for each prompt, in the order of the prompts; some may be missing, see `failures`.
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that sample, each with all of the weights."""
+        return self._group.mesh.size
+
+    def rank_of(self, place: int, num_prompts: int) -> int:
+        """Return the rank that samples the prompt at a place of a batch: neighbours go to the same one."""
+        return (self.num_ranks * (place + 1) - 1) // num_prompts
+
+    async def sample(self, request: Request, rank: int | None = None) -> list[Output]:
+        """Sample one response and return its outputs, of which the last one ends it.
+
+        Requests that are submitted before this coroutine's caller lets the event loop go on are sampled together.
+
+        Args:
+            request: what is asked for.
+            rank: to sample it; None: that with the fewest requests.
 
         Raises:
-            GenerationError: all of them are.
+            GenerationError: the engine has failed on it.
+            WorkerError: a rank has failed, and with it all requests.
         """
-        batch = await self._group.call(RolloutWorker.sample, prompts, params, self.version)
-        failures: list[str] = []
-        if len(batch) < len(prompts) * params.group_size:
-            failures = [failure for rank in await self._group.call(RolloutWorker.failures) for failure in rank]
-        if not len(batch):
-            raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
-        self.failures = tuple(failures)
-        return batch
+        outputs: list[Output] = []
+        number, ended = next(self._numbers), asyncio.get_running_loop().create_future()
+
+        def deliver(output: Output) -> None:
+            outputs.append(output)
+            if output.finish_reason is not None and not ended.done():
+                ended.set_result(None)
+
+        self._waiting[number] = ended
+        self._requests.submit(number, request, deliver, rank)
+        if self._pump is None or self._pump.done():
+            self.is_idle.clear()
+            self._pump = asyncio.create_task(self._sample_all())
+            self._pump.add_done_callback(self._end_sampling)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            self._requests.cancel(number)
+            raise
+        finally:
+            del self._waiting[number]
+        if outputs[-1].error is not None:
+            raise outputs[-1].error
+        return outputs
+
+    async def stop(self) -> None:
+        """Give up what is under way, and wait until nothing is."""
+        if self._pump is not None and not self._pump.done():
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+
+    async def _sample_all(self) -> None:
+        """Call the ranks until no request is left."""
+        while self._requests.has_work:
+            await self._requests.advance()
+
+    def _end_sampling(self, pump: asyncio.Task[None]) -> None:
+        """Tell everybody who waits for a response what a rank has raised."""
+        if pump.cancelled() or pump.exception() is not None:
+            self._requests.clear()
+            for ended in self._waiting.values():
+                if pump.cancelled():
+                    ended.cancel()
+                elif not ended.done():
+                    ended.set_exception(cast("BaseException", pump.exception()))
+        if self._pump is pump:
+            self.is_idle.set()
+
+    async def open_outside(self, max_rows: int) -> tuple[RequestQueue, int]:
+        """Return a queue for requests from outside, and how long prompt and response may be together.
+
+        It may be advanced only while `is_idle` is set.
+
+        Args:
+            max_rows: of them that run on each rank at once.
+        """
+        longest = min(await self._group.call(RolloutWorker.open_outside, max_rows))
+        queue = RequestQueue(
+            self.num_ranks,
+            lambda orders: self._group.call(RolloutWorker.advance_outside, orders),
+            lambda: self._next_version,
+        )
+        return queue, longest
 
     async def open_line(self, plan: TransferPlan) -> None:
         """Have every rank meet those who send weights."""
@@ -212,5 +365,7 @@ class Rollouts:
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Take over new weights on every rank: from a folder, or as they come."""
+        self._next_version = version  # calls reach a rank in the order in which they are sent
         await self._group.call(RolloutWorker.load, version, published)
         self.version = version
+        self.num_loads += 1

@@ -16,6 +16,7 @@ from rallypoint.types.batch import (
 )
 from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
 from rallypoint.types.metrics import AtMaximum, Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
+from rallypoint.types.trajectory import Trajectory, Turn, assemble
 
 __all__ = [
     "ActorBatch",
@@ -35,7 +36,10 @@ __all__ = [
     "ScoredBatch",
     "Sequences",
     "Sum",
+    "Trajectory",
+    "Turn",
     "ValuedBatch",
+    "assemble",
     "merge",
     "offsets_from_lengths",
     "per_row",

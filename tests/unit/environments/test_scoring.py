@@ -1,17 +1,20 @@
 import math
 import pickle
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.data import Example, Message
+from rallypoint.environments.outcome import Failure, Scores
 from rallypoint.environments.pool import Inline
 from rallypoint.environments.reward import no_function
-from rallypoint.environments.scoring import ModelScores, TooManyFailuresError, describe_failures, score_rollouts
+from rallypoint.environments.scoring import ModelScores, Scoring, TooManyFailuresError, combine, describe_failures
 from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, offsets_from_lengths
 
 PROMPT = 2
@@ -44,17 +47,24 @@ def make_examples(count):
     ]
 
 
-def run(batch, examples, texts, reward, **options):
-    """Score with a function of this process; a token's text is its id in brackets."""
-    return score_rollouts(
-        batch,
-        examples,
-        texts,
-        Inline(reward),
+def scoring_with(grader, num_rows, decode, max_failed=1.0):
+    """Return the scoring of a batch; a token's text is its id in brackets."""
+    return Scoring(
+        grader,
+        decode=decode,
         token_texts=lambda ids: [f"<{token}>" for token in ids],
+        num_rows=num_rows,
+        max_failed=max_failed,
         warn=pytest.fail,
-        **options,
     )
+
+
+def run(batch, examples, texts, reward, max_failed=1.0, model=None):
+    """Score with a function of this process."""
+    scoring = scoring_with(Inline(reward), len(batch), lambda _: texts, max_failed)
+    scoring.add(0, batch, examples)
+    scoring.finish()
+    return combine(scoring.run(), max_failed=max_failed, model=model)
 
 
 def score(results, response_lengths=None, truncated=None, **options):
@@ -230,9 +240,86 @@ def test_the_function_is_given_the_row_by_name_and_cannot_change_the_data_set():
     assert seen == [("lab", text, ["truth", 0], {"row": 0}) for text in ("a", "b")]
 
 
-def test_one_example_and_one_text_are_needed_for_every_row():
-    with pytest.raises(ValueError, match="2 rollouts, 1 examples and 2 texts"):
+def test_one_example_is_needed_for_every_row():
+    with pytest.raises(ValueError, match="2 rollouts and 1 examples"):
         run(make_batch([1, 1]), make_examples(1), ["a", "b"], lambda **row: 0.0)
+
+
+class LateGrader:
+    """Answers calls in the order that it is told, from another thread; a text of "bad" fails, "never" has no end."""
+
+    wanted = ()
+
+    def __init__(self):
+        self.calls, self.changed = {}, threading.Condition()
+
+    def load(self):
+        pass
+
+    def submit(self, call):
+        with self.changed:
+            future = self.calls[call.solution_str] = Future()
+            self.changed.notify_all()
+        return future
+
+    def answer(self, text):
+        with self.changed:
+            assert self.changed.wait_for(lambda: text in self.calls, 30)
+            future = self.calls[text]
+        if future.set_running_or_notify_cancel():
+            future.set_result(Failure("raised", "bad") if "bad" in text else Scores((float(len(text)),), {}))
+
+    def complain(self, warn, warn_after_s):
+        return warn_after_s
+
+    def close(self):
+        pass
+
+
+def scored_late(texts, order, answers, **options):
+    """Score groups of two rows that complete in an order, and whose calls end in another; return run's future."""
+    grader = LateGrader()
+
+    def decode(responses):
+        return [texts[ids[0] // (PROMPT + 1)] for ids in responses]
+
+    scoring = scoring_with(grader, len(texts), decode, **options)
+    batch, examples = make_batch([1] * len(texts)), make_examples(len(texts))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(scoring.run)
+        for group in order:
+            rows = [2 * group, 2 * group + 1]
+            scoring.add(group, batch.rows(rows), [examples[row] for row in rows])
+        for answer in answers:
+            grader.answer(texts[answer])
+        (scoring.stop if "never" in texts else scoring.finish)()
+        running.exception(60)
+    return running, grader
+
+
+@given(st.permutations(range(3)), st.permutations(range(6)))
+@settings(deadline=None)
+def test_scores_do_not_depend_on_the_order_in_which_groups_and_calls_complete(order, answers):
+    texts = ["1", "22", "bad 3", "4444", "55555", "666666"]
+    running, _ = scored_late(texts, order, answers)
+    scored = combine(running.result())
+    assert rewards(scored) == [[1.0], [2.0], [4.0], [5.0], [6.0]]
+    assert scored.kept_rows == (0, 1, 3, 4, 5)
+    assert [failure.row for failure in scored.failures] == [2]
+    assert scored.batch.prompt_index.tolist() == [0, 0, 1, 2, 2]
+
+
+def test_no_further_call_is_waited_for_when_more_have_failed_than_may():
+    running, grader = scored_late(["bad 1", "bad 2", "good", "never"], [1, 0], [0, 1], max_failed=0.25)
+    with pytest.raises(TooManyFailuresError, match="of 4 rollouts more than"):
+        running.result()
+    assert all(grader.calls[text].cancelled() for text in ("good", "never"))
+
+
+def test_scoring_that_is_stopped_waits_for_nothing():
+    running, grader = scored_late(["good", "never"], [0], [])
+    assert running.done()
+    assert grader.calls["never"].cancelled()
 
 
 def test_a_step_in_which_more_fail_than_may_is_refused_with_advice_and_the_whole_traceback():

@@ -72,4 +72,4 @@ def make_prompts() -> Callable[..., Prompts]:
 @pytest.fixture(scope="session")
 def params() -> SamplingParams:
     """The shared way of sampling: <eos> is token 0, and a few more end a rollout, so that lengths differ."""
-    return SamplingParams(group_size=4, max_new_tokens=12, temperature=1.0, seed=3, stop_tokens=(0, 5, 11))
+    return SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, stop_tokens=(0, 5, 11))

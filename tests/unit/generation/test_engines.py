@@ -18,16 +18,13 @@ from rallypoint.models import ModelShard, named_weights
 LENGTHS = [3, 9, 1, 17]
 
 
-@pytest.fixture
-def params(params):
-    return dataclasses.replace(params, group_size=2)
-
-
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_every_engine_draws_the_same_tokens(engine, make_policy, make_prompts, params, changes):
     wanted = dataclasses.replace(params, **changes)
-    expected = generate(HFEngine(make_policy(), decode=decode, version=4), make_prompts(LENGTHS), wanted, version=4)
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
+    expected = generate(
+        HFEngine(make_policy(), decode=decode, version=4), make_prompts(LENGTHS), wanted, version=4, group_size=2
+    )
+    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert batch.truncated.tolist() == expected.truncated.tolist()
     torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-5)
@@ -51,8 +48,8 @@ def test_how_a_model_folder_would_generate_changes_nothing(make_engine, make_pol
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     model = load_policy(str(tmp_path), dtype="float32").model
     said = model.generation_config
-    expected = generate(make_engine(make_policy()), make_prompts(LENGTHS), params, version=4)
-    batch = generate(make_engine(model), make_prompts(LENGTHS), params, version=4)
+    expected = generate(make_engine(make_policy()), make_prompts(LENGTHS), params, version=4, group_size=2)
+    batch = generate(make_engine(model), make_prompts(LENGTHS), params, version=4, group_size=2)
     assert torch.equal(batch.tokens, expected.tokens)
     assert torch.equal(batch.rollout_logprobs, expected.rollout_logprobs)
     assert model.generation_config is said
@@ -64,7 +61,7 @@ def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distri
     engine, make_policy, make_prompts, params, changes
 ):
     wanted = dataclasses.replace(params, **changes)
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
+    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
     with torch.no_grad():
         at = trained_positions(batch)
         expected = policy_outputs(ModelShard.whole(make_policy()), batch, at, wanted.temperature or 1.0).logprobs
@@ -78,7 +75,7 @@ def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distri
 
 def test_a_stop_string_ends_a_rollout_with_the_token_that_completes_it(engine, make_prompts, params):
     wanted = dataclasses.replace(params, stop_strings=("12", "j"), stop_tokens=(), max_new_tokens=40)
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
+    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
     assert not batch.truncated.all()
     for row in range(len(batch)):
         text = decode(batch.response(row).tolist())
@@ -109,8 +106,8 @@ def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it(make_
 def test_a_stop_string_counts_only_if_its_last_token_comes_after_the_minimum_length(engine, make_prompts, params):
     endless = dataclasses.replace(params, stop_tokens=(), max_new_tokens=40)
     wanted = dataclasses.replace(endless, stop_strings=("1", "j"), min_new_tokens=9)
-    tokens = generate(engine, make_prompts(LENGTHS), endless, version=4)
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
+    tokens = generate(engine, make_prompts(LENGTHS), endless, version=4, group_size=2)
+    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
     came_early = 0
     for row in range(len(batch)):
         text = decode(tokens.response(row).tolist())
@@ -122,7 +119,7 @@ def test_a_stop_string_counts_only_if_its_last_token_comes_after_the_minimum_len
 
 def test_a_minimum_length_is_kept(engine, make_prompts, params):
     wanted = dataclasses.replace(params, min_new_tokens=6, max_new_tokens=10)
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4)
+    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
     for row in range(len(batch)):
         assert not set(batch.response(row)[:6].tolist()) & set(params.stop_tokens)
 
@@ -130,12 +127,12 @@ def test_a_minimum_length_is_kept(engine, make_prompts, params):
 def test_stop_strings_without_a_decoder_are_refused(make_policy, make_prompts, params):
     wanted = dataclasses.replace(params, stop_strings=("12",))
     with pytest.raises(RequestError, match="decode"):
-        generate(HFEngine(make_policy(), version=4), make_prompts(LENGTHS), wanted, version=4)
+        generate(HFEngine(make_policy(), version=4), make_prompts(LENGTHS), wanted, version=4, group_size=2)
 
 
 def test_the_outputs_of_a_stream_are_the_rollout(engine, make_prompts, params):
     prompts = make_prompts([5])
-    batch = generate(engine, prompts, params, version=4)
+    batch = generate(engine, prompts, params, version=4, group_size=2)
     request = Request(tokens=tuple(prompts.tokens.tolist()), params=params, prompt_index=7, streamed=True)
     outputs = list(stream(engine, request))
     assert [token for output in outputs for token in output.tokens] == batch.response(0).tolist()
@@ -183,17 +180,20 @@ def test_a_response_ends_where_the_models_positions_end(engine):
 def test_weights_are_loaded_all_or_nothing_and_stamp_what_is_sampled(make_engine, make_policy, make_prompts, params):
     model, other = copy.deepcopy(make_policy()), make_policy(initializer_range=0.2)
     engine, prompts = make_engine(model), make_prompts(LENGTHS)
-    before = generate(engine, prompts, params, version=4)
+    before = generate(engine, prompts, params, version=4, group_size=2)
     weights = named_weights(other)
     lacking = {name: weight for name, weight in weights.items() if "q_proj" not in name}
     bent = {name: weight.flatten() for name, weight in weights.items()}
     for wrong in (lacking, bent):
         with pytest.raises(WeightsMismatchError, match="version 5 is of another model"):
             engine.load(5, wrong)
-    assert generate(engine, prompts, params, version=4).tokens.tolist() == before.tokens.tolist()
+    assert generate(engine, prompts, params, version=4, group_size=2).tokens.tolist() == before.tokens.tolist()
     with pytest.raises(WeightsMismatchError, match="expected to sample from version 5, but version 4 is loaded"):
-        generate(engine, prompts, params, version=5)
+        generate(engine, prompts, params, version=5, group_size=2)
     engine.load(5, weights)
-    batch = generate(engine, prompts, params, version=5)
+    batch = generate(engine, prompts, params, version=5, group_size=2)
     assert batch.versions.tolist() == [5] * len(batch)
-    assert batch.tokens.tolist() == generate(HFEngine(other, version=4), prompts, params, version=4).tokens.tolist()
+    assert (
+        batch.tokens.tolist()
+        == generate(HFEngine(other, version=4), prompts, params, version=4, group_size=2).tokens.tolist()
+    )

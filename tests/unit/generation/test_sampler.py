@@ -118,7 +118,6 @@ def test_logits_that_are_not_finite_give_a_logprob_of_nan_and_disturb_no_other_r
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"stop_strings": ("a", "")}, "no empty string"),
         ({"stop_strings": "ab"}, "stop_strings='ab': expected several strings in a tuple"),
-        ({"group_size": 0}, "group_size=0"),
     ],
 )
 def test_params_that_mean_nothing_are_refused(params, changes, problem):
@@ -127,7 +126,7 @@ def test_params_that_mean_nothing_are_refused(params, changes, problem):
 
 
 def test_integers_of_numpy_are_taken_for_those_that_they_are(params):
-    numbers = {"max_new_tokens": 12, "min_new_tokens": 2, "seed": 5, "group_size": 3, "top_k": 7}
+    numbers = {"max_new_tokens": 12, "min_new_tokens": 2, "seed": 5, "top_k": 7}
     plain = dataclasses.replace(params, **numbers, stop_tokens=(0, 3))
     others = {name: np.int64(number) for name, number in numbers.items()}
     found = dataclasses.replace(params, **others, stop_tokens=tuple(np.array([0, 3])))

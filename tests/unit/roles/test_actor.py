@@ -10,17 +10,19 @@ from tiny_models import make_tiny_model
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
-from rallypoint.generation import SamplingParams
+from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.models import trained_weights
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
+from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.publishing import EXPOSED, PUBLISHED, SOURCE
+from rallypoint.roles.publishing import PUBLISHED
 from rallypoint.roles.reference import ReferenceWorker
-from rallypoint.roles.rollout import ROLLOUT_MODEL, RolloutWorker
+from rallypoint.roles.requests import Orders
+from rallypoint.roles.rollout import RolloutWorker
 from rallypoint.run.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
-from rallypoint.types import ActorBatch, Prompts, Sequences
+from rallypoint.types import ActorBatch, Sequences, Trajectory, assemble
 
 
 @pytest.fixture
@@ -45,6 +47,20 @@ def context(ticks):
 @pytest.fixture
 def worker(context, spec):
     return ActorWorker(context, spec, actor_loss_of(spec.config))
+
+
+def sample(rollout, num_samples, max_new_tokens, *, version):
+    """Have a rollout worker answer the prompt 3 9 so many times."""
+    params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
+    new = [(n, Request(tokens=(3, 9), params=params, sample_index=n)) for n in range(num_samples)]
+    found = {number: [] for number, _ in new}
+    orders = Orders(new=tuple(new), version=version)
+    while not all(outputs and outputs[-1].finish_reason for outputs in found.values()):
+        for output in rollout.advance(orders):
+            found[output.request_id].append(output)
+        orders = Orders(version=version)
+    trajectories = [Trajectory(turns=(as_turn((3, 9), outputs),)) for outputs in found.values()]
+    return assemble(trajectories, prompt_index=0, sample_index=list(found), is_narrowed=False)
 
 
 def judged(worker, shift_at=None, by=0.0):
@@ -102,9 +118,7 @@ def test_long_work_shows_that_it_gets_on_so_that_its_deadline_does_not_end_it(wo
     ReferenceWorker(context, spec, shares_actor=False).logprobs([batch, batch])
     assert len(ticks) == 2
     ticks.clear()
-    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
-    params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
-    RolloutWorker(context, spec, shares_actor=True).sample(prompts, params, version=0)
+    sample(RolloutWorker(context, spec, shares_actor=True), 2, 5, version=0)
     assert len(ticks) == 5
 
 
@@ -114,19 +128,17 @@ def test_beside_an_unsharded_actor_rollouts_are_sampled_from_its_own_memory_and_
     def send():
         raise AssertionError("nothing is sent")
 
-    context.shared[SOURCE] = context.shared[EXPOSED] = send
+    ActorParts(worker.engine, send, send).leave(context)
     rollout = RolloutWorker(context, spec, shares_actor=True)
-    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
-    params = SamplingParams(group_size=4, max_new_tokens=9, temperature=1.0, seed=0)
-    before = rollout.sample(prompts, params, version=0)
+    before = sample(rollout, 4, 9, version=0)
     worker.train(cut(judged(worker), num_epochs=3), 20)
     rollout.load(3, None)
-    owned, sampled = worker.engine.shard.trained(), trained_weights(context.shared[ROLLOUT_MODEL])
+    owned, sampled = worker.engine.shard.trained(), trained_weights(rollout._model)
     assert owned.keys() == sampled.keys()
     for name, weight in owned.items():
         assert (weight.data_ptr(), weight.shape) == (sampled[name].data_ptr(), sampled[name].shape)
     assert not (spec.folder.path / PUBLISHED).exists()
-    after = rollout.sample(prompts, params, version=3)
+    after = sample(rollout, 4, 9, version=3)
     assert (after.rollout_logprobs - worker.logprobs([after])[0].values).abs().max() < 1e-5
     assert not torch.equal(after.rollout_logprobs, before.rollout_logprobs)
 
@@ -379,14 +391,12 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
     assert all(".lora_" in name for name in held)
     published = actor.write_published(3)
     rollout.load(3, published)
-    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([3, 9]), prompt_index=torch.tensor([0]))
-    params = SamplingParams(group_size=2, max_new_tokens=5, temperature=1.0, seed=0, stop_tokens=())
-    sampled = rollout.sample(prompts, params, version=3)
+    sampled = sample(rollout, 2, 5, version=3)
     with pytest.raises(WeightsMismatchError, match="expected weights of version 5, found 3"):
         rollout.load(5, published)
     with pytest.raises(WeightsMismatchError, match="version 5 was not loaded whole"):
-        rollout.sample(prompts, params, version=3)
+        sample(rollout, 2, 5, version=3)
     rollout.load(4, actor.write_published(4))
-    assert torch.equal(rollout.sample(prompts, params, version=4).tokens, sampled.tokens)
+    assert torch.equal(sample(rollout, 2, 5, version=4).tokens, sampled.tokens)
     gap = (sampled.rollout_logprobs - actor.logprobs([sampled])[0].values).abs()
     assert gap.max() < 1e-5

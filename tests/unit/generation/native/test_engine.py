@@ -19,9 +19,9 @@ FAMILIES = [("llama", 1), ("llama", 2), ("llama", 4), ("qwen3", 2), ("qwen3", 4)
 
 @pytest.fixture
 def generate(make_policy):
-    def run(prompts, params, *, architecture="llama", kv_heads=2, **options):
+    def run(prompts, params, *, group_size=4, architecture="llama", kv_heads=2, **options):
         engine = NativeEngine(make_policy(architecture, kv_heads), version=4, **options)
-        return through(engine, prompts, params, version=4)
+        return through(engine, prompts, params, version=4, group_size=group_size)
 
     return run
 
@@ -51,8 +51,8 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize(("architecture", "kv_heads"), FAMILIES)
 def test_greedy_rollouts_are_those_of_transformers(generate, make_policy, make_prompts, params, architecture, kv_heads):
     prompts = make_prompts(LENGTHS)
-    greedy = dataclasses.replace(params, temperature=0.0, group_size=1, max_new_tokens=20)
-    batch = generate(prompts, greedy, architecture=architecture, kv_heads=kv_heads)
+    greedy = dataclasses.replace(params, temperature=0.0, max_new_tokens=20)
+    batch = generate(prompts, greedy, group_size=1, architecture=architecture, kv_heads=kv_heads)
     model = copy.deepcopy(make_policy(architecture, kv_heads))
     model.set_attn_implementation("eager")
     for row in range(len(prompts)):
@@ -111,11 +111,10 @@ def test_the_first_samples_of_a_group_are_those_of_a_smaller_group(
     generate, make_prompts, params, architecture, kv_heads
 ):
     prompts = make_prompts(LENGTHS)
-    large = dataclasses.replace(params, group_size=7)
-    expected = rollouts(generate(prompts, large, architecture=architecture, kv_heads=kv_heads))
+    expected = rollouts(generate(prompts, params, group_size=7, architecture=architecture, kv_heads=kv_heads))
     for group_size in (1, 2, 5):
-        small = dataclasses.replace(params, group_size=group_size)
-        actual = rollouts(generate(prompts, small, architecture=architecture, kv_heads=kv_heads))
+        smaller = generate(prompts, params, group_size=group_size, architecture=architecture, kv_heads=kv_heads)
+        actual = rollouts(smaller)
         assert_same(actual, {name: wanted for name, wanted in expected.items() if name[1] < group_size})
 
 
@@ -131,11 +130,12 @@ def test_a_longer_limit_only_continues_what_was_cut_off(generate, make_prompts, 
 def test_groups_that_finish_early_leave_without_changing_the_others(generate, make_prompts, params, group_size):
     # Many stop tokens and a long limit: groups end at very different times and are dropped in several rounds.
     prompts = make_prompts([1 + 5 * (n % 4) for n in range(24)])
-    early = dataclasses.replace(params, group_size=group_size, max_new_tokens=60, stop_tokens=(0, 5, 11, 7))
-    together = generate(prompts, early)
+    early = dataclasses.replace(params, max_new_tokens=60, stop_tokens=(0, 5, 11, 7))
+    together = generate(prompts, early, group_size=group_size)
     lengths = torch.tensor([len(together.response(row)) for row in range(len(together))])
     assert lengths.view(24, group_size).amax(1).unique().numel() > 5
-    alone = RolloutBatch.join([generate(prompts.rows([row]), early) for row in range(len(prompts))])
+    parts = [generate(prompts.rows([row]), early, group_size=group_size) for row in range(len(prompts))]
+    alone = RolloutBatch.join(parts)
     assert_same(rollouts(together), rollouts(alone))
 
 
@@ -219,10 +219,10 @@ def test_a_prompt_without_tokens_is_named(generate, make_prompts, params):
 def test_sampled_tokens_follow_the_softmax(make_policy, make_prompts, params):
     """Chi-square over the twenty tokens of the vocabulary, for the first and for the second token of a response."""
     model = make_policy()
-    many = dataclasses.replace(params, group_size=6_000, max_new_tokens=2, stop_tokens=(), seed=0)
+    many = dataclasses.replace(params, max_new_tokens=2, stop_tokens=(), seed=0)
     prompts = make_prompts([4])
     engine = NativeEngine(model, max_rows=6_000, cache_tokens=6_000 * 40)
-    batch = through(engine, prompts, many, version=0)
+    batch = through(engine, prompts, many, version=0, group_size=6_000)
     responses = batch.tokens.view(6_000, 6)[:, 4:]
     reference = copy.deepcopy(model).double()
     reference.set_attn_implementation("eager")
@@ -248,7 +248,9 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_rollout(make_pol
         prompts.tokens[6] = 19
         model.get_input_embeddings().weight[19] = float("nan")
     with pytest.raises(NotFiniteError, match="token 0 of the response of prompt 8 sample 0"):
-        through(NativeEngine(model), prompts, dataclasses.replace(params, temperature=temperature), version=0)
+        through(
+            NativeEngine(model), prompts, dataclasses.replace(params, temperature=temperature), version=0, group_size=4
+        )
 
 
 def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, generate):
@@ -261,7 +263,7 @@ def test_sampling_leaves_the_model_as_it_was(make_policy, make_prompts, params, 
 
 def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make_policy, make_prompts, params):
     model = copy.deepcopy(make_policy()).to(torch.bfloat16)
-    batch = through(NativeEngine(model), make_prompts(LENGTHS), params, version=0)
+    batch = through(NativeEngine(model), make_prompts(LENGTHS), params, version=0, group_size=4)
     engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
     expected = engine.evaluate(batch, lambda part, at: policy_outputs(engine.shard, part, at, 1.0).logprobs)
     assert (batch.rollout_logprobs - expected.values).abs().max() < 0.1
@@ -271,8 +273,8 @@ def test_a_bfloat16_model_samples_what_its_engine_would_have_said(tmp_path, make
 def test_a_request_whose_memory_is_taken_is_computed_again_and_ends_the_same(make_policy, make_prompts, params, mode):
     prompts, long = make_prompts([40, 7, 33]), dataclasses.replace(params, max_new_tokens=90, stop_tokens=())
     plenty, little = (NativeEngine(make_policy(), mode=mode, cache_tokens=n * 32) for n in (100, 12))
-    expected = rollouts(through(plenty, prompts, long, version=0))
-    assert_same(rollouts(through(little, prompts, long, version=0)), expected)
+    expected = rollouts(through(plenty, prompts, long, version=0, group_size=4))
+    assert_same(rollouts(through(little, prompts, long, version=0, group_size=4)), expected)
     assert plenty.num_preempted == 0
     assert little.num_preempted > 0
 
@@ -311,12 +313,12 @@ def test_the_mode_exact_has_the_same_bits_with_any_number_of_threads(
     """Ninety rows, three tiles, which one to four lanes share; some lose their memory and are computed again."""
     model = copy.deepcopy(make_policy()).to(dtype)
     prompts = make_prompts([40 + place for place in range(9)])
-    long = dataclasses.replace(params, group_size=10, max_new_tokens=70, stop_tokens=())
+    long = dataclasses.replace(params, max_new_tokens=70, stop_tokens=())
     found = []
     for num_threads, num_blocks in ((1, 1000), (2, 1000), (2, 120), (3, 1000), (4, 90)):
         set_threads(num_threads)
         engine = NativeEngine(model, mode="exact", cache_tokens=num_blocks * 32)
-        found.append(through(engine, prompts, long, version=0))
+        found.append(through(engine, prompts, long, version=0, group_size=10))
         assert torch.get_num_threads() == num_threads
         assert (engine.num_preempted > 0) is (num_blocks < 1000)
     for other in found[1:]:
@@ -329,22 +331,21 @@ def test_rows_that_come_and_go_in_two_lanes_are_drawn_as_in_one(
     make_policy, make_prompts, params, set_threads, max_rows
 ):
     """Rows end after one token or thirty, others take their places, and lanes of any number of rows draw ahead."""
-    prompts, many = make_prompts([3, 40, 1, 17, 64, 4]), dataclasses.replace(params, group_size=250, max_new_tokens=30)
+    prompts, many = make_prompts([3, 40, 1, 17, 64, 4]), dataclasses.replace(params, max_new_tokens=30)
     found = []
     for num_threads in (1, 2, 2):
         set_threads(num_threads)
         engine = NativeEngine(make_policy(), max_rows=max_rows, cache_tokens=32 * 3500)
-        found.append(through(engine, prompts, many, version=0))
+        found.append(through(engine, prompts, many, version=0, group_size=250))
     assert_same(rollouts(found[1]), rollouts(found[0]))
     assert torch.equal(found[1].rollout_logprobs, found[2].rollout_logprobs)
 
 
 def test_rows_that_several_threads_share_are_drawn_as_by_one(make_policy, make_prompts, params, set_threads):
-    many = dataclasses.replace(params, group_size=190)
     found = []
     for num_threads in (1, 3, 3):
         set_threads(num_threads)
         engine = NativeEngine(make_policy(), max_rows=2000, cache_tokens=32 * 3000)
-        found.append(through(engine, make_prompts([3, 9, 1, 17, 5, 4, 8, 8, 2]), many, version=0))
+        found.append(through(engine, make_prompts([3, 9, 1, 17, 5, 4, 8, 8, 2]), params, version=0, group_size=190))
     assert_same(rollouts(found[1]), rollouts(found[0]))
     assert torch.equal(found[1].rollout_logprobs, found[2].rollout_logprobs)

@@ -196,7 +196,7 @@ def sampled(engine, prompts, params, load_at=None):
 def test_prompts_that_begin_with_each_other_and_join_together_are_answered_as_they_are_alone(make_policy, params, mode):
     numbers = torch.randint(3, 20, (120,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [tuple(numbers[:length]) for length in (32, 64, 120)]
-    greedy = dataclasses.replace(params, temperature=0.0, group_size=1, max_new_tokens=4, stop_tokens=())
+    greedy = dataclasses.replace(params, temperature=0.0, max_new_tokens=4, stop_tokens=())
     together = sampled(NativeEngine(make_policy(), mode=mode), prompts, greedy)
     for prompt, (tokens, logprobs) in zip(prompts, together, strict=True):
         ((expected, wanted),) = sampled(NativeEngine(make_policy(), mode=mode), [prompt], greedy)
@@ -210,7 +210,7 @@ def test_requests_that_are_computed_again_go_on_as_they_would_have(make_policy, 
     """Two prompts begin with one block, and their responses become longer than what is left of them."""
     numbers = torch.randint(3, 20, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [tuple(numbers[:40]), tuple(numbers[:32] + numbers[50:59])]
-    long = dataclasses.replace(params, group_size=1, max_new_tokens=90, stop_tokens=())
+    long = dataclasses.replace(params, max_new_tokens=90, stop_tokens=())
     expected, found = (
         sampled(NativeEngine(make_policy(), mode=mode, on_load="recompute"), prompts, long, at)
         for at in (None, load_at)

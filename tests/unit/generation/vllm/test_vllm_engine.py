@@ -218,9 +218,9 @@ def test_what_a_failed_rollout_leaves_are_the_others(engine, world):
         tokens=torch.tensor([1, 2]),
         prompt_index=torch.arange(2) + 5,
     )
-    params = SamplingParams(max_new_tokens=3, group_size=2)
+    params = SamplingParams(max_new_tokens=3)
     failures = []
-    batch = generate(engine, prompts, params, version=4, failures=failures)
+    batch = generate(engine, prompts, params, version=4, failures=failures, group_size=2)
     assert len(failures) == 1
     assert sorted(zip(batch.prompt_index.tolist(), batch.sample_index.tolist(), strict=True)) == [
         (5, 0),
@@ -229,7 +229,7 @@ def test_what_a_failed_rollout_leaves_are_the_others(engine, world):
     ]
     world.misbehave.append(lambda server, answer: b"?")
     with pytest.raises(GenerationError, match="nonsense"):
-        generate(engine, prompts, params, version=4)
+        generate(engine, prompts, params, version=4, group_size=2)
 
 
 def test_a_server_that_has_work_and_does_none_is_given_up(make_engine, world):

@@ -69,10 +69,13 @@ def plain(make_policy):
 def test_tokens_are_those_of_the_usual_way(model, make_prompts, params, dtype, way):
     model = copy.deepcopy(model).to(dtype)
     prompts, asked = make_prompts(LENGTHS), dataclasses.replace(params, max_new_tokens=45, **way)
-    expected = generate(NativeEngine(model), prompts, asked, version=0)
-    assert_same(generate(NativeEngine(model, backend=AcceleratorBackend(model)), prompts, asked, version=0), expected)
+    expected = generate(NativeEngine(model), prompts, asked, version=0, group_size=4)
+    assert_same(
+        generate(NativeEngine(model, backend=AcceleratorBackend(model)), prompts, asked, version=0, group_size=4),
+        expected,
+    )
     little = NativeEngine(model, backend=AcceleratorBackend(model), max_rows=5, cache_tokens=480)
-    assert_same(generate(little, prompts, asked, version=0), expected)
+    assert_same(generate(little, prompts, asked, version=0, group_size=4), expected)
 
 
 def some_rows(backend, lengths=(3, 40, 9), num_steps=16):
@@ -130,7 +133,8 @@ def test_what_was_captured_serves_later_rows(plain, make_prompts, params):
     for first in (7, 20):
         prompts = make_prompts(LENGTHS, first=first)
         assert_same(
-            generate(engine, prompts, asked, version=0), generate(NativeEngine(plain), prompts, asked, version=0)
+            generate(engine, prompts, asked, version=0, group_size=4),
+            generate(NativeEngine(plain), prompts, asked, version=0, group_size=4),
         )
     assert tapes.num_replays > 3 * len(tapes.made)
 
@@ -143,8 +147,8 @@ def test_an_engine_that_keeps_its_memory_asleep_captures_no_step_again(plain, ma
     engine = NativeEngine(model, backend=AcceleratorBackend(model, tapes), keeps_memory=keeps_memory)
     num_captured = []
     for version in range(3):
-        expected = generate(NativeEngine(model), prompts, asked, version=0)
-        assert_same(generate(engine, prompts, asked, version=version), expected)
+        expected = generate(NativeEngine(model), prompts, asked, version=0, group_size=4)
+        assert_same(generate(engine, prompts, asked, version=version, group_size=4), expected)
         num_captured.append(len(tapes.made))
         engine.sleep()
         with torch.no_grad():
@@ -158,9 +162,9 @@ def test_an_engine_that_keeps_its_memory_asleep_captures_no_step_again(plain, ma
 
 def test_weights_that_change_in_place_are_replayed_and_those_that_move_are_captured_anew(plain, make_prompts, params):
     model, tapes, prompts = copy.deepcopy(plain), Tapes(), make_prompts([4, 4])
-    asked = dataclasses.replace(params, stop_tokens=(), group_size=1)
+    asked = dataclasses.replace(params, stop_tokens=())
     engine = NativeEngine(model, backend=AcceleratorBackend(model, tapes))
-    generate(engine, prompts, asked, version=0)
+    generate(engine, prompts, asked, version=0, group_size=1)
     num = len(tapes.made)
     for version, moves in enumerate((False, True), 1):
         with torch.no_grad():
@@ -171,8 +175,8 @@ def test_weights_that_change_in_place_are_replayed_and_those_that_move_are_captu
                 else:
                     weight.copy_(changed)
         engine.load(version, None)
-        expected = generate(NativeEngine(model, version=version), prompts, asked, version=version)
-        assert_same(generate(engine, prompts, asked, version=version), expected)
+        expected = generate(NativeEngine(model, version=version), prompts, asked, version=version, group_size=1)
+        assert_same(generate(engine, prompts, asked, version=version, group_size=1), expected)
         assert (len(tapes.made) > num) is moves
 
 
@@ -220,21 +224,21 @@ def test_where_capturing_fails_steps_go_on_as_usual_and_the_log_says_so(
     prompts = make_prompts(LENGTHS)
     engine = NativeEngine(plain, backend=AcceleratorBackend(plain, capture))
     with caplog.at_level(logging.WARNING):
-        found = generate(engine, prompts, params, version=0)
-    assert_same(found, generate(NativeEngine(plain), prompts, params, version=0))
+        found = generate(engine, prompts, params, version=0, group_size=4)
+    assert_same(found, generate(NativeEngine(plain), prompts, params, version=0, group_size=4))
     (line,) = [record.getMessage() for record in caplog.records if "captured one failed" in record.getMessage()]
     assert reason in line
 
 
 def test_a_sleeping_engine_holds_no_memory_of_its_blocks(plain, make_prompts, params):
     engine = NativeEngine(plain, backend=AcceleratorBackend(plain, Tapes()))
-    generate(engine, make_prompts(LENGTHS), params, version=0)
+    generate(engine, make_prompts(LENGTHS), params, version=0, group_size=4)
     memory = weakref.ref(engine._runner.cache)
     engine.sleep()
     gc.collect()
     assert memory() is None
     engine.wake()
-    generate(engine, make_prompts(LENGTHS), params, version=0)
+    generate(engine, make_prompts(LENGTHS), params, version=0, group_size=4)
 
 
 def test_whoever_reads_along_gets_every_token_by_itself(plain, params):

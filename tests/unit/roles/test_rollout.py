@@ -1,4 +1,4 @@
-"""The worker for requests from outside, called as the plain object that it is."""
+"""The worker that samples, called as the plain object that it is."""
 
 import time
 
@@ -12,11 +12,10 @@ from rallypoint.generation import Request, SamplingParams
 from rallypoint.models import PackedRows, lm_head
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import ActorWorker
-from rallypoint.roles.guests import Errand, GuestWorker
+from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.rollout import ACTOR_ENGINE, RolloutWorker
-
-NOTHING_NEW = Errand(new=(), gone=())
+from rallypoint.roles.requests import Orders
+from rallypoint.roles.rollout import RolloutWorker
 
 
 @pytest.fixture
@@ -50,19 +49,19 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
     context = WorkerContext("rollout", 0, Mesh({"dp_replicate": 1}), 1, "cpu", {}, tick)
     ActorWorker(context, spec, actor_loss_of(spec.config))
     rollout = RolloutWorker(context, spec, shares_actor=True)
-    guest = GuestWorker(context, spec, max_rows=4)
+    rollout.open_outside(4)
     prompt, params = (3, 4, 5), SamplingParams(max_new_tokens=12)
-    first = guest.answer(Errand(new=((7, Request(tokens=prompt, params=params)),), gone=()))
+    first = rollout.advance_outside(Orders(new=((7, Request(tokens=prompt, params=params)),)))
     assert first[-1].finish_reason is None
 
-    model = context.shared[ACTOR_ENGINE].shard.model
+    model = ActorParts.find(context).engine.shard.model
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
     rollout.load(1, None)
-    rest = guest.answer(NOTHING_NEW)
+    rest = rollout.advance_outside(Orders())
     while rest[-1].finish_reason is None:  # on a busy machine a slice is not enough
-        rest += guest.answer(NOTHING_NEW)
+        rest += rollout.advance_outside(Orders())
 
     assert {output.version for output in first} == {0}
     assert {output.version for output in rest} == {1}

@@ -1,4 +1,4 @@
-"""Requests from outside, dealt to ranks and brought back, whatever the ranks do meanwhile."""
+"""Requests from outside, spread over ranks and brought back, whatever the ranks do meanwhile."""
 
 import asyncio
 
@@ -6,7 +6,8 @@ import pytest
 
 from rallypoint.errors import BusyError, GenerationError, WorkerDiedError, WorkerError
 from rallypoint.generation import Output, Request, SamplingParams
-from rallypoint.roles.guests import Guests
+from rallypoint.roles.outside import Outside
+from rallypoint.roles.requests import RequestQueue
 
 REQUEST = Request(tokens=(1, 2), params=SamplingParams(max_new_tokens=2))
 
@@ -21,21 +22,21 @@ class Ranks:
     """Ranks that give each request some tokens, one a slice, and remember what they were told."""
 
     def __init__(self, num_ranks=2):
-        self.errands, self.running, self.error = [], [{} for _ in range(num_ranks)], None
+        self.orders, self.running, self.error = [], [{} for _ in range(num_ranks)], None
         self.num_tokens, self.logged = 2, []
         self.may_work = asyncio.Event()
         self.may_work.set()
 
-    async def answer(self, errands):
-        self.errands.append(errands)
+    async def advance(self, orders):
+        self.orders.append(orders)
         await asyncio.sleep(0)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
         outputs = []
-        for running, errand in zip(self.running, errands, strict=True):
-            running |= {number: 0 for number, _ in errand.new}
-            for number in errand.gone:
+        for running, order in zip(self.running, orders, strict=True):
+            running |= {number: 0 for number, _ in order.new}
+            for number in order.cancelled:
                 running.pop(number, None)
             outputs.append(
                 [
@@ -51,22 +52,21 @@ class Ranks:
 
 
 def meet(script, *, patience_s=60.0):
-    """Run a script beside guests and ranks."""
+    """Run a script beside outside and ranks."""
 
     async def main():
         ranks = Ranks()
-        guests = Guests(
-            ranks.answer,
-            num_ranks=2,
+        outside = Outside(
+            RequestQueue(2, ranks.advance, lambda: 7),
             max_request_tokens=9,
             ready=ranks.may_work.wait,
             version=lambda: 7,
             log=lambda said: ranks.logged.append(said),
             patience_s=patience_s,
         )
-        running = asyncio.create_task(guests.run())
+        running = asyncio.create_task(outside.run())
         try:
-            await asyncio.wait_for(script(ranks, guests), 30)
+            await asyncio.wait_for(script(ranks, outside), 30)
         finally:
             running.cancel()
 
@@ -79,46 +79,46 @@ async def until(holds):
 
 
 def test_requests_are_dealt_to_ranks_and_every_output_comes_back():
-    async def script(ranks, guests):
-        assert guests.version == 7
+    async def script(ranks, outside):
+        assert outside.version == 7
         outputs = {}
         for _ in range(4):
-            number = guests.submit(REQUEST, lambda one: outputs.setdefault(one.request_id, []).append(one))
+            number = outside.submit(REQUEST, lambda one: outputs.setdefault(one.request_id, []).append(one))
             outputs[number] = []
         await until(lambda: all(own and own[-1].finish_reason == "stop" for own in outputs.values()))
         assert all([one.tokens for one in own] == [(0,), (1,)] for own in outputs.values())
-        assert [len(errand.new) for errand in ranks.errands[0]] == [2, 2]
-        num_slices = len(ranks.errands)
+        assert [len(order.new) for order in ranks.orders[0]] == [2, 2]
+        num_slices = len(ranks.orders)
         await asyncio.sleep(0.01)
-        assert len(ranks.errands) == num_slices
+        assert len(ranks.orders) == num_slices
 
     meet(script)
 
 
 def test_a_request_that_gets_no_slice_in_time_is_refused_and_forgotten():
-    async def script(ranks, guests):
+    async def script(ranks, outside):
         ranks.may_work.clear()
         outputs = []
-        guests.submit(REQUEST, outputs.append)
+        outside.submit(REQUEST, outputs.append)
         await until(lambda: outputs)
         assert isinstance(outputs[0].error, BusyError)
         assert "no time for this request within 0.01 s; try again" in str(outputs[0].error)
         ranks.may_work.set()
-        await until(lambda: ranks.errands)
-        assert ranks.errands[0][0].new == ()
+        await until(lambda: ranks.orders)
+        assert ranks.orders[0][0].new == ()
 
     meet(script, patience_s=0.01)
 
 
 def test_a_request_that_is_given_up_is_taken_from_its_rank():
-    async def script(ranks, guests):
+    async def script(ranks, outside):
         ranks.num_tokens, outputs = 10**9, []
-        number = guests.submit(REQUEST, outputs.append)
-        await until(lambda: ranks.errands)
-        guests.cancel(number)
-        guests.cancel(number)
-        await until(lambda: any(errand.gone for errands in ranks.errands for errand in errands))
-        assert ranks.errands[-1][0].gone == (number,)
+        number = outside.submit(REQUEST, outputs.append)
+        await until(lambda: ranks.orders)
+        outside.cancel(number)
+        outside.cancel(number)
+        await until(lambda: any(order.cancelled for orders in ranks.orders for order in orders))
+        assert ranks.orders[-1][0].cancelled == (number,)
         assert not ranks.running[0]
         assert all(one.finish_reason is None for one in outputs)
 
@@ -126,13 +126,13 @@ def test_a_request_that_is_given_up_is_taken_from_its_rank():
 
 
 def test_a_slice_that_fails_ends_its_requests_and_no_others():
-    async def script(ranks, guests):
-        ranks.error = WorkerDiedError("guests", 0, "answer", "it was killed")
+    async def script(ranks, outside):
+        ranks.error = WorkerDiedError("rollout", 0, "advance", "it was killed")
         first, second = [], []
-        guests.submit(REQUEST, first.append)
+        outside.submit(REQUEST, first.append)
         await until(lambda: first)
         assert isinstance(first[0].error, GenerationError)
-        guests.submit(REQUEST, second.append)
+        outside.submit(REQUEST, second.append)
         await until(lambda: second and second[-1].finish_reason)
         assert second[-1].finish_reason == "stop"
 
@@ -140,12 +140,14 @@ def test_a_slice_that_fails_ends_its_requests_and_no_others():
 
 
 def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
-    async def script(ranks, guests):
-        ranks.error = WorkerError("guests", 0, "answer", "MemoryError: full", "Traceback ...\n  File native.py, line 3")
+    async def script(ranks, outside):
+        ranks.error = WorkerError(
+            "rollout", 0, "advance", "MemoryError: full", "Traceback ...\n  File native.py, line 3"
+        )
         outputs = []
-        guests.submit(REQUEST, outputs.append)
+        outside.submit(REQUEST, outputs.append)
         await until(lambda: outputs)
-        said = "these requests failed and are lost: guests rank 0 failed in answer: MemoryError: full"
+        said = "these requests failed and are lost: rollout rank 0 failed in advance: MemoryError: full"
         assert str(outputs[0].error) == said
         await until(lambda: ranks.logged)
         assert "MemoryError: full\n\nTraceback ...\n  File native.py, line 3" in ranks.logged[0]
@@ -154,13 +156,13 @@ def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
 
 
 def test_a_log_that_cannot_be_written_ends_no_answers():
-    async def script(ranks, guests):
+    async def script(ranks, outside):
         ranks.logged = None
-        ranks.error = WorkerDiedError("guests", 0, "answer", "it was killed")
+        ranks.error = WorkerDiedError("rollout", 0, "advance", "it was killed")
         first, second = [], []
-        guests.submit(REQUEST, first.append)
+        outside.submit(REQUEST, first.append)
         await until(lambda: first)
-        guests.submit(REQUEST, second.append)
+        outside.submit(REQUEST, second.append)
         await until(lambda: second and second[-1].finish_reason)
         assert second[-1].finish_reason == "stop"
 
@@ -168,15 +170,15 @@ def test_a_log_that_cannot_be_written_ends_no_answers():
 
 
 def test_nothing_waits_for_a_run_that_has_ended():
-    async def script(ranks, guests):
+    async def script(ranks, outside):
         ranks.may_work.clear()
         outputs = []
-        guests.submit(REQUEST, outputs.append)
-        guests.close()
+        outside.submit(REQUEST, outputs.append)
+        outside.close()
         await until(lambda: outputs)
         assert isinstance(outputs[0].error, GenerationError)
         with pytest.raises(GenerationError, match="the run has ended"):
-            guests.submit(REQUEST, outputs.append)
-        guests.cancel(1)
+            outside.submit(REQUEST, outputs.append)
+        outside.cancel(1)
 
     meet(script)

@@ -1,0 +1,173 @@
+"""Requests on their way to the ranks that sample, and outputs on their way back.
+
+Owns: both ends of the way: the driver's queue, and the desk at a rank's engine. Must not know: who asks, and what a
+response is for. Invariant: a rank gets its requests in the order in which they were submitted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from rallypoint.errors import RallyError, RequestError
+from rallypoint.generation import GenerationEngine, Output, Request
+
+_SLICE_S = 0.25
+"""Seconds that a rank samples before it answers, if no request ends."""
+_SHORTEST_SLICE_S = 0.1
+"""Seconds that a rank samples before it answers although a request has ended; an answer costs a millisecond or two."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Orders:
+    """What one rank is asked to do next."""
+
+    new: tuple[tuple[int, Request], ...] = ()
+    """Requests to begin with, each with the driver's number for it."""
+    cancelled: tuple[int, ...] = ()
+    """Numbers of requests to give up."""
+    version: int = 0
+    """Version of the weights to sample from."""
+
+
+def failed_output(number: int, version: int, error: RallyError) -> Output:
+    """Return the last output of a request that has failed."""
+    return Output(
+        request_id=number,
+        tokens=(),
+        logprobs=(),
+        sampled_logprobs=(),
+        version=version,
+        finish_reason="failed",
+        error=error,
+    )
+
+
+class Desk:
+    """An engine, whose requests have the driver's numbers."""
+
+    def __init__(self, engine: GenerationEngine, tick: Callable[[], None]) -> None:
+        self.engine, self._tick = engine, tick
+        self._numbers: dict[int, int] = {}
+
+    def take(self, orders: Orders, *, streamed: bool = False) -> list[Output]:
+        """Begin with requests and give others up; return the ends of those that the engine refuses."""
+        refused: list[Output] = []
+        for number, request in orders.new:
+            asked = dataclasses.replace(request, streamed=True) if streamed and not request.streamed else request
+            try:
+                self._numbers[self.engine.submit(asked)] = number
+            except RequestError as error:
+                refused.append(failed_output(number, self.engine.version, error))
+        if orders.cancelled:
+            cancelled = set(orders.cancelled)
+            for request_id, number in self._numbers.items():
+                if number in cancelled:
+                    self.engine.cancel(request_id)
+        return refused
+
+    def sample(self, *, until_one_ends: bool) -> list[Output]:
+        """Step for a slice of time, or until no request is left."""
+        outputs: list[Output] = []
+        began, has_ended = time.monotonic(), False
+        while self.engine.has_work:
+            for output in self.engine.step():
+                number = self._numbers[output.request_id]
+                if output.finish_reason is not None:
+                    del self._numbers[output.request_id]
+                    has_ended = True
+                outputs.append(dataclasses.replace(output, request_id=number))
+            self._tick()
+            if time.monotonic() - began >= (_SHORTEST_SLICE_S if has_ended and until_one_ends else _SLICE_S):
+                break
+        return outputs
+
+    def clear(self) -> None:
+        """Forget all requests; the engine is asleep."""
+        for request_id in self._numbers:
+            self.engine.cancel(request_id)
+        self._numbers.clear()
+        self.engine.step()  # asleep, it only ends what was cancelled
+
+
+Advance = Callable[[Sequence[Orders]], Awaitable[Sequence[Sequence[Output]]]]
+"""Has every rank follow its orders, and returns the outputs of each."""
+
+
+class RequestQueue:
+    """Requests of one kind on their way to the ranks, and their outputs on their way back; all in the driver's loop."""
+
+    def __init__(self, num_ranks: int, advance: Advance, version: Callable[[], int]) -> None:
+        """Begin without requests.
+
+        Args:
+            num_ranks: that there are.
+            advance: calls all of them.
+            version: of the weights that they sample from when they are called.
+        """
+        self._advance, self._version = advance, version
+        self._open: dict[int, tuple[int, Callable[[Output], None]]] = {}
+        self._new: list[list[tuple[int, Request]]] = [[] for _ in range(num_ranks)]
+        self._cancelled: list[list[int]] = [[] for _ in range(num_ranks)]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the ranks have to be called."""
+        return bool(self._open) or any(self._cancelled)
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Numbers of the requests that have not ended, oldest first."""
+        return tuple(self._open)
+
+    def submit(self, number: int, request: Request, deliver: Callable[[Output], None], rank: int | None = None) -> None:
+        """Queue a request; `deliver` is called with each of its outputs, and must not raise.
+
+        Args:
+            number: that no other request has; stands in its outputs.
+            request: what is asked for.
+            deliver: takes the outputs.
+            rank: to sample it; None: that with the fewest requests.
+        """
+        if rank is None:
+            load = collections.Counter(taken for taken, _ in self._open.values())
+            rank = min(range(len(self._new)), key=lambda rank: load[rank])
+        self._open[number] = (rank, deliver)
+        self._new[rank].append((number, request))
+
+    def cancel(self, number: int) -> None:
+        """Give a request up, of which nothing is delivered any more; one that has ended is left alone."""
+        if number in self._open:
+            rank, _ = self._open.pop(number)
+            self._cancelled[rank].append(number)
+
+    def fail(self, number: int, error: RallyError) -> None:
+        """Give a request up and deliver why."""
+        if number in self._open:
+            _, deliver = self._open[number]
+            self.cancel(number)
+            deliver(failed_output(number, 0, error))
+
+    def clear(self) -> None:
+        """Forget all requests, which the ranks have forgotten too."""
+        for each in (self._open, *self._new, *self._cancelled):
+            each.clear()
+
+    async def advance(self) -> None:
+        """Have every rank sample for a slice of time, and deliver what comes of it."""
+        orders = [
+            Orders(tuple(one for one in new if one[0] in self._open), tuple(cancelled), self._version())
+            for new, cancelled in zip(self._new, self._cancelled, strict=True)
+        ]
+        for sent in (*self._new, *self._cancelled):
+            sent.clear()
+        for output in itertools.chain.from_iterable(await self._advance(orders)):
+            waiting = self._open.get(output.request_id)
+            if waiting is None:  # it was given up meanwhile
+                continue
+            if output.finish_reason is not None:
+                del self._open[output.request_id]
+            waiting[1](output)
