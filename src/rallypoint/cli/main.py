@@ -180,7 +180,10 @@ def serve(
         typer.Option(min=64, max=2**40, help="Prompts and responses at once; decides the memory for keys and values."),
     ] = 65_536,
     exact: Annotated[
-        bool, typer.Option("--exact", help="The same bits in any company, as rollout.exact; several times slower.")
+        bool,
+        typer.Option(
+            "--exact", help="Bit-identical whatever else is in the batch, as rollout.exact; several times slower."
+        ),
     ] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
     on_load: Annotated[

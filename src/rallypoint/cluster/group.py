@@ -1,4 +1,4 @@
-"""N workers that act as one, and the runtime that holds their processes.
+"""N workers that act as one.
 
 A call names the worker's method itself, so that an editor jumps to it and a type checker knows its
 arguments and result. It can be awaited, waited for, or passed on before its result is there:

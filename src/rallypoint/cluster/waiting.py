@@ -1,6 +1,6 @@
 """Waits that say what they wait for: "waiting for X for 20 s of 60; missing Y".
 
-Owns the time that has passed, the limit, and the words. Never blocks: whoever waits does that, and looks here between.
+Owns the time that has passed, the limit, and the words. Never blocks: its user does, and looks here in between.
 """
 
 from __future__ import annotations

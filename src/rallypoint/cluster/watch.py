@@ -140,7 +140,7 @@ class HangDetector:
                 return
 
     def _asked(self, process: Process) -> Future[Pulse]:
-        """Ask for a pulse; what the process's workers have to say is told whoever looks at the answer."""
+        """Ask for a pulse; lines that the workers have said are printed when it arrives."""
         asked = process.pulse()
         asked.add_done_callback(self._tell)
         return asked

@@ -34,19 +34,19 @@ class Prompts(Carrier):
     tokens: Tensor = per_token()
     """[T] int64."""
     prompt_index: Tensor = per_row()
-    """[B] int64: the how-manieth prompt of the run this is; it seeds the random numbers of its rollouts."""
+    """[B] int64: the prompt's index in the run; it seeds the random numbers of its rollouts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences(Carrier):
-    """Token ids of prompt and response, and which of them the policy chose itself."""
+    """Token ids of prompt and response, and which of them the policy sampled."""
 
     tokens: Tensor = per_token()
     """[T] int64."""
     loss_mask: Tensor = per_token()
     """[T] bool: True where the token was sampled by the policy and is trained."""
     prompt_index: Tensor = per_row()
-    """[B] int64: the how-manieth prompt of the run; rows with the same index are a group."""
+    """[B] int64: the prompt's index in the run; rows with the same index are a group."""
     sample_index: Tensor = per_row()
     """[B] int64: which of the G rollouts of that prompt."""
 
@@ -57,14 +57,14 @@ class Sequences(Carrier):
 
     @property
     def num_prompt_tokens(self) -> Tensor:
-        """[B] int64: how many tokens of each row stand before its first trained one; 0 where none is."""
+        """[B] int64: tokens of each row before its first trained one; 0 if it has none."""
         trained = self.loss_mask.nonzero().flatten()
         first = torch.full((len(self),), self.num_tokens)
         first.scatter_reduce_(0, self.row_of_token[trained], trained, "amin")
         return torch.where(first < self.num_tokens, first - self.offsets[:-1], 0)
 
     def bare(self) -> Sequences:
-        """Return the fields of this stage only: all that a forward pass needs to be sent."""
+        """Return the fields of this stage only, which are all that a forward pass needs."""
         return self.widen(Sequences)
 
     def response(self, row: int) -> Tensor:
@@ -75,7 +75,7 @@ class Sequences(Carrier):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PerToken(Carrier):
-    """One number a token: what `logprobs` and `values` return."""
+    """One number per token: what `logprobs` and `values` return."""
 
     values: Tensor = per_token()
     """[T] float32, zero where `loss_mask` is False."""
@@ -86,14 +86,14 @@ class RolloutBatch(Sequences):
     """Sampled trajectories; the rollouts of a prompt are neighbours."""
 
     rollout_logprobs: Tensor = per_token()
-    """[T] float32: of the model as trained, its whole distribution at the temperature that was sampled with."""
+    """[T] float32: logprobs under the model as trained: its full distribution at the sampling temperature."""
     versions: Tensor = per_row()
     """[B] int64: optimizer steps completed when the oldest weights that sampled a token of this row were made."""
     truncated: Tensor = per_row()
-    """[B] bool: True when the row ended at the length limit and not by itself."""
+    """[B] bool: True if the row ended at the length limit and not by itself."""
     sampled_logprobs: Tensor | None = per_token(optional=True)
-    """[T] float32: of the distribution that was drawn from, after top-k, top-p, min-p and penalty; None when nothing
-    narrowed it, so that it is that of `rollout_logprobs`."""
+    """[T] float32: logprobs under the distribution sampled from, after top-k, top-p, min-p and penalty; None if nothing
+    narrowed it, so that they equal `rollout_logprobs`."""
 
     def scored(self, token_rewards: Tensor) -> ScoredBatch:
         """Return the batch with its rewards."""
@@ -114,18 +114,18 @@ class ScoredBatch(RolloutBatch):
         return torch.zeros(len(self), dtype=torch.float64).index_add_(0, self.row_of_token, rewards)
 
     def judged(self, *, old_logprobs: Tensor | None, reference_logprobs: Tensor | None) -> JudgedBatch:
-        """Return the batch with what the training forward passes say of it."""
+        """Return the batch with the logprobs of the training forward passes."""
         return self.widen(JudgedBatch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JudgedBatch(ScoredBatch):
-    """Trajectories beside the current policy and the reference."""
+    """Trajectories with the logprobs of the current policy and the reference."""
 
     old_logprobs: Tensor | None = per_token()
-    """[T] float32: by the policy as it is at the start of the update; None where the update's own pass finds them."""
+    """[T] float32: logprobs by the policy at the start of the update; None if the update's own pass computes them."""
     reference_logprobs: Tensor | None = per_token()
-    """[T] float32: by the frozen reference; None exactly when the run has no reference role."""
+    """[T] float32: logprobs by the frozen reference; None if the run has no reference role."""
 
     def valued(self, values: Tensor) -> ValuedBatch:
         """Return the batch with the critic's values."""
@@ -134,7 +134,7 @@ class JudgedBatch(ScoredBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValuedBatch(JudgedBatch):
-    """Trajectories with the critic's view of every state."""
+    """Trajectories with the critic's value of every state."""
 
     values: Tensor = per_token()
     """[T] float32: expected sum of rewards from the state in which token t was chosen."""
@@ -145,9 +145,9 @@ class ActorBatch(Sequences):
     """What the actor learns from."""
 
     rollout_logprobs: Tensor = per_token()
-    """[T] float32: as sampled, for comparison only."""
+    """[T] float32: logprobs as sampled, for comparison."""
     old_logprobs: Tensor | None = per_token()
-    """[T] float32, or None when the batch is for one optimizer step, whose weights are those that would judge it."""
+    """[T] float32, or None if the batch is for one optimizer step, whose own pass computes them."""
     reference_logprobs: Tensor | None = per_token()
     """[T] float32, or None when the loss has no KL term."""
     advantages: Tensor = per_token()
@@ -161,6 +161,6 @@ class CriticBatch(Sequences):
     """What the critic learns from."""
 
     values: Tensor = per_token()
-    """[T] float32: as predicted at the start of the update."""
+    """[T] float32: values predicted at the start of the update."""
     returns: Tensor = per_token()
-    """[T] float32: what should have been predicted."""
+    """[T] float32: the targets of the values."""

@@ -1,4 +1,4 @@
-"""The frame of every carrier: rows of different lengths, stored end to end without padding.
+"""What all carriers share: rows of different lengths, stored end to end without padding.
 
 Owns: how a carrier is checked, cut into rows, joined again and pickled. Must not know: what any field
 means. Invariants: a carrier is never modified; every tensor field is flat and on the CPU.
@@ -46,7 +46,7 @@ CarrierT = TypeVar("CarrierT", bound="Carrier")
 
 
 def per_token(*, optional: bool = False) -> Any:
-    """Declare a dataclass field of shape [T], aligned with the tokens; None where it is left out."""
+    """Declare a dataclass field of shape [T], aligned with the tokens; None if it is left out."""
     metadata = {"axis": "T"}
     return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 

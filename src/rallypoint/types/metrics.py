@@ -1,4 +1,4 @@
-"""Numbers that know how to be added up across micro-batches, ranks and mini-batches.
+"""Numbers that can be merged across micro-batches, ranks and mini-batches.
 
 >>> first = Metrics({"actor/loss": Mean(6.0, 3)})
 >>> second = Metrics({"actor/loss": Mean(2.0, 1), "actor/ratio_max": Maximum(1.5)})
@@ -16,7 +16,7 @@ from typing import Self
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean, kept as its total and its weight so that unequal parts add up rightly."""
+    """A weighted mean, kept as total and weight so that parts of different size add up correctly."""
 
     total: float
     weight: float
@@ -81,7 +81,7 @@ class Last:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtMaximum:
-    """Something about the place where another number is largest, such as the id of the worst token."""
+    """A fact about where another number is largest, such as the id of the worst token."""
 
     scalar: float
     of: float
@@ -120,12 +120,12 @@ class Metrics(Mapping[str, Metric]):
         return {name: metric.scalar for name, metric in self._metrics.items()}
 
     def prefixed(self, prefix: str) -> Metrics:
-        """Return the same metrics with a role's name in front, of those that have none yet."""
+        """Return the metrics with a role's name in front, if they have none yet."""
         return Metrics({name if "/" in name else f"{prefix}/{name}": metric for name, metric in self._metrics.items()})
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Metrics:
-        """Merge what every rank measured; the name that dispatch knows it by."""
+        """Merge the metrics of all ranks; dispatch calls it by this name."""
         return merge(*parts)
 
 

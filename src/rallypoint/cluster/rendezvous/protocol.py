@@ -146,7 +146,7 @@ class Rendezvous:
         return own_address(self.rooms.towards)
 
     def close(self) -> None:
-        """End it where it was opened, leaving nothing behind; whoever still waits gets an error."""
+        """End it where it was opened, leaving nothing behind; ranks that still wait get an error."""
         self.rooms.close()
 
     def __enter__(self) -> Self:

@@ -74,7 +74,7 @@ class Sighting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:
-    """What is known under one name; transitions return the next room, or the error for whoever asked."""
+    """What is known under one name; transitions return the next room, or the error for the caller."""
 
     name: str
     generation: int = 0
@@ -120,7 +120,7 @@ class Room:
         return dataclasses.replace(self, confirmed=confirmed, complete=True, news=self.news + 1)
 
     def depart(self, incarnation: str, how: How, at: float) -> Room:
-        """Free a seat; in a complete generation only note who is gone. Whoever is no member changes nothing."""
+        """Free a seat; in a complete generation only note who is gone. An unknown incarnation changes nothing."""
         member = next((member for member in self.seats if member.incarnation == incarnation), None)
         if member is None or self._is_gone(member):
             return self
