@@ -3,8 +3,8 @@
 A block holds its keys number by number: a row of that table is one number of all its tokens, and the scores of a block
 are the sum of D such rows, weighted by the numbers of the query. An output is the sum of the values of all tokens,
 weighted by their shares. Both are bags of rows, which torch sums up where they lie, in one call for all queries, heads
-and blocks; nothing is copied, and a bag is the same bits whatever stands beside it. In between lies a softmax over
-rectangles: queries with about as many blocks form a class, whose shorter ones are filled up.
+and blocks (`torch.embedding_bag`). Nothing is copied, and the bits of a bag do not depend on other bags. In between is
+a softmax over rectangles: queries with about as many blocks form a class, whose shorter ones are padded.
 
     blocks of a     P0 P1 R4          scores     a: P0 P1 R4 --    b: P0 P1 R5 R6           bags of D, a block each
     blocks of b     P0 P1 R5 R6       outputs    a: P0 P1 R4 --    b: P0 P1 R5 R6           a bag for a query each
@@ -25,26 +25,25 @@ from rallypoint.models.head import soft_capped
 
 
 class Bags(NamedTuple):
-    """What B tokens look at, and where their own keys and values go."""
+    """What B tokens attend to, and where their own keys and values go."""
 
     tokens: Tensor
     """[B] int64."""
     position_ids: Tensor
     """[1, B] int64."""
     keys: Tensor
-    """[layers, blocks, K, D, tokens]: the pool's."""
+    """[layers, blocks, K, D, tokens]: those of the cache."""
     key_numbers: Tensor
-    """The same memory; as int16 where a number has two bytes: what is not four bytes wide is slow to write on CPUs
-    unless it passes for an integer."""
+    """The same memory, as int16 if a number has two bytes: CPUs write half precision slowly, and integers fast."""
     values: Tensor
-    """[layers, blocks, K, tokens, D]: the pool's."""
+    """[layers, blocks, K, tokens, D]: those of the cache."""
     key_places: Tensor
     """[B * K * D] int64: where numbers are written to, in a layer's keys."""
     value_places: Tensor
     """[B * K] int64: where rows of D numbers are written to, in a layer's values."""
     asked: Tensor
     """[slots] int64: for each slot, one block of one head of one query, that head among those of all queries. The slots
-    are in the order in which their keys lie in memory: read like that, they come faster."""
+    are in the order in which their keys lie in memory, which is faster to read."""
     key_rows: Tensor
     """[slots * D] int32, of a layer's keys."""
     key_bags: Tensor
@@ -56,26 +55,26 @@ class Bags(NamedTuple):
     value_bags: Tensor
     """[B * H] int32: where in `value_rows` each begins."""
     bias: Tensor
-    """[slots, tokens]: -inf where a query may not look, else 0."""
+    """[slots, tokens]: -inf where a query may not attend, else 0."""
     classes: list[tuple[int, int, int]]
     """First slot, end, and number of heads of queries that have as many slots."""
     back: Tensor | None
-    """[B] int64: where the output of each query is; None for in their order."""
+    """[B] int64: index of the output of each query; None if they are in order."""
 
 
 class Moves(NamedTuple):
-    """How what is laid out once for some steps moves from each of them to the next."""
+    """How bags that were laid out for several steps change from each of them to the next."""
 
     places: list[Tensor]
     """Places in `Bags` and below, [B * n] each, those of a token side by side."""
     distances: list[Tensor]
     """How far each of them moves, [moves, B, 1]."""
     newest: Tensor
-    """Where in the bias of `Bags` the newest token is, for each head: it is looked at too."""
+    """Index of the newest token in the bias of `Bags`, for each head: it is attended to, too."""
 
 
 def advance(bags: Bags, moves: Moves, number: int, tokens: Tensor) -> None:
-    """Have the next token of every row be the one that is computed, [B] int64, by the move of that number, from 0."""
+    """Go on to the next token of every row, [B] int64, by the move of this number, counted from 0."""
     bags.tokens.copy_(tokens)
     bags.position_ids.add_(1)
     for places, distances in zip(moves.places, moves.distances):  # noqa: B905 - TorchScript knows no `strict`
@@ -105,7 +104,7 @@ def attend(
     softcap: float | None,
     bias: Tensor,
 ) -> Tensor:
-    """Store keys and values of a layer, and let queries look: [B, H, D], [B, K, D] twice -> [B, H * D]."""
+    """Store keys and values of a layer, and return the attention: [B, H, D], [B, K, D] twice -> [B, H * D]."""
     keys, values, dim = bags.keys[layer], bags.values[layer], query.shape[2]
     write(bags.key_numbers[layer], values, bags.key_places, bags.value_places, key, value)
     asked = query.reshape(-1, dim).index_select(0, bags.asked)
