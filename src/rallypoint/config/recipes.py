@@ -161,9 +161,6 @@ def _check_clipping(config: RunConfig) -> Iterator[Problem]:
             f"actor.num_epochs={config.actor.num_epochs} x actor.num_mini_batches={config.actor.num_mini_batches} "
             "are several; expected 1 of each, or loss.name=clip",
         )
-    for kind, section in (("advantage", config.advantage), ("loss", loss)):
-        if section.name == "function" and not section.function:
-            yield Problem((f"{kind}.function",), f"{kind}.function is not set; expected path/to/file.py:function")
 
 
 declare(
@@ -183,7 +180,7 @@ declare(
         page="rallypoint.recipes.grpo:GRPO",
         roles=("actor", "rollout"),
         optional_roles=("reward", "reference"),
-        advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "function"),
+        advantages=(*COMPARES_GROUP, "reinforce_plus_plus"),
         sections=_LEARNING,
         checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
     )

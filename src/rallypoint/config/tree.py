@@ -44,7 +44,7 @@ def names_in(values: Mapping[str, object]) -> dict[str, object]:
         inner = values.get(section_name, {})
         if isinstance(inner, Mapping):
             own = cast("Mapping[str, object]", inner)
-            names[section_name] = own.get("name", "function" if "function" in own else usual)
+            names[section_name] = own.get("name", usual)
     return names
 
 

@@ -260,7 +260,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "loss.name=policy_gradient actor.num_mini_batches=2",
         ("first optimizer step", "loss.name=clip"),
     ),
-    "fit: a function without a file": ("loss.name=function", ("loss.function is not set", "file.py:function")),
     "fit: critic of a recipe without": (
         "recipe=grpo critic.num_epochs=2",
         ("critic.num_epochs=2 has no", "recipe=grpo"),
@@ -321,7 +320,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "override: torn list": ("data.train=[a", ("'data.train=[a'", "not valid YAML", "expected ',' or ']'")),
     # Sources that are none; they stand first, in the place of the recipe.
     "source: no such recipe": ("@digts", ("'digts'", "did you mean `digits`?")),
-    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, grpo, ppo")),
+    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, dr_grpo, grpo, gspo, ppo")),
     "source: no such file": ("@bas.yaml", ("bas.yaml: no such file",)),
     "source: folder without a run": ("@sub", ("'sub'", "nor a run folder")),
     "source: broken YAML": ("@broken.yaml", ("broken.yaml:3: not valid YAML", "expected ',' or ']'")),

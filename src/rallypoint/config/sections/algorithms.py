@@ -105,14 +105,6 @@ class PassAtKConfig(Section):
     whiten: bool = key(False, help=_WHITEN)
 
 
-class OwnAdvantageConfig(Section):
-    """A function in a file of yours; docs/algorithms.md has its signature."""
-
-    name: Literal["function"] = key("function", help="The estimator.")
-    function: str = key("", help="path/to/file.py:function, from rewards to the advantage of each token.")
-    whiten: bool = key(False, help=_WHITEN)
-
-
 AdvantageConfig = Annotated[
     GAEConfig
     | GRPOConfig
@@ -123,8 +115,7 @@ AdvantageConfig = Annotated[
     | ReinforcePlusPlusBaselineConfig
     | MaxRLConfig
     | OPOConfig
-    | PassAtKConfig
-    | OwnAdvantageConfig,
+    | PassAtKConfig,
     Field(discriminator="name"),
 ]
 
@@ -206,13 +197,6 @@ class PolicyGradientConfig(Section):
     name: Literal["policy_gradient"] = key("policy_gradient", help="The policy loss.")
 
 
-class OwnLossConfig(Section):
-    """A function in a file of yours; docs/algorithms.md has its signature."""
-
-    name: Literal["function"] = key("function", help="The policy loss.")
-    function: str = key("", help="path/to/file.py:function, from tokens to the loss of each.")
-
-
 LossConfig = Annotated[
     ClipConfig
     | DecoupledConfig
@@ -222,8 +206,7 @@ LossConfig = Annotated[
     | SAPOConfig
     | DPPOConfig
     | ImportanceSamplingConfig
-    | PolicyGradientConfig
-    | OwnLossConfig,
+    | PolicyGradientConfig,
     Field(discriminator="name"),
 ]
 
