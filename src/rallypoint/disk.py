@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, and a disk that does not take it."""
+"""Writes that fail: errors that name the file, the reason, and the space that is needed and free."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rallypoint.errors import DiskError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NUMBER = re.compile(r"\(os error (\d+)\)")
-"""How a library that is written in Rust says what the system said."""
+"""The system's error number in messages of libraries written in Rust."""
 
 
 def explain(path: str | os.PathLike[str], error: Exception, needed: int | None = None) -> str:
-    """Say what a disk does not take, and why; of one that is full what was needed and what is free.
+    """Say what cannot be written and why; on a full disk, also the space needed and free.
 
     Args:
         path: of the file or folder.
-        error: what the system said of it, or a library of what the system said.
+        error: of the system, or of a library that passes it on.
         needed: bytes of it, where they are known.
     """
     number = error.errno if isinstance(error, OSError) else None
@@ -43,7 +43,7 @@ def explain(path: str | os.PathLike[str], error: Exception, needed: int | None =
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str], needed: int | None = None) -> Iterator[None]:
-    """Have whatever keeps a file from being written name it: what the system says of a write does not.
+    """Name the file in errors of the block: the system's errors on writes do not.
 
     Args:
         path: of the file.

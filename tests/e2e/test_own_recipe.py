@@ -10,7 +10,7 @@ from tiny_runs import Runs, weights_of
 from torch import Tensor
 
 from rallypoint.algorithms import LossInputs, TokenOutputs
-from rallypoint.config import RecipeSpec, declare
+from rallypoint.config import RECIPES, RecipeSpec, declare
 from rallypoint.data import PromptStream
 from rallypoint.display import Silent
 from rallypoint.observability import span
@@ -83,13 +83,15 @@ class SFT(Recipe):
             return await self.actor.update(self.source.next_batch(), step)
 
 
-declare(RecipeSpec(name="sft_of_a_test", page=f"{__name__}:SFT", roles=("actor",), sections=("rollout",)))
+SPEC = RecipeSpec(name="sft_of_a_test", page=f"{__name__}:SFT", roles=("actor",), sections=("rollout",))
 
 
 @pytest.fixture
 def runs(tmp_path):
-    (tmp_path / "sft.yaml").write_text("base: digits\nrecipe: sft_of_a_test\nreward: {function: null}\n")
-    return Runs(tmp_path / "runs")
+    declare(SPEC)
+    (tmp_path / "sft.yaml").write_text(f"base: digits\nrecipe: {SPEC.name}\nreward: {{function: null}}\n")
+    yield Runs(tmp_path / "runs")
+    del RECIPES[SPEC.name]  # other tests of this process list them
 
 
 def start(runs, name):

@@ -30,7 +30,8 @@ from rallypoint.algorithms.losses import entropy_bonus, kl_loss
 from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens
 from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences, merge
 
-BatchT = TypeVar("BatchT", bound=Sequences)
+BatchT_co = TypeVar("BatchT_co", bound=Sequences, covariant=True)
+BatchT_contra = TypeVar("BatchT_contra", bound=Sequences, contravariant=True)
 OutputsT_contra = TypeVar("OutputsT_contra", contravariant=True)
 
 
@@ -45,10 +46,10 @@ class TokenOutputs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LossInputs(Generic[BatchT]):
+class LossInputs(Generic[BatchT_co]):
     """The rows of a micro-batch, and how to get at their N trained tokens."""
 
-    rows: BatchT
+    rows: BatchT_co
     positions: Tensor
     """[N] int64: where in the rows the trained tokens are."""
     send: Callable[[Tensor], Tensor]
@@ -61,14 +62,14 @@ class LossInputs(Generic[BatchT]):
         return self.send(field[self.positions])
 
 
-class LossFunction(Protocol[BatchT, OutputsT_contra]):
+class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
     """A sum over the trained tokens of some rows; several threads may call it at a time."""
 
-    def denominator(self, batch: BatchT, /) -> float:
+    def denominator(self, batch: BatchT_contra, /) -> float:
         """Return what the sum over a whole mini-batch, of all ranks, is divided by."""
         ...
 
-    def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT], /) -> tuple[Tensor, Metrics]:
+    def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT_contra], /) -> tuple[Tensor, Metrics]:
         """Return the sum, a float64 scalar with gradient, and what to watch.
 
         Args:

@@ -24,11 +24,11 @@ from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.load import AUTOMATICALLY
 from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
+from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.machine import Machine, check_machine, describe_choices, look_around, plan_on
-from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.wanted import load_named
+from rallypoint.recipes.preflight import load_checked, load_named
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
 
@@ -108,7 +108,7 @@ def _read(config: RunConfig) -> Sequence[str]:
             f"prompts        {generate.num_train_prompts:,}, made when the run starts",
             f"reward         {function}, which ships with rallypoint",
         ]
-    from rallypoint.recipes.examine import examine_dry  # only now torch, and the seconds that it takes
+    from rallypoint.recipes.material import examine_dry  # only now torch, and the seconds that it takes
 
     return examine_dry(config)
 
@@ -123,12 +123,12 @@ def _batches(loaded: LoadedConfig, plan: RunPlan) -> tuple[str, list[str]]:
     for role, (num_updates, num_rows, num_micro_batches) in plan.updates.items():
         ranks = config.num_parts(role)
         lines += [
-            f"{f'{role} update':13}  {_count(num_updates, 'optimizer step')} of at most {_count(num_rows, 'row')}; "
-            f"on each of {_count(ranks, 'rank')}",
-            f"{'':13}  at most {_count(num_micro_batches, 'micro-batch', 'es')} of "
+            f"{f'{role} update':13}  {counted(num_updates, 'optimizer step')} of at most {counted(num_rows, 'row')}; "
+            f"on each of {counted(ranks, 'rank')}",
+            f"{'':13}  at most {counted(num_micro_batches, 'micro-batch', 'es')} of "
             f"{config.engine.max_tokens_per_micro_batch:,} tokens",
         ]
-    return f"{loaded.name}: one of {_count(config.trainer.num_steps, 'step')}", lines
+    return f"{loaded.name}: one of {counted(config.trainer.num_steps, 'step')}", lines
 
 
 def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[str, list[str]]:
@@ -157,10 +157,6 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
     lines += describe_choices(loaded, machine)
     lines += [f"published weights: {describe_way(weights_way(config))}", ""] if "rollout" in config.roles else []
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _mebibytes(size: int) -> str:

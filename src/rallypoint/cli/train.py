@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rallypoint.config import LoadedConfig
-from rallypoint.display.progress import can_redraw
+from rallypoint.display.screen import can_redraw
 from rallypoint.errors import (
     ConfigError,
     DataError,
@@ -25,12 +25,11 @@ from rallypoint.errors import (
     UnusableCheckpointError,
 )
 from rallypoint.recipes.machine import choices
-from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.wanted import find_wanted
+from rallypoint.recipes.preflight import find_wanted, load_checked
 from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
 
 if TYPE_CHECKING:
-    from rallypoint.recipes.reading import Found
+    from rallypoint.recipes.material import Found
 
 _WRONG_MATERIAL = (ConfigError, DataError, ModelError, PlacementError, RewardError)
 """What keeps a run from beginning and is not mended by trying again: its folder would only repeat it."""
@@ -75,7 +74,7 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
 def _examine(loaded: LoadedConfig, console: Console) -> Found:
     """Look at everything that the run begins with, before a new one has a folder."""
     # Only now torch, and with it the seconds that importing takes: the config is right.
-    from rallypoint.recipes.examine import examine
+    from rallypoint.recipes.material import examine
 
     with console.status("reading model and data") if can_redraw(console) else contextlib.nullcontext():
         return examine(loaded.config)

@@ -19,6 +19,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rallypoint.cluster.pool import ResourcePool
 
@@ -30,6 +31,17 @@ _ROUNDING = 1e-6
 def num_cores() -> int:
     """Return how many cores of this machine this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory of this machine, or of the container that this process is in."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            return min(there, int(limit.read_text()))
+        except (OSError, ValueError):  # no such limit: `max`, or no such file
+            continue
+    return there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

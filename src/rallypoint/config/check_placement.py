@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint.config.fields import Problem
+from rallypoint.config.recipes import RoleName
+from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import misfit_of, read_shape, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES
@@ -122,12 +124,13 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
 
 def _shared_models(config: RunConfig) -> Iterator[Problem]:
     """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
-    for role, mesh in (
-        ("actor", config.actor.mesh),
-        ("critic", config.critic.mesh),
-        ("reference", config.reference.mesh),
-        ("reward", config.reward.mesh),
-    ):
+    meshes: dict[RoleName, MeshConfig] = {
+        "actor": config.actor.mesh,
+        "critic": config.critic.mesh,
+        "reference": config.reference.mesh,
+        "reward": config.reward.mesh,
+    }
+    for role, mesh in meshes.items():
         tp, own_path = mesh.tp, config.own_models.get(role)
         shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
         if shape is None or role not in config.roles:

@@ -2,8 +2,8 @@
 
     python -m rallypoint.display.draw METRICS PNG TITLE
 
-A picture takes a second or two, mostly for importing matplotlib. Here that second is one of the lowest priority, so
-that it is taken from idle cores, or else hardly at all; and nothing that goes wrong with it reaches the run.
+A picture takes a second or two, mostly for importing matplotlib. This process has the lowest priority, so that it takes
+hardly any time from a busy machine; and no error of it reaches the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CurveAsItGoes:
         self._can_draw = start is not None or importlib.util.find_spec("matplotlib") is not None
 
     def refresh(self) -> None:
-        """Begin a picture if it is time for one; returns at once, and never raises."""
+        """Start drawing if a picture is due; returns at once and never raises."""
         is_drawing = self._drawing is not None and self._drawing.poll() is None
         if not self._can_draw or is_drawing or self._clock() < self._due:
             return
@@ -49,14 +49,14 @@ class CurveAsItGoes:
             self._drawing = self._start(self._command)
 
     def close(self) -> None:
-        """End a picture that is being made: the last one is made by whoever ends the run."""
+        """Stop a picture that is being made: the end of the run draws the last one."""
         if self._drawing is not None and self._drawing.poll() is None:
             self._drawing.kill()
             self._drawing.wait()
 
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    # In a session of its own: a Ctrl-C is not meant for it.
+    # In a session of its own, which Ctrl-C does not reach.
     nowhere = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 

@@ -1,8 +1,8 @@
-"""The frame of the live panel: a pure function from a board, a width and a height to what a terminal shows.
+"""The frame of the live panel: a pure function from the state of a run, a width and a height to what a terminal shows.
 
-Every row has a rank. Where the terminal is low, rows of the highest rank go first, and always all of a rank; where it
-is high, texts of the model and notes get as many lines as they need, and the chart grows. A frame is never higher than
-the terminal leaves room for, and as high from step to step: longer texts make it grow, none makes it shrink.
+Every row has a rank. On a low terminal, rows of the highest rank are dropped first, always all of a rank. On a high
+one, texts of the model and notes get as many lines as they need, and the chart grows. A frame fits the terminal and
+keeps its height from step to step: longer texts make it grow, nothing makes it shrink.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from rallypoint.display.board import Board
+from rallypoint.display.state import RunState
 from rallypoint.display.text import bar_cells, clean, clock_time, fit, resample, shorten, sparkline, stretch
 from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
 from rallypoint.observability.numbers import compact, number
 from rallypoint.run.reports import REWARD
 
 LONG_WAIT_S = 20.0
-"""A wait that is longer than this is coloured."""
+"""Seconds after which a wait is coloured."""
 
 LABEL, VALUE, NARROW_VALUE, SIDE = 12, 16, 9, 13
 """Cells of the columns left of a drawing, and right of it."""
@@ -48,14 +48,14 @@ _Rows = list[tuple[int, Text]]
 _SPACE, _MORE_NUMBERS, _TEXTS, _LEGEND, _NUMBERS, _ADVICE, _TIME, _NOTE = 9, 8, 7, 6, 5, 4, 3, 2
 
 
-def render(board: Board, width: int, height: int) -> Panel:
+def render(state: RunState, width: int, height: int) -> Panel:
     """Draw the state of a run, `width` cells wide, in at most `height - 1` lines: the cursor has the last one."""
     inner, room = max(width - 6, 1), max(height - 1 - 2, 1)
-    rows: _Rows = [(_SPACE, Text()), (0, _step_row(board, inner)), *_waiting_rows(board, inner)]
-    if board.report is not None:
-        rows += _scores(board, inner, room) + _health(board, inner) + _time(board, inner)
-        rows += [(_SPACE, Text()), *_numbers(board.report.scalars, inner)]
-    rows += _texts_and_notes(board, inner, room - len(rows) - 1)
+    rows: _Rows = [(_SPACE, Text()), (0, _step_row(state, inner)), *_waiting_rows(state, inner)]
+    if state.report is not None:
+        rows += _scores(state, inner, room) + _health(state, inner) + _time(state, inner)
+        rows += [(_SPACE, Text()), *_numbers(state.report.scalars, inner)]
+    rows += _texts_and_notes(state, inner, room - len(rows) - 1)
     rows.append((_SPACE, Text()))
     while len(rows) > room and rows:
         lowest = max(rank for rank, _ in rows)
@@ -64,8 +64,8 @@ def render(board: Board, width: int, height: int) -> Panel:
         line.no_wrap, line.overflow = True, "crop"
     return Panel(
         Group(*(line for _, line in rows)),
-        title=_title(board, inner),
-        subtitle=_subtitle(board, inner),
+        title=_title(state, inner),
+        subtitle=_subtitle(state, inner),
         title_align="left",
         subtitle_align="left",
         border_style=PALETTE["frame"],
@@ -74,21 +74,21 @@ def render(board: Board, width: int, height: int) -> Panel:
     )
 
 
-def _title(board: Board, inner: int) -> Text:
+def _title(state: RunState, inner: int) -> Text:
     title = Text("rallypoint", style="bold")
-    if board.run is not None:
-        name = shorten(clean(f"{board.run.algorithm} · {board.run.name}"), max(inner - 14, 4))
+    if state.run is not None:
+        name = shorten(clean(f"{state.run.algorithm} · {state.run.name}"), max(inner - 14, 4))
         title.append(f"  {name}", style=PALETTE["accent"])
     return title
 
 
-def _subtitle(board: Board, inner: int) -> Text:
+def _subtitle(state: RunState, inner: int) -> Text:
     """Say how long it has been at work, where its folder is, and what runs where, each whole or not at all."""
-    subtitle = Text(f"{clock_time(board.elapsed_s)} elapsed", style=PALETTE["quiet"])
-    if board.run is None:
+    subtitle = Text(f"{clock_time(state.elapsed_s)} elapsed", style=PALETTE["quiet"])
+    if state.run is None:
         return subtitle
     room = inner - 4 - len(subtitle)
-    for words in (_place(board.run.run_dir, room - 3), *clean(board.run.detail).split("; ")):
+    for words in (_place(state.run.run_dir, room - 3), *clean(state.run.detail).split("; ")):
         part = f" · {words}"
         if words and cell_len(part) <= room:
             subtitle.append(part)
@@ -121,43 +121,43 @@ def _drawing_cells(inner: int, side: int = SIDE) -> int:
     return max(inner - LABEL - _value_cells(inner) - side, 0)
 
 
-def _step_row(board: Board, inner: int) -> Text:
-    if board.run is None:
+def _step_row(state: RunState, inner: int) -> Text:
+    if state.run is None:
         return _row(inner, "step", "-", Text())
-    done = board.report.step if board.report is not None else board.run.first_step - 1
+    done = state.report.step if state.report is not None else state.run.first_step - 1
     width = _drawing_cells(inner)
-    filled = round(2 * width * min(1.0, done / max(board.run.num_steps, 1)))
+    filled = round(2 * width * min(1.0, done / max(state.run.num_steps, 1)))
     body = Text().append("━" * (filled // 2) + "╸" * (filled % 2), style=PALETTE["accent"])
     body.append("━" * (width - filled // 2 - filled % 2), style=PALETTE["track"])
-    body.append(f"{'eta ' + clock_time(board.eta_s):>{SIDE}}")
-    return _row(inner, "step", f"{done}/{board.run.num_steps}", body)
+    body.append(f"{'eta ' + clock_time(state.eta_s):>{SIDE}}")
+    return _row(inner, "step", f"{done}/{state.run.num_steps}", body)
 
 
-def _waiting_rows(board: Board, inner: int) -> _Rows:
+def _waiting_rows(state: RunState, inner: int) -> _Rows:
     """Say what is being waited for, or how the run ends; blank while steps are being done, so that nothing jumps."""
-    if board.end_message:
-        lines = fit(f"{clean(board.end_message)} · {board.ending_s:.0f} s", max(inner - LABEL, 1), 2)
+    if state.end_message:
+        lines = fit(f"{clean(state.end_message)} · {state.ending_s:.0f} s", max(inner - LABEL, 1), 2)
         labels = ["ending", ""]
         return [
             (0, _label(label).append(line, style=PALETTE["watch"])) for label, line in zip(labels, lines, strict=False)
         ]
-    if not board.message:
+    if not state.message:
         return [(0, Text())]
-    seconds = f" · {board.waiting_s:.0f} s"
-    text = shorten(clean(board.message), max(inner - LABEL - len(seconds), 1)) + seconds
-    return [(0, _label().append(text, style=PALETTE["watch" if board.waiting_s >= LONG_WAIT_S else "quiet"]))]
+    seconds = f" · {state.waiting_s:.0f} s"
+    text = shorten(clean(state.message), max(inner - LABEL - len(seconds), 1)) + seconds
+    return [(0, _label().append(text, style=PALETTE["watch" if state.waiting_s >= LONG_WAIT_S else "quiet"]))]
 
 
-def _scores(board: Board, inner: int, room: int) -> _Rows:
+def _scores(state: RunState, inner: int, room: int) -> _Rows:
     """Draw the reward two rows tall or more, and the validation score as wide as the reward."""
-    rewards = resample(board.rewards.points(), _drawing_cells(inner, side=0))
+    rewards = resample(state.rewards.points(), _drawing_cells(inner, side=0))
     tall = min(max(2 + (room - 19) // 6, 2), MAX_CHART_LINES)
     *top, bottom = sparkline(rewards, len(rewards), height=tall)
-    scores = stretch(board.validations.points(), len(rewards))
-    value = number(board.validation)
-    if len(board.validations.points()) > 1 and inner >= NARROW:
-        value = f"{number(board.first_validation)} → {value}"
-    reward = board.report.scalars.get(REWARD) if board.report is not None else None
+    scores = stretch(state.validations.points(), len(rewards))
+    value = number(state.validation)
+    if len(state.validations.points()) > 1 and inner >= NARROW:
+        value = f"{number(state.first_validation)} → {value}"
+    reward = state.report.scalars.get(REWARD) if state.report is not None else None
     validation = Text(sparkline(scores, len(scores))[0], style=PALETTE["validation"])
     return [
         *((_ADVICE, _row(inner, "", "", Text(line, style=PALETTE["reward"]))) for line in top),
@@ -167,32 +167,32 @@ def _scores(board: Board, inner: int, room: int) -> _Rows:
     ]
 
 
-def _health(board: Board, inner: int) -> _Rows:
-    """Say the health words as far as they fit, and the advice for the worst."""
+def _health(state: RunState, inner: int) -> _Rows:
+    """Write the health words that fit, and the advice for the worst."""
     row, room = _label("health"), inner - LABEL
-    for at, finding in enumerate(board.health):
+    for at, finding in enumerate(state.health):
         mark, style = LEVELS[finding.level]
         amount = "" if math.isnan(finding.value) else f" {finding.value:.3g}"
         words = f"{mark} {finding.words}{amount}   "
         if at and len(words) + len("+10") > room:
-            row.append(f"+{len(board.health) - at}", style=style)
+            row.append(f"+{len(state.health) - at}", style=style)
             break
         row.append(words, style=style)
         room -= len(words)
-    advice = shorten(board.health[0].advice, max(inner - LABEL, 1))
+    advice = shorten(state.health[0].advice, max(inner - LABEL, 1))
     return [(0, row), (_ADVICE, _label().append(advice, style=PALETTE["quiet"]))]
 
 
-def _time(board: Board, inner: int) -> _Rows:
+def _time(state: RunState, inner: int) -> _Rows:
     """Draw where the time of a step goes: a stacked bar and its legend."""
-    shares, width = board.shares, _drawing_cells(inner)
+    shares, width = state.shares, _drawing_cells(inner)
     colours = phase_colours(shares)
     bar = Text()
     for name, cells in bar_cells(shares, width).items():
         bar.append("█" * cells, style=colours[name])
-    speed = f"{compact(board.tokens_per_s)} tok/s" if board.tokens_per_s > 0 else ""
+    speed = f"{compact(state.tokens_per_s)} tok/s" if state.tokens_per_s > 0 else ""
     bar.append(f"{speed:>{SIDE}}")
-    seconds = f"{number(board.seconds_per_step)} s"
+    seconds = f"{number(state.seconds_per_step)} s"
     rows: _Rows = [(_TIME, _row(inner, "time", f"{seconds} a step" if inner >= NARROW else seconds, bar))]
     line, room = _label(), inner - LABEL
     for name in shares:
@@ -221,21 +221,21 @@ def _numbers(scalars: Mapping[str, float], inner: int) -> _Rows:
     return [(_MORE_NUMBERS if at else _NUMBERS, line) for at, line in enumerate(lines[:2])]
 
 
-def _texts_and_notes(board: Board, inner: int, room: int) -> _Rows:
+def _texts_and_notes(state: RunState, inner: int, room: int) -> _Rows:
     """Share what is left between a rollout and the last note.
 
-    A note that is new is shown whole, in the place of the rollout where there is no other; later it has what is left.
+    A new note is shown whole, in place of the rollout if there is no other room; later it gets what is left.
     """
     width = max(inner - LABEL, 1)
-    note = _last_note(board)
-    longest = min(_num_lines(board.longest_note, width), MAX_NOTE_LINES)
-    shows_texts = board.completion is not None
+    note = _last_note(state)
+    longest = min(_num_lines(state.longest_note, width), MAX_NOTE_LINES)
+    shows_texts = state.completion is not None
     num_note_lines = 0
     if note:
         num_note_lines = longest if room - longest >= 4 or not shows_texts else 1
-        if num_note_lines < longest and board.note_is_new:
+        if num_note_lines < longest and state.note_is_new:
             num_note_lines, shows_texts = longest, False
-    rows = _completion(board, width, room - num_note_lines - 1) if shows_texts else []
+    rows = _completion(state, width, room - num_note_lines - 1) if shows_texts else []
     lines = fit(note, width, num_note_lines) if note else []
     # Where a note took the texts' place and needs less of it, the frame stays as high as it is.
     lines += [""] * (num_note_lines - len(lines))
@@ -245,22 +245,22 @@ def _texts_and_notes(board: Board, inner: int, room: int) -> _Rows:
     return rows + [(_NOTE, _label(label).append(line, style=style)) for label, line in named]
 
 
-def _last_note(board: Board) -> str:
-    count = f" (and {len(board.notes) - 1} more)" if len(board.notes) > 1 else ""
-    return clean(list(board.notes)[-1]) + count if board.notes else ""
+def _last_note(state: RunState) -> str:
+    count = f" (and {len(state.notes) - 1} more)" if len(state.notes) > 1 else ""
+    return clean(list(state.notes)[-1]) + count if state.notes else ""
 
 
 def _num_lines(cells: int, width: int) -> int:
-    """Return how many lines a text of so many cells takes when it is broken between words."""
+    """Return the number of lines that a text of `cells` takes when it is broken between words."""
     return math.ceil(cells * 1.1 / width) if cells > width else 1
 
 
-def _completion(board: Board, width: int, room: int) -> _Rows:
+def _completion(state: RunState, width: int, room: int) -> _Rows:
     """Show one rollout; of one line each, response and right answer stand under one another to be compared."""
-    example = board.completion
+    example = state.completion
     assert example is not None
     texts = {"prompt": example.prompt, "response": example.response, "answer": example.ground_truth}
-    wanted = {name: _num_lines(cells, width) for name, cells in board.longest_texts.items()}
+    wanted = {name: _num_lines(cells, width) for name, cells in state.longest_texts.items()}
     lines = _shared(wanted, max(room, len(wanted)))
     score = f"score {number(example.score)}"
     rows: _Rows = [(_SPACE, Text())]
@@ -284,7 +284,7 @@ _WEIGHTS = {"prompt": 1, "response": 2, "answer": 1}
 
 
 def _shared(wanted: Mapping[str, int], num_lines: int) -> dict[str, int]:
-    """Share lines out: one each, then to who has the least of what it wants; a response counts twice."""
+    """Share lines out: one each, then to the text that lacks most; a response counts twice."""
     given = dict.fromkeys(wanted, 1)
     for _ in range(num_lines - len(wanted)):
         lacking = [name for name in wanted if given[name] < wanted[name]]

@@ -7,79 +7,72 @@ It draws when something was reported, at most three times a second, and once a s
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 
-from rallypoint.display.board import Board
 from rallypoint.display.frame import render
-from rallypoint.display.screen import Screen
+from rallypoint.display.plain import PlainLines
+from rallypoint.display.progress import Progress
+from rallypoint.display.screen import Screen, can_redraw
+from rallypoint.display.state import RunState
 from rallypoint.display.summary import print_summary
 from rallypoint.run.reports import RunInfo, StepReport, Summary
+
+ReportT = TypeVar("ReportT")
 
 REFRESH_S = 1 / 3
 """Reports closer together than this share a frame; with the clock's own that is four a second."""
 
 
-class LivePanel:
+class LivePanel(Progress):
     """Shows a run in one panel that is redrawn in place."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._board = Board(clock)
-        self._lock = threading.RLock()  # a handler of signals may come in between
+        self._state = RunState(clock)
+        self._lock = threading.RLock()  # a signal handler may come in between
         self._drawn = -math.inf
         self._screen = Screen(console, self._render)
 
     def start(self, run: RunInfo) -> None:
-        """Show a run that begins or goes on."""
-        with self._lock:
-            self._board.start(run)
-        self._draw()
+        """See `Progress`, as for the other methods."""
+        self._show(self._state.start, run)
 
     def waiting(self, message: str) -> None:
-        """Say what is being waited for, and since when."""
-        with self._lock:
-            self._board.wait(message)
-        self._draw()
+        """Count the seconds of the wait."""
+        self._show(self._state.wait, message)
 
     def step(self, report: StepReport) -> None:
-        """Show a step that is done."""
-        with self._lock:
-            self._board.step(report)
-        self._draw()
+        """Redraw soon."""
+        self._show(self._state.step, report)
 
     def validation(self, step: int, score: float) -> None:  # noqa: ARG002 - the sparkline has no step axis
-        """Show a validation score."""
-        with self._lock:
-            self._board.validate(score)
-        self._draw()
+        """Add the score to the sparkline."""
+        self._show(self._state.validate, score)
 
     def note(self, message: str) -> None:
-        """Show a warning; it is repeated in the summary."""
-        with self._lock:
-            self._board.note(message)
-        self._draw(at_once=True)
+        """Redraw at once."""
+        self._show(self._state.note, message, at_once=True)
 
     def ending(self, message: str) -> None:
-        """Say that the run ends after the step under way, and stay with it."""
-        with self._lock:
-            self._board.end(message)
-        self._draw(at_once=True)
+        """Redraw at once, and keep the message."""
+        self._show(self._state.end, message, at_once=True)
 
     def finish(self, summary: Summary) -> None:
         """Replace the panel by the summary."""
         self._screen.stop(erase=True)
-        print_summary(self._console, summary, self._board.notes)
+        print_summary(self._console, summary, self._state.notes)
 
     def give_back(self) -> None:
-        """Make the terminal usable at once, because the process is about to end."""
+        """Show the cursor and the echo again."""
         self._screen.give_back()
 
     def __enter__(self) -> Self:
@@ -96,11 +89,18 @@ class LivePanel:
 
     def _render(self, width: int, height: int) -> Panel:
         with self._lock:
-            return render(self._board, width, height)
+            return render(self._state, width, height)
 
-    def _draw(self, *, at_once: bool = False) -> None:
-        """Redraw, unless it was done just now: then the next report or the clock will."""
+    def _show(self, take: Callable[[ReportT], None], report: ReportT, *, at_once: bool = False) -> None:
+        """Take a report and redraw, unless that was done just now: then the next report or the clock will."""
+        with self._lock:
+            take(report)
         now = self._clock()
         if self._screen.is_started and (at_once or now - self._drawn >= REFRESH_S):
             self._drawn = now
             self._screen.refresh()
+
+
+def make_progress(console: Console, environment: Mapping[str, str] = os.environ) -> Progress:
+    """Return the panel for a terminal that a person looks at, and plain lines for anything else."""
+    return LivePanel(console) if can_redraw(console, environment) else PlainLines(console)

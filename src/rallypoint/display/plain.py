@@ -6,12 +6,11 @@ import io
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 
-from rallypoint.display.board import Board, tokens_per_s
+from rallypoint.display.progress import Progress
+from rallypoint.display.state import RunState, tokens_per_s
 from rallypoint.display.summary import print_summary
 from rallypoint.display.text import clean, clock_time
 from rallypoint.observability.numbers import compact, number
@@ -22,24 +21,24 @@ COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("actor/approx_kl", "update kl", 6),
     ("actor/entropy", "entropy", 5),
 )
-"""Scalars in a line, with their short names and widths; one that is missing is a dash in its place."""
+"""Scalars of a line, with short names and widths; a missing one is shown as a dash."""
 
 LIKENESS: dict[int, str] = str.maketrans({"█": "#", "━": "-", "→": "->", "▲": "!", "·": "-", "…": "..."})
 
 
-class PlainLines:
+class PlainLines(Progress):
     """Writes to the console's file what the panel would draw."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._encoding = console.file, console.encoding
         self._page = Console(file=io.StringIO(), color_system=None, force_terminal=False, width=80)
-        self._board = Board(clock)
+        self._state = RunState(clock)
         self._advised: set[str] = set()
         """Words of health whose advice was given: once is enough for a log."""
 
     def start(self, run: RunInfo) -> None:
         """Write the run's name and folder."""
-        self._board.start(run)
+        self._state.start(run)
         parts = [f"{run.algorithm} {run.name}", f"{run.num_steps} steps"]
         parts += [f"resumed at step {run.first_step}"] if run.first_step > 1 else []
         parts += [run.detail, str(run.run_dir)]
@@ -47,14 +46,14 @@ class PlainLines:
 
     def waiting(self, message: str) -> None:
         """Write what is being waited for."""
-        self._board.wait(message)
+        self._state.wait(message)
         self._write(f"{clean(message)} ...")
 
     def step(self, report: StepReport) -> None:
         """Write the step's line."""
-        self._board.step(report)
-        self._write(step_line(self._board, report))
-        for finding in self._board.health:
+        self._state.step(report)
+        self._write(step_line(self._state, report))
+        for finding in self._state.health:
             if finding.advice and finding.words not in self._advised:
                 self._advised.add(finding.words)
                 amount = "" if math.isnan(finding.value) else f" ({finding.name} {finding.value:.3g})"
@@ -62,12 +61,12 @@ class PlainLines:
 
     def validation(self, step: int, score: float) -> None:
         """Write a validation score."""
-        self._board.validate(score)
+        self._state.validate(score)
         self._write(f"validation after step {step}: {number(score)}")
 
     def note(self, message: str) -> None:
         """Write a warning."""
-        self._board.note(message)
+        self._state.note(message)
         self._write(f"note: {clean(message)}")
 
     def ending(self, message: str) -> None:
@@ -77,19 +76,8 @@ class PlainLines:
     def finish(self, summary: Summary) -> None:
         """Write the summary."""
         with self._page.capture() as page:
-            print_summary(self._page, summary, self._board.notes)
+            print_summary(self._page, summary, self._state.notes)
         self._write(page.get().rstrip("\n"))
-
-    def give_back(self) -> None:
-        """Nothing to give back: a file needs no restoring."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to give back: a file needs no restoring."""
 
     def _write(self, line: str) -> None:
         """Write and flush; a file that cannot take our drawings gets their likeness in ASCII."""
@@ -99,19 +87,19 @@ class PlainLines:
         self._file.flush()
 
 
-def step_line(board: Board, report: StepReport) -> str:
+def step_line(state: RunState, report: StepReport) -> str:
     """Write one step in columns that stay where they are from the first step to the last."""
-    num_steps = board.run.num_steps if board.run is not None else report.step
+    num_steps = state.run.num_steps if state.run is not None else report.step
     digits = len(str(num_steps))
     cells = [
         f"step {report.step:>{digits}}/{num_steps}",
         _cell("reward", number(report.scalars.get(REWARD)), 5),
-        _cell("val", number(board.validation), 5),
+        _cell("val", number(state.validation), 5),
         *(_cell(label, number(report.scalars.get(name)), width) for name, label, width in COLUMNS),
         _cell("tok/s", compact(speed) if math.isfinite(speed := tokens_per_s(report)) else "-", 4),
         f"{report.seconds:>5.2f} s",
-        f"eta {clock_time(board.eta_s)}",
-        ", ".join(finding.words for finding in board.health),
+        f"eta {clock_time(state.eta_s)}",
+        ", ".join(finding.words for finding in state.health),
     ]
     return "  ".join(cells)
 

@@ -1,10 +1,9 @@
-"""The end of a terminal, drawn again and again in one place: what was written above stays, and nothing tears it.
+"""The lower part of a terminal, redrawn in place: what was written above stays, and nothing tears the frame.
 
-The frame stands above the cursor, which waits at the beginning of the line below: what a terminal echoes there
-(`^C`) disturbs nothing. Three things would move the frame from under us, and each has an answer. What the user types
-is not echoed while the program is in the foreground (a return would scroll). What the program prints is written
-above the frame. A terminal of another size, or one that another program used meanwhile, is cleared and drawn anew,
-because nobody knows where its lines went.
+The frame stands above the cursor, which waits at the beginning of the line below, where an echoed `^C` disturbs
+nothing. Three things could move the frame. Typed keys are not echoed while the program is in the foreground (a return
+would scroll). Output of the program is written above the frame. A terminal that was resized, or used by another
+program, is cleared and redrawn, because the position of its lines is unknown.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import IO, Any, TextIO
 
 from rich.console import Console, RenderableType
 
 TICK_S, EVERY_S = 0.25, 1.0
-"""How often the terminal's size is looked at, and how often the clock in a frame goes on."""
+"""Seconds between two looks at the terminal's size, and between two updates of the clock."""
 _UP, _TO_COLUMN_1, _CLEAR_LINE, _CLEAR_BELOW, _HOME = "\x1b[{}A", "\r", "\x1b[K", "\x1b[J", "\x1b[H"
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 
@@ -34,7 +33,7 @@ class Screen:
 
     def __init__(self, console: Console, draw: Callable[[int, int], RenderableType]) -> None:
         self._console, self._draw = console, draw
-        self._file = console.file  # a console without a file of its own looks for stdout, in whose place we shall stand
+        self._file = console.file  # a console without a file looks up sys.stdout, which is replaced below
         self._lock = threading.RLock()
         self._size = (0, 0)
         self._frame: list[str] = []
@@ -47,7 +46,7 @@ class Screen:
 
     @property
     def is_started(self) -> bool:
-        """Whether the terminal is ours."""
+        """Whether the screen has the terminal."""
         return self._ticker is not None
 
     def start(self) -> None:
@@ -189,7 +188,7 @@ class _Above(io.TextIOBase):
 
 
 def is_ours(file: IO[str]) -> bool:
-    """Whether a file is a terminal that no other program is in front of."""
+    """Whether a file is a terminal with this program in the foreground."""
     try:
         if not os.isatty(file.fileno()):
             return False
@@ -216,3 +215,17 @@ def _set_echo(descriptor: int, settings: Any) -> None:
     with contextlib.suppress(OSError, termios.error):
         if os.tcgetpgrp(descriptor) in (0, os.getpgrp()):
             termios.tcsetattr(descriptor, termios.TCSANOW, settings)
+
+
+def can_redraw(console: Console, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a person looks at a terminal whose lines can be overwritten.
+
+    A variable that asks for colours makes no terminal of a pipe. A job in the background has a terminal, but another
+    program draws on it. A notebook gives its `!` commands a terminal that prints what is redrawn line after line, codes
+    included; each Jupyter kernel sets one of these variables for the commands that it runs.
+    """
+    in_notebook = environment.get("MPLBACKEND", "").startswith("module://matplotlib_inline") or any(
+        name in environment for name in ("JPY_PARENT_PID", "COLAB_RELEASE_TAG")
+    )
+    is_able = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    return is_able and is_ours(console.file) and not in_notebook

@@ -23,7 +23,7 @@ _ESCAPES = re.compile(
 )
 _SPACES = re.compile(r"\s+")
 _MAX_MARKS = 2
-"""Combining marks that may stand on one letter; languages need two, mischief uses hundreds."""
+"""Combining marks allowed on one letter; languages need two, mischief uses hundreds."""
 
 
 def clean(text: str, max_chars: int = 2000) -> str:
@@ -48,7 +48,7 @@ def clean(text: str, max_chars: int = 2000) -> str:
 
 
 def shorten(text: str, cells: int) -> str:
-    """Cut the middle out of a text that is wider than so many cells; a wide character takes two.
+    """Cut the middle out of a text that is wider than `cells`; a wide character takes two.
 
     >>> shorten("the quick brown fox", 11)
     'the qu… fox'
@@ -68,7 +68,7 @@ def shorten(text: str, cells: int) -> str:
 
 
 def wrap(text: str, cells: int) -> list[str]:
-    """Break a text into lines of at most so many cells, between words where it can be; wide characters take two.
+    """Break a text into lines of at most `cells`, between words if possible; wide characters take two.
 
     >>> wrap("the quick brown fox", 11), wrap("abcdefgh ij", 3)
     (['the quick', 'brown fox'], ['abc', 'def', 'gh', 'ij'])
@@ -89,7 +89,7 @@ def wrap(text: str, cells: int) -> list[str]:
 
 
 def fit(text: str, cells: int, num_lines: int) -> list[str]:
-    """Break a text into at most so many lines; of one that is longer the middle is cut out, as `shorten` does.
+    """Break a text into at most `num_lines`; the middle of a longer one is cut out, as `shorten` does.
 
     >>> fit("one two three four five six seven", 9, 2)
     ['one two', 'th… seven']

@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from rallypoint.cluster.capacity import num_cores
 from rallypoint.environments.child import Child
 from rallypoint.environments.outcome import Outcome, RewardCall, call_reward
 from rallypoint.environments.reward import SHIPPED, RewardFunction, load_reward, no_function, wanted_tokens
@@ -128,7 +128,7 @@ class Pool:
         self._is_loaded = False
         self._new = functools.partial(Child, spec, timeout_s, log)
         # The kernel ends a process with the thread that started it, so these threads live as long as the pool.
-        self._threads = ThreadPoolExecutor(num_processes or min(_num_cores(), _MAX_PROCESSES), "reward")
+        self._threads = ThreadPoolExecutor(num_processes or min(num_cores(), _MAX_PROCESSES), "reward")
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle: list[Child] = []
@@ -198,10 +198,6 @@ class Pool:
             with self._lock:
                 self._starting.discard(child)
         return child
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""How much arithmetic a model does, and how much its device could do.
+"""The arithmetic that a model does, and the peak of its device.
 
 Owns: the count of floating-point operations (a multiplication and an addition are two), by torch's own counter on
-the meta device, and the peak of a device. Must not know: the config, and who trains what. What a run reports as
+the meta device, and the peak of a device. Must not know: configs and roles. What a run reports as
 `mfu`, model-FLOP utilisation, is operations / (seconds x peak), over all ranks.
 
 Counted is what the model needs, whatever the code really does: no recomputation, no padding, no gradients of frozen
@@ -54,11 +54,11 @@ class PassFlops:
     """Operations of one pass, exact for rows of any lengths."""
 
     per_token: int
-    """Of the backbone, for every token that is computed: products with weights."""
+    """Operations of the backbone for each computed token: products with weights."""
     per_pair: int
-    """Of the backbone, for every computed token and every token of its row: the attention of all layers."""
+    """Operations of the backbone for each pair of a computed token and a token of its row: attention of all layers."""
     per_output: int
-    """Of the head (logits or value) for one token."""
+    """Operations of the head (logits or value) for one token."""
 
     def of(self, lengths: Sequence[int], num_outputs: int, computed: Sequence[int] | None = None) -> int:
         """Count the pass of some rows.
@@ -132,7 +132,7 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
     whole = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     config = copy.deepcopy(model.config)
     config._attn_implementation = _ATTENTION
-    config._experts_implementation = "batched_mm"  # the one that the counter knows
+    config._experts_implementation = "batched_mm"  # the only one that the counter knows
     with torch.device("meta"):
         return whole(config)
 

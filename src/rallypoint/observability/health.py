@@ -40,9 +40,10 @@ class Rule:
 
     name: str
     words: str
-    side: Literal["above", "below"]
-    watch: float
-    bad: float
+    above: tuple[float, float] | None = None
+    """Where it begins to be watched, and to be bad, if high values are worse."""
+    below: tuple[float, float] | None = None
+    """Likewise, if low values are worse."""
     advice: str
     reason: str
     """Why the thresholds are where they are."""
@@ -51,91 +52,73 @@ class Rule:
 
     def level(self, value: float) -> Level:
         """Return how bad a value is; equal to a threshold is not beyond it."""
-        sign = 1.0 if self.side == "above" else -1.0
-        if sign * value > sign * self.bad:
+        sign, (watch, bad) = (1.0, self.above) if self.above else (-1.0, self.below or (-math.inf, -math.inf))
+        if sign * value > sign * bad:
             return "bad"
-        return "watch" if sign * value > sign * self.watch else "ok"
+        return "watch" if sign * value > sign * watch else "ok"
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="reward/failed",
         words="rewards failing",
-        side="above",
-        watch=0.0,
-        bad=0.5,
+        above=(0.0, 0.5),
         advice="the reward function fails: the log has samples and reasons",
         reason="a failure is a bug in somebody's code: none is normal; a count of one is past both thresholds",
     ),
     Rule(
         name="rollout/failed",
         words="rollouts failing",
-        side="above",
-        watch=0.0,
-        bad=0.5,
+        above=(0.0, 0.5),
         advice="the engine failed on some, left out: the log has the reasons",
         reason="an engine answers every request: none is normal; a count of one is past both thresholds",
     ),
     Rule(
         name="rollout/logprob_gap_mean",
         words="rollout/train gap",
-        side="above",
-        watch=0.02,
-        bad=0.1,
+        above=(0.02, 0.1),
         advice="sampler and trainer disagree: compare dtype, kernels, weights",
         reason="two bf16 engines differ by 0.003 to 0.01 per token on average; more is another policy",
     ),
     Rule(
         name="rollout/logprob_gap_max",
         words="rollout/train outlier",
-        side="above",
-        watch=2.0,
-        bad=5.0,
+        above=(2.0, 5.0),
         advice="single tokens are judged quite otherwise: look at the masks",
         reason="rounding moves a rare token by up to about 1 nat; 5 nats is a factor of 150",
     ),
     Rule(
         name="actor/ratio_error",
         words="ratio not 1 at first",
-        side="above",
-        watch=0.03,
-        bad=0.08,
+        above=(0.03, 0.08),
         advice="the same weights give other logprobs: a bug, or coarse kernels",
         reason="float32 stops at 0.01; in bf16 sums in another order move the mean by 0.001 to 0.08",
     ),
     Rule(
         name="actor/nondeterministic",
         words="bits may differ",
-        side="above",
-        watch=0.0,
-        bad=math.inf,
+        above=(0.0, math.inf),
         advice="torch has no deterministic kernel for an operator: see logs",
         reason="with one such operator on an accelerator the same seed may give other bits",
     ),
     Rule(
         name="actor/approx_kl",
         words="update kl high",
-        side="above",
-        watch=0.05,
-        bad=0.2,
+        above=(0.05, 0.2),
         advice="the policy moves far in a step: lower the lr or the epochs",
         reason="PPO is commonly stopped early at 0.015 to 0.03; at 0.2 the clipped surrogate means nothing",
     ),
     Rule(
         name="actor/clip_fraction",
         words="clipping a lot",
-        side="above",
-        watch=0.3,
-        bad=0.5,
+        above=(0.3, 0.5),
         advice="many tokens give no gradient: lower the lr or the epochs",
         reason="0.05 to 0.2 is usual; beyond a half most of the batch is thrown away",
     ),
     Rule(
         name="actor/entropy",
         words="entropy collapsed",
-        side="below",
-        watch=0.1,
-        bad=0.02,
+        below=(0.1, 0.02),
         advice="nothing new is tried: raise entropy bonus or temperature",
         reason="0.02 nats is one surprise in some 300 tokens: all rollouts of a group are the same text",
         unless_reward=0.8,
@@ -143,56 +126,44 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="kl/reference_mean",
         words="far from reference",
-        side="above",
-        watch=4.0,
-        bad=10.0,
+        above=(4.0, 10.0),
         advice="raise the KL coefficient, unless the reference knew nothing",
         reason="from random weights a policy ends ln(V) away, 2.8 nats for 16 tokens; beyond 4 language decays",
     ),
     Rule(
         name="rollout/truncated",
         words="rollouts truncated",
-        side="above",
-        watch=0.2,
-        bad=0.6,
+        above=(0.2, 0.6),
         advice="responses hit the length limit: raise it, or reward brevity",
         reason="a few long answers are normal; when most are cut, the score measures the limit",
     ),
     Rule(
         name="rollout/hidden_tokens",
         words="hidden tokens",
-        side="above",
-        watch=0.02,
-        bad=0.2,
+        above=(0.02, 0.2),
         advice="special tokens that the reward does not see: an easy hack",
         reason="a trained model has none inside a response; one token in five is a way around the reward",
     ),
     Rule(
         name="reward/std",
         words="rewards all equal",
-        side="below",
-        watch=1e-3,
-        bad=1e-6,
+        below=(1e-3, 1e-6),
         advice="nothing to learn from: choose easier or harder prompts",
         reason="a score from 0 to 1 that differs in one rollout of a thousand still has a deviation of 0.03",
         unless_reward=0.95,
     ),
     Rule(
-        name="course/flat_steps",
+        name="reward/flat_steps",
         words="not learning",
-        side="above",
-        watch=60.0,
-        bad=120.0,
+        above=(60.0, 120.0),
         advice="lr too low, rewards all equal, or one that is never earned?",
-        reason="steps without a rise (course.py): recipes that work rise within 40; 60 leaves a slow start some room",
+        reason="steps without a rise (trend.py): recipes that work rise within 40; 60 leaves a slow start some room",
         unless_reward=0.9,
     ),
     Rule(
         name="critic/explained_variance",
         words="critic blind",
-        side="below",
-        watch=0.0,
-        bad=-1.0,
+        below=(0.0, -1.0),
         advice="normal in the first steps; later, raise the critic's lr",
         reason="0 is a critic that knows only the mean; below, its values add noise to the advantages",
         unless_reward=0.95,

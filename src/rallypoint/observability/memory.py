@@ -1,4 +1,4 @@
-"""How much memory the calls of a role take: of its accelerator, or of its process where there is none.
+"""Memory that the calls of a role take: on its accelerator, or in its process if there is none.
 
 Roles that share a process take turns, and keep their weights meanwhile: the peak during a call counts what the others
 hold, too. On CPUs it counts the private pages of the process, those that the C library's heap keeps for later among
@@ -74,13 +74,13 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     status = _status()
-    # The kernel keeps the peak of all pages; those of files and of shared memory are taken off as they are now.
+    # The kernel keeps the peak of all pages; current pages of files and shared memory are subtracted.
     private = status.get("VmHWM", 0) - status.get("RssFile", 0) - status.get("RssShmem", 0)
     return private + _shared_bytes()
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Let the peak begin at what is taken now; where that is not allowed it stays that of the whole process."""
+    """Restart the peak at the current value; where that is not allowed it stays the peak of the process."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return
@@ -89,7 +89,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _status() -> dict[str, int]:
-    """Return the sizes that Linux tells of this process, in bytes; empty on other systems."""
+    """Return the sizes that Linux reports for this process, in bytes; empty on other systems."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

@@ -42,3 +42,12 @@ def compact(count: float) -> str:
         if abs(scaled) >= 0.9995:
             return f"{scaled:.1f}{letter}" if abs(scaled) < 9.95 else f"{scaled:.0f}{letter}"
     return f"{count:.0f}"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Write a number with its noun.
+
+    >>> counted(1, "row"), counted(1_024, "row"), counted(2, "micro-batch", "es")
+    ('1 row', '1,024 rows', '2 micro-batches')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,4 +1,4 @@
-"""What is said of a run that is done, from its folder alone."""
+"""The summary of a finished run, made from its folder alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]
 
 
 def draw(folder: RunFolder) -> tuple[Path | None, str]:
-    """Draw the learning curve; return its file, or None and why there is none, for a picture must not end a run."""
+    """Draw the learning curve; return its file, or None and the reason: a picture must not end a run."""
     try:
         return save_curve(folder.metrics, folder.curve, folder.path.name), PLOT_HINT
     except Exception as error:  # noqa: BLE001 - of whatever draws: the run is done
@@ -39,15 +39,17 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
         own = "" if config.reward.function in SHIPPED else f" --reward {anchored(config).reward.function}"
         commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"
     predicted = plan_on(config, look_around(config))
-    return Summary.from_metrics(
-        folder.metrics,
+    summary = Summary(
         name=folder.path.name,
         run_dir=folder.path,
         curve=curve,
         why_no_curve=why_not,
-        num_warmup_steps=config.num_warmup_steps,
         checkpoints=found,
         commands=commands,
-        text_of=_text_of(found[-1], config) if found else None,
+    )
+    return summary.measured(
+        folder.metrics,
         predicted_memory_gib={memory.role: predicted.turn_memory(memory.role) / 2**30 for memory in predicted.memory},
+        num_warmup_steps=config.num_warmup_steps,
+        text_of=_text_of(found[-1], config) if found else None,
     )

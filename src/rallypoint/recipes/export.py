@@ -15,7 +15,7 @@ from rallypoint.model_files import merge_adapters, save_model
 from rallypoint.recipes.use import Trained
 
 _OWN = {MANIFEST, "training", "critic"}
-"""What a checkpoint has besides the model."""
+"""Entries of a checkpoint that are not part of the model."""
 
 
 def export(trained: Trained, to: Path, *, merge: bool | None) -> None:

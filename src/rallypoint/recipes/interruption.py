@@ -1,4 +1,4 @@
-"""Ctrl-C and the other signals that ask for an end, so that a run ends with what it has."""
+"""Ctrl-C and the other signals that ask a run to end: it saves its state first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-"""What asks for an end, in a user's words: a person, a scheduler, a terminal that was closed."""
+"""Signals that ask a run to end, in a user's words: from a person, a scheduler, a closed terminal."""
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -21,7 +21,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 def interruptible(
     first: Callable[[str], None], second: Callable[[], str], at_once: Callable[[], None] = lambda: None
 ) -> Iterator[asyncio.Event]:
-    """Yield an event that the first of these signals sets; the second ends the program at once, whatever it is doing.
+    """Yield an event that the first such signal sets; the second ends the program at once, whatever it is doing.
 
     They are caught by the process and not by the event loop, so that the second one works while something blocks the
     loop. Python looks at signals between its own instructions: only a call that never comes back from C is not left.
@@ -50,7 +50,7 @@ def interruptible(
         loop.call_soon_threadsafe(begin, _SIGNALS[signal.Signals(number)])
 
     if threading.current_thread() is not threading.main_thread():
-        yield event  # whoever started the thread handles signals
+        yield event  # the main thread handles signals
         return
     # nohup ignores SIGHUP on its user's behalf.
     caught = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
@@ -63,7 +63,7 @@ def interruptible(
 
 
 def _let_go(terminals: list[int]) -> None:
-    """Write to nowhere what was meant for a terminal that is gone: an error there must not keep a run from saving."""
+    """Discard output for a terminal that is gone: an error there must not keep a run from saving."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in terminals:
         os.dup2(nowhere, descriptor)
@@ -71,7 +71,7 @@ def _let_go(terminals: list[int]) -> None:
 
 
 def _end(number: int, line: str, *, is_terminal: bool) -> NoReturn:
-    """End without unwinding, which may take long or wait for what hangs; helpers see us go and clean up."""
+    """End without unwinding, which may take long or hang; helper processes notice the end and clean up."""
     text = f"{_SHOW_CURSOR if is_terminal else ''}\n{line}\n".encode(errors="replace")
     with contextlib.suppress(OSError):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, text)

@@ -1,13 +1,13 @@
 """The frame of every recipe: start, resume, step after step, validate, checkpoint, stop.
 
-Owns: what happens between steps. Must not know: which algorithm it runs; what a step does stands on the
-recipe's own page.
+Owns: what happens between steps. Must not know: which algorithm it runs; the recipe's own page says what a step does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import shutil
 import uuid
@@ -28,11 +28,10 @@ from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.plan.run_plan import weights_way
 from rallypoint.recipes.interruption import interruptible
-from rallypoint.recipes.material import Material, prepare
-from rallypoint.recipes.reading import Found, read_material
+from rallypoint.recipes.machine import pools_of
+from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.roles.pools import pools_of
 from rallypoint.roles.source import AbandonedError, RolloutRecord
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
 from rallypoint.run.agreement import Agreement
@@ -62,10 +61,10 @@ def train(
     Args:
         loaded: the checked config.
         folder: of the run.
-        progress: what the user sees; entered already.
-        resume: continue from the newest checkpoint, if there is one.
-        from_step: with `resume`, continue from the checkpoint of that step, or begin anew with 0.
-        found: what the run begins with, where it has been read; None reads it, before anything is started.
+        progress: display, entered already.
+        resume: whether to continue from the newest checkpoint, if there is one.
+        from_step: step of the checkpoint to continue from with `resume`; 0 starts anew, None takes the newest.
+        found: prompts, tokenizer and limits of the models; None reads them before anything is started.
 
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
@@ -126,8 +125,9 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
-            recipe = await page_of(config).create(Setup(placement, material, grader, say))
-            run = _Run(config, folder, progress, log, recipe, material, placement, endpoint, await recording, say)
+            setup = Setup(placement, material, grader, say)
+            recipe = await page_of(config).create(setup)
+            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log)
             if first:
                 await run.restore(first)
             return await run.steps(first)
@@ -141,7 +141,7 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
 
 
 def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | None:
-    """Take the port at which the run is to answer, if it is; what serves is imported by those only who want it."""
+    """Take the port of the run's endpoint, if it has one; only then the server is imported."""
     if config.rollout.serve is None:
         return None
     from rallypoint.recipes.endpoint import Endpoint
@@ -150,7 +150,7 @@ def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | N
 
 
 async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:
-    """Wait for both; bad data need not wait for a place on the cluster to be reported."""
+    """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
     try:
         return (await asyncio.gather(preparing, opened))[0]
@@ -160,13 +160,13 @@ async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asy
 
 
 def _take_note(prepared: asyncio.Task[Any]) -> None:
-    """Look at an error, so that asyncio does not complain about one that came after another."""
+    """Mark an error as seen, so that asyncio does not log one that came after another."""
     if not prepared.cancelled():
         prepared.exception()
 
 
 class _Voice:
-    """Says a line to the user; what a message has besides its first line stands in the log."""
+    """Says a line to the user, and logs the whole message."""
 
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self._folder, self._progress = folder, progress
@@ -177,28 +177,21 @@ class _Voice:
         self._progress.note(f"{first} (more in logs/train.log)" if more else first)
 
 
+@dataclasses.dataclass(slots=True)
 class _Run:
     """One start of a run: the steps that are still to do."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        progress: Progress,
-        log: MetricsLog,
-        recipe: Recipe,
-        material: Material,
-        placement: Placement,
-        endpoint: Endpoint | None,
-        record: Record,
-        say: _Voice,
-    ) -> None:
-        self.config, self.folder, self.progress, self.log = config, folder, progress, log
-        self.recipe, self.material, self.placement = recipe, material, placement
-        self.endpoint, self._record, self._say = endpoint, record, say
-        self._saved = 0
-        self._largest_gap = 0.0
-        self._curve = CurveAsItGoes(folder.metrics, folder.curve, folder.path.name)
+    setup: Setup
+    recipe: Recipe
+    record: Record
+    endpoint: Endpoint | None
+    folder: RunFolder
+    progress: Progress
+    log: MetricsLog
+    saved: int = 0
+    """Step of the newest checkpoint."""
+    largest_gap: float = 0.0
+    """Nats between sampler and trainer, of any step so far."""
 
     async def restore(self, step: int) -> None:
         """Read the roles' state back from the checkpoint of a step, which was verified."""
@@ -210,27 +203,29 @@ class _Run:
         self.recipe.source.num_admitted = state["num_admitted"]
 
     async def steps(self, first: int) -> bool:
-        """Do the steps after the first so many; return whether all were done."""
+        """Do the steps after step `first`; return whether all were done."""
+        curve = CurveAsItGoes(self.folder.metrics, self.folder.curve, self.folder.path.name)
         try:
-            with interruptible(self._promise, self._lost, self.placement.runtime.hurry) as interrupted:
+            with interruptible(self._promise, self._lost, self.setup.placement.runtime.hurry) as interrupted:
                 await self._begin(first)
-                return await self._steps(first, interrupted)
+                return await self._steps(first, interrupted, curve)
         finally:
-            self._curve.close()
+            curve.close()
 
     async def _begin(self, first: int) -> None:
         actor, rollouts = self.recipe.actor, self.recipe.rollouts
-        self._saved = first
+        self.saved = first
         if rollouts is not None:
             await actor.publish(rollouts)
             if self.endpoint is not None:
-                await self.endpoint.open(self.placement, self.material, actor, rollouts)
-        self.log.write(first, {**({} if first else self.material.counts()), TIME_PREFIX + START: self.log.open_s})
+                await self.endpoint.open(self.setup.placement, self.setup.material, actor, rollouts)
+        self.log.write(first, {**({} if first else self.setup.material.counts()), TIME_PREFIX + START: self.log.open_s})
         if first == 0:
             await self._validate(0)
 
-    async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
-        num_steps, every = self.config.trainer.num_steps, self.config.checkpoint_every_steps
+    async def _steps(self, first: int, interrupted: asyncio.Event, curve: CurveAsItGoes) -> bool:
+        config = self.setup.config
+        num_steps, every = config.trainer.num_steps, config.checkpoint_every_steps
         for step in range(first + 1, num_steps + 1):
             if interrupted.is_set():
                 self.folder.log(f"interrupted after step {step - 1}")
@@ -238,11 +233,12 @@ class _Run:
             try:
                 await self._step(step)
             except AbandonedError as error:
-                self._say(f"step {step} is given up, and repeated by --resume: {error}")
-                if self._saved < step - 1:
+                self.setup.say(f"step {step} is given up, and repeated by --resume: {error}")
+                if self.saved < step - 1:
                     await self._save(step - 1)
                 return False
-            if step % self.config.validation.every_steps == 0 or step == num_steps:
+            curve.refresh()
+            if step % config.validation.every_steps == 0 or step == num_steps:
                 await self._validate(step)
             if interrupted.is_set() or step % every == 0 or step == num_steps:
                 await self._save(step)
@@ -256,26 +252,25 @@ class _Run:
 
     def _lost(self) -> str:
         self.progress.give_back()
-        lost = f"the steps after {self._saved} are lost" if self._saved else "all steps are lost"
+        lost = f"the steps after {self.saved} are lost" if self.saved else "all steps are lost"
         return f"ended at once: {lost}, and are done again with: rally train {self.folder.path} --resume"
 
     async def _step(self, step: int) -> None:
         with collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
-        scalars = merge(metrics, await self.placement.memory()).scalars()
+        scalars = merge(metrics, await self.setup.placement.memory()).scalars()
         self._log_agreement(step, scalars)
         self.log.write(step, {**scalars, **spans.scalars()})
         records = self.recipe.records
-        if self.config.trainer.num_logged_rollouts:
+        if self.setup.config.trainer.num_logged_rollouts:
             self.folder.write_rollouts(step, records)
         self.progress.step(_report(step, scalars, spans, records))
-        self._curve.refresh()
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
-        """Name the token on which sampler and trainer are farthest apart, in the log, when they never were as far."""
-        found = Agreement.of([{STEP: step, **scalars}], self.material.token_text)
-        if found is not None and not found.largest <= self._largest_gap:
-            self._largest_gap = found.largest
+        """Log the token on which sampler and trainer differ most, when they differ more than ever before."""
+        found = Agreement.of([{STEP: step, **scalars}], self.setup.material.token_text)
+        if found is not None and not found.largest <= self.largest_gap:
+            self.largest_gap = found.largest
             self.folder.log(f"rollout and old logprobs: {found}")
 
     async def _validate(self, step: int) -> None:
@@ -284,7 +279,7 @@ class _Run:
             try:
                 score = await self.recipe.validate()
             except AbandonedError as error:
-                self._say(f"the validation after step {step} is left out: {error}")
+                self.setup.say(f"the validation after step {step} is left out: {error}")
         if score is not None:
             self.log.write(step, {"validation/score": score, **spans.scalars()})
             self.progress.validation(step, score)
@@ -302,12 +297,12 @@ class _Run:
                 (folder / "training").mkdir()
                 for learner in recipe.learners:
                     await learner.save(folder)
-                save_tokenizer(self.material.tokenizer, folder)
+                save_tokenizer(self.setup.material.tokenizer, folder)
                 state = {"step": step, "num_admitted": recipe.source.num_admitted, "version": recipe.actor.version}
                 (folder / _STATE).write_text(json.dumps(state))
-                self._record.write(folder)
-            checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
-        self._saved = step
+                self.record.write(folder)
+            checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep)
+        self.saved = step
         self.log.write(step, spans.scalars())
 
 

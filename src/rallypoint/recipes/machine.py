@@ -1,9 +1,9 @@
-"""This machine beside what a config asks of it, for a run that starts its own cluster or needs none.
+"""This machine compared with what a config asks for, in a run that starts its own cluster or needs none.
 
-Owns: what is here (cores, memory, accelerators) and whether pools and plan fit. Must not know: Ray. torch is asked for
-accelerators in a process of its own, so that this one never holds a context on a GPU that workers need.
+Owns: the inventory (cores, memory, accelerators) and whether pools and plan fit. Must not know: Ray. A process of its
+own asks torch for accelerators, so that this one never holds a context on a GPU that workers need.
 
-Of a cluster that is joined nothing is known here but the labels that it is asked for.
+Of a cluster that the run joins, only the requested labels are known here.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rallypoint.cluster.capacity import Node, advice, misfit, num_cores
+from rallypoint.cluster import ResourcePool, ResourcePoolManager
+from rallypoint.cluster.capacity import Node, advice, memory_bytes, misfit, num_cores
 from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
+from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan, make_plan
 from rallypoint.plan.choices import SAFE, activations_bytes, choose
-from rallypoint.roles.pools import resource_pools
 
 _ASK_TORCH = """
 import json, sys, torch
 module = torch.get_device_module(torch.device(sys.argv[1]))
 devices = []
 if module.is_available():
-    for index in range(module.device_count()):
+    for index in range(module.devicecounted()):
         found = module.get_device_properties(index)
         devices.append([found.name, found.total_memory])
 print(json.dumps([torch.__version__, devices]))
@@ -42,7 +43,7 @@ _OF_TYPES = {
     "T4": 16, "A10G": 24, "L4": 24, "V100": 32, "A100-40G": 40, "L40S": 48, "A100": 80, "A100-80G": 80, "H100": 80,
     "H20": 96, "GH200": 144, "H200": 141, "B200": 192,
 }  # fmt: skip
-"""GiB of a type in Ray's words, of the largest one that is sold."""
+"""Accelerator type as Ray names it -> GiB of its largest version."""
 _TYPE_LABEL = "ray.io/accelerator-type"
 
 
@@ -56,26 +57,26 @@ class Accelerator:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What is here."""
+    """The inventory of this machine."""
 
     num_cores: int
     num_bytes: int
-    """Of memory, as far as this process may have it."""
+    """Memory that this process may use."""
     accelerators: tuple[Accelerator, ...] = ()
-    """Those of the kind that the config names, as torch finds them; with cluster.device=cpu those that a driver has."""
+    """Devices of the configured kind that torch finds; with cluster.device=cpu, GPUs that the driver reports."""
     complaint: str = ""
-    """Why torch finds none."""
+    """Reason why torch finds none."""
 
 
 def look_around(config: RunConfig) -> Machine:
     """Return what this machine has for a run."""
     device = config.cluster.device
     if device == "cpu":
-        return Machine(num_cores(), _memory(), _ask_driver())
+        return Machine(num_cores(), memory_bytes(), _ask_driver())
     if config.cluster.address is not None:
-        return Machine(num_cores(), _memory())
+        return Machine(num_cores(), memory_bytes())
     accelerators, complaint = _ask_torch(device)
-    return Machine(num_cores(), _memory(), accelerators, complaint)
+    return Machine(num_cores(), memory_bytes(), accelerators, complaint)
 
 
 def choices(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
@@ -91,7 +92,7 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
     if loaded.origins["cluster.pools"] == THIS_MACHINE:
         yield (
             f"cluster.pools={shown(config.cluster.pools)} cluster.num_cpus_per_process="
-            f"{config.cluster.num_cpus_per_process}: chosen for the {_count(machine.num_cores, 'core')} here"
+            f"{config.cluster.num_cpus_per_process}: chosen for the {counted(machine.num_cores, 'core')} here"
         )
     if needed := activations_bytes(config, rooms):
         each = ", ".join(f"{way} {_gib(max(needs.values()))}" for way, needs in needed.items())
@@ -103,7 +104,7 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
 
 
 def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
-    """Return the plan of a run here, whose cache is what devices have room for, as far as they are known."""
+    """Return the plan of a run here; its cache has the size that is left on the devices, where they are known."""
     return _within(make_plan(config), config, machine)
 
 
@@ -112,10 +113,10 @@ def _within(plan: RunPlan, config: RunConfig, machine: Machine) -> RunPlan:
 
 
 def check_machine(config: RunConfig, plan: RunPlan, machine: Machine | None = None) -> tuple[str, ...]:
-    """Compare a run with this machine, and return what there is to say of it.
+    """Compare a run with this machine, and return notes for the user.
 
     Raises:
-        ConfigError: the run cannot be here.
+        ConfigError: the run does not fit on this machine.
     """
     machine = machine or look_around(config)
     plan = _within(plan, config, machine)
@@ -126,7 +127,7 @@ def check_machine(config: RunConfig, plan: RunPlan, machine: Machine | None = No
 
 
 def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
-    """Yield why a run cannot be on this machine; nothing for one that joins a cluster."""
+    """Yield the reasons why a run does not fit on this machine; none for one that joins a cluster."""
     device = config.cluster.device
     if config.cluster.address is not None:
         return
@@ -152,7 +153,7 @@ def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
 
 
 def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[Problem]:
-    """Yield pools whose processes hold more than a device has, for certain: weights, gradients, optimizer."""
+    """Yield pools whose weights, gradients and optimizers alone exceed a device."""
     for pool, most, whose in _rooms(config, machine):
         held = plan.held_memory(pool) if plan.memory else 0
         if held > most:
@@ -165,7 +166,7 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
 
 
 def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
-    """Yield what a user would want to know of a run that can be: memory that may not do, devices that lie idle."""
+    """Yield notes on a run that fits: memory that may not suffice, devices that are idle."""
     for pool, most, whose in _rooms(config, machine):
         peak = plan.process_memory(pool)
         if peak > most >= plan.held_memory(pool):
@@ -181,7 +182,7 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
         return
     names = ", ".join(dict.fromkeys(each.name for each in machine.accelerators))
     if cluster.device == "cpu":
-        yield f"{_count(len(machine.accelerators), 'GPU')} here ({names}) lie idle: cluster.device=cuda uses them"
+        yield f"{counted(len(machine.accelerators), 'GPU')} here ({names}) lie idle: cluster.device=cuda uses them"
         return
     wanted = sum(map(sum, cluster.pools.values())) * (
         1 if cluster.runtime == "inline" else cluster.num_gpus_per_process
@@ -212,7 +213,7 @@ def _idle_cores(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 
 def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]]:
-    """Yield every pool with the bytes of a device that one of its processes may have, and whose that is in words."""
+    """Yield every pool with the device bytes of one of its processes, and the device in words."""
     cluster = config.cluster
     if cluster.device == "cpu":
         return
@@ -233,7 +234,7 @@ def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]
 
 @functools.cache
 def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
-    """Return the devices of a kind, or why there is none."""
+    """Return the devices of a kind, or the reason why there is none."""
     command = [sys.executable, "-c", _ASK_TORCH, device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
@@ -255,7 +256,7 @@ def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
 
 @functools.cache
 def _ask_driver() -> tuple[Accelerator, ...]:
-    """Return the GPUs that NVIDIA's driver tells of, unless they are hidden; without torch."""
+    """Return the GPUs that NVIDIA's driver reports, unless they are hidden; without torch."""
     program = shutil.which("nvidia-smi")
     if program is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(_devices()):
         return ()
@@ -272,20 +273,29 @@ def _devices() -> Iterator[Path]:
     return Path("/dev").glob("nvidia[0-9]*")
 
 
-def _memory() -> int:
-    """Return the bytes of memory of this machine, or of the container that this process is in."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        try:
-            return min(there, int(limit.read_text()))
-        except (OSError, ValueError):  # no such limit: `max`, or no such file
-            continue
-    return there
-
-
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
+    """Return the pools of a config by their names."""
+    cluster = config.cluster
+    return {
+        name: ResourcePool(
+            processes_per_node,
+            name=name,
+            num_cpus=cluster.num_cpus_per_process,
+            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process,
+            memory_gib=cluster.memory_gib_per_process or 0,
+            labels=cluster.labels,
+            device=cluster.device,
+        )
+        for name, processes_per_node in cluster.pools.items()
+    }
+
+
+def pools_of(config: RunConfig) -> ResourcePoolManager:
+    """Return the pools of a config, and which role is placed on which."""
+    return ResourcePoolManager(
+        resource_pools(config), {role: placement.pool for role, placement in config.roles.items()}
+    )

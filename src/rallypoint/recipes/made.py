@@ -1,8 +1,7 @@
-"""The model and the data set that a run makes for itself: made once, whole or not there, compared at every start.
+"""The model and the data set that a run makes for itself: once, completely or not at all, verified at every start.
 
-Both follow from the config, but not from the config alone (another version of a library may draw other numbers), and a
-run depends on every bit of them: the reference is read from `model/` at each start. So each folder lists what is in it,
-with digests, and what it was made from.
+Another version of a library may draw other numbers from the same config, and a run depends on every bit: the reference
+is read from `model/` at each start. So each folder has a list of its files with digests, and of what it was made from.
 
     model/made.json     {"made_from": {"seed": 0, ...}, "files": {"model.safetensors": {"size": 1, "xxh3_128": "..."}}}
 """
@@ -22,11 +21,11 @@ from rallypoint.disk import naming
 from rallypoint.errors import CheckpointError, DataError
 from rallypoint.model_files import create_model
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.inputs import MADE_LIST, listed_in
+from rallypoint.run.record import MADE_LIST, listed_in
 
 
 def made_model(config: RunConfig, folder: RunFolder) -> Path:
-    """Return the folder of the model that a run makes for itself, which is whole.
+    """Return the folder of the model that a run makes for itself, verified.
 
     Raises:
         CheckpointError: it was damaged since.
@@ -50,7 +49,7 @@ def made_model(config: RunConfig, folder: RunFolder) -> Path:
 
 
 def made_data(config: RunConfig, folder: RunFolder) -> tuple[Path, Path]:
-    """Return train.parquet and validation.parquet of the data set that a run makes for itself, which are whole.
+    """Return train.parquet and validation.parquet of the data set that a run makes for itself, verified.
 
     Raises:
         CheckpointError: they were damaged since.
@@ -71,9 +70,9 @@ def made_data(config: RunConfig, folder: RunFolder) -> tuple[Path, Path]:
 
 
 def _made(run: RunFolder, folder: Path, made_from: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
-    """Make a folder, unless it is there; what is there is compared with its list."""
+    """Make a folder, or verify the one that is there by its list."""
     listed = listed_in(folder)
-    # Checkpoints belong to what is there; without one, nothing is lost by making it again from another config.
+    # Checkpoints belong to the folder; without one, nothing is lost by making it again from another config.
     if folder.exists() and (checkpoint.visible(run.checkpoints) or (listed and listed["made_from"] == made_from)):
         remedy = f"remove {folder}: it is made again as it was, at the next start"
         if listed is None:

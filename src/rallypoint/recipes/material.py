@@ -1,23 +1,101 @@
-"""What a run is made of before any role exists: what was found, and the model and the data that it makes for itself."""
+"""What a run is made of before a role exists: tokenizer, prompts and reward function, read or made.
+
+`--dry-run` and `rally train` examine the same, in this order: the machine beside pools and plan; the weights of local
+folders, by the headers of their files; tokenizer, chat template, prompts and reward function.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RunConfig
-from rallypoint.data import EncodedPrompts
+from rallypoint.config import OnTooLong, RunConfig
+from rallypoint.data import (
+    EncodedPrompts,
+    Example,
+    encode_prompts,
+    load_dataset,
+)
+from rallypoint.environments.pool import probe_reward
+from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
+from rallypoint.plan import make_plan
+from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
-from rallypoint.recipes.reading import Found, repetitions
+from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models
 from rallypoint.run.folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """Everything that a run reads before it makes anything."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[int, ...]
+    limits: tuple[RowLimits, ...]
+    """Limits of every model that reads the rows."""
+    train: EncodedPrompts | None
+    """Training prompts; None if data.generate makes them."""
+    validation: EncodedPrompts | None
+    notes: tuple[str, ...] = ()
+    """Notes on the prompts, a line each."""
+
+    def encode(
+        self, config: RunConfig, paths: Sequence[str | Path], say: Callable[[str], None], max_rows: int | None = None
+    ) -> EncodedPrompts:
+        """Read files of prompts and encode them for the models of a run.
+
+        Raises:
+            DataError: they have bad rows, or prompts that are too long.
+            ModelError: a model does not support rows of the length that the config asks for.
+        """
+        num_ids = [each.num_ids for each in self.limits if each.num_ids is not None]
+        rows = load_dataset(paths, max_rows=max_rows)
+        encoded = encode_all(
+            self.tokenizer,
+            rows,
+            max_prompt_tokens=min(each.max_prompt_tokens(config) for each in self.limits),
+            on_too_long=config.data.on_too_long,
+            num_ids=min(num_ids, default=None),
+            say=say,
+        )
+        return dataclasses.replace(encoded, is_part=rows.is_part)
+
+
+def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
+    """Read everything that a run begins with.
+
+    Args:
+        config: of the run.
+        max_rows: of training and of validation prompts each; None for all.
+
+    Raises:
+        DataError: a data set has bad rows, or prompts that are too long.
+        ModelError: the model folder, that of the reward model, or a tokenizer of theirs cannot be used.
+        RewardError: the reward function cannot be loaded.
+    """
+    quiet_transformers()
+    if config.reward.function is not None and (problem := probe_reward(config.reward.function)) is not None:
+        raise RewardError(problem)
+    tokenizer, stops, limits = read_models(config)
+    found = Found(tokenizer, stops, limits, None, None)
+    if config.data.generate is not None:
+        return found
+    notes: list[str] = []
+    train = found.encode(config, config.data.train, notes.append, max_rows)
+    validation = (
+        found.encode(config, config.data.validation, notes.append, max_rows) if config.data.validation else None
+    )
+    notes += repetitions(config, train, validation)
+    return dataclasses.replace(found, train=train, validation=validation, notes=tuple(notes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Material:
-    """All that is read from disk on the driver."""
+    """Everything that the driver reads from disk."""
 
     model_path: str
     tokenizer: PreTrainedTokenizerBase
@@ -26,7 +104,7 @@ class Material:
     validation: EncodedPrompts | None
 
     def token_text(self, token: int) -> str:
-        """Return what a token looks like; a special one by its name."""
+        """Return the text of a token; of a special one its name."""
         return str(self.tokenizer.decode([token]))
 
     def counts(self) -> dict[str, float]:
@@ -41,13 +119,13 @@ class Material:
 
 
 def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[str], None]) -> Material:
-    """Make the model and the data that a config wants made, beside what was found.
+    """Make the model and the data that a config wants made, and add them to what was found.
 
     Args:
         config: of the run.
         folder: receives what is made.
-        found: what the run begins with.
-        say: called with one line about prompts that were left out, cut, or are there more than once.
+        found: the result of `read_material`.
+        say: called with a line about prompts that were left out or cut, or that occur twice.
 
     Raises:
         CheckpointError: model or data that the run made for itself were damaged since.
@@ -64,3 +142,96 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
         say(line)
     model_path = config.model.path or str(made_model(config, folder))
     return Material(model_path, found.tokenizer, found.stop_tokens, train, validation)
+
+
+DRY_RUN_ROWS = 20_000
+"""Prompts of a data set that a dry run reads: what takes seconds."""
+
+
+def examine(config: RunConfig) -> Found:
+    """Check everything that a run begins with, before it has a folder or a process.
+
+    Raises:
+        ConfigError: the run does not fit on this machine.
+        DataError: a data set has bad rows, or prompts that do not fit.
+        ModelError: a model folder or a tokenizer cannot be used.
+        RewardError: the reward function cannot be loaded.
+    """
+    notes = check_machine(config, make_plan(config))
+    check_weights(config)
+    found = read_material(config)
+    return dataclasses.replace(found, notes=(*notes, *found.notes))
+
+
+def examine_dry(config: RunConfig) -> tuple[str, ...]:
+    """Do the same as `examine`, but read only what takes seconds.
+
+    Returns:
+        What was read, and notes on it, a line each.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: as `examine`.
+    """
+    check_weights(config)
+    found = read_material(config, max_rows=DRY_RUN_ROWS)
+    lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
+    if config.data.generate is not None:
+        lines = [f"prompts        {config.data.generate.num_train_prompts:,}, made when the run starts"]
+    spec = config.reward.function
+    if spec is not None:
+        lines.append(f"reward         {spec}, which could be imported")
+    return (*filter(None, lines), *found.notes)
+
+
+def _described(name: str, prompts: EncodedPrompts | None, config: RunConfig) -> str:
+    if prompts is None:
+        return ""
+    part = f"the first {len(prompts.examples):,} prompts alone were read" if prompts.is_part else ""
+    whole = part or f"{len(prompts.examples):,} prompts"
+    return (
+        f"{name:13}  {whole}, the longest of {prompts.max_tokens:,} tokens "
+        f"(data.max_prompt_tokens={config.data.max_prompt_tokens})"
+    )
+
+
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    *,
+    max_prompt_tokens: int,
+    on_too_long: OnTooLong,
+    num_ids: int | None,
+    say: Callable[[str], None],
+) -> EncodedPrompts:
+    """Encode prompts and say which of them were too long; see `encode_prompts`."""
+    found = encode_prompts(
+        tokenizer, examples, max_prompt_tokens=max_prompt_tokens, on_too_long=on_too_long, num_ids=num_ids
+    )
+    for names, fate in ((found.dropped, "dropped"), (found.truncated, "cut at their beginning")):
+        if names:
+            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            say(f"{len(names)} prompts are longer than {max_prompt_tokens} tokens and were {fate}: {shown}")
+    return found
+
+
+def repetitions(config: RunConfig, train: EncodedPrompts, validation: EncodedPrompts | None) -> Iterator[str]:
+    """Yield notes on prompts that occur twice in the data or a step, or in training and validation."""
+    wanted, repeats = config.rollout.num_prompts, train.repeats()
+    if repeats and config.data.generate is None:  # a small task is repeated on purpose
+        (first, again), others = repeats[0], sum(one.ground_truth != before.ground_truth for before, one in repeats)
+        yield (
+            f"{len(repeats):,} of {len(train.examples):,} prompts stand there before: the first is {again.name}, the "
+            f"same as {first.name}" + (f"; {others:,} of them with another ground truth" if others else "")
+        )
+    if train.num_distinct < wanted and not train.is_part:
+        yield (
+            f"a step takes rollout.num_prompts={wanted} prompts, and the data have only {train.num_distinct:,} that "
+            f"differ: every step samples the same ones {-(-wanted // train.num_distinct)} times; lower "
+            "rollout.num_prompts and raise rollout.group_size, or add data"
+        )
+    if validation is not None and (shared := set(validation.token_ids) & set(train.token_ids)):
+        num_rows = sum(ids in shared for ids in validation.token_ids)
+        yield (
+            f"{num_rows:,} of {len(validation.examples):,} validation prompts are trained on too: validation/score "
+            "will say more than is true"
+        )

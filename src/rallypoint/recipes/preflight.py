@@ -1,6 +1,9 @@
-"""A config and the files that it names, checked together before anything is started.
+"""A config and the files that it names, checked together before anything is started; and the config of a resumed run.
 
-Nothing here imports torch or ray, and none of the user's code is run.
+Nothing here imports torch or ray, and none of the user's code is run. `rally train FOLDER --resume` takes the folder's
+config. `rally train mine.yaml --resume` takes the newest run of that recipe, the file as it is now, and what was set on
+the command line at the start. Both lay the command line of this start over it. `run/resume.py` decides whether the run
+may go on with it.
 """
 
 from __future__ import annotations
@@ -9,18 +12,33 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
-from rallypoint.config import LoadedConfig, Problem, RunConfig, load_config
+from rallypoint.cluster.capacity import memory_bytes
+from rallypoint.config import (
+    COMMAND_LINE,
+    LoadedConfig,
+    Problem,
+    RunConfig,
+    TrainerConfig,
+    load_config,
+    read,
+    shown,
+    values_of,
+)
 from rallypoint.config.automatic import Choose
 from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_path, check_dataset_rows
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.errors import EngineError, how_to_install
+from rallypoint.errors import ConfigError, EngineError, how_to_install
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.plan.role_memory import cache_bytes_per_token
+from rallypoint.recipes.machine import choices
+from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
+from rallypoint.run.trust import unsigned
 
 
 def load_checked(
@@ -81,7 +99,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _runs_dir(runs: Path) -> Iterator[Problem]:
-    """Look whether a folder can be made there, by making one in the nearest folder that exists, and removing it."""
+    """Try to make a folder in the nearest existing one, and remove it."""
     there = next(path for path in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(path))
     named = f"trainer.runs_dir={str(runs)!r}"
     if not there.is_dir():
@@ -98,7 +116,7 @@ def _runs_dir(runs: Path) -> Iterator[Problem]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model's path can only be the name of a repository on the Hugging Face hub.
+    """Whether a model's path can only name a repository on the Hugging Face hub.
 
     >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./model"), is_hub_name("a/b/c")
     (True, False, False)
@@ -211,7 +229,7 @@ def _cache(config: RunConfig) -> Iterator[Problem]:
     is_here = config.cluster.address is None and config.cluster.device == "cpu"
     if num_tokens is None or shape is None or not is_here:
         return
-    each, there = cache_bytes_per_token(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    each, there = cache_bytes_per_token(config, shape), memory_bytes()
     if num_tokens * each > there:
         yield Problem(
             ("rollout.cache_tokens",),
@@ -225,3 +243,77 @@ def _data(name: str, path: str) -> Iterator[Problem]:
     problem = check_dataset_path(path) or check_dataset_rows(path)
     if problem is not None:
         yield Problem((name,), f"{name}: {problem}")
+
+
+def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], None]) -> tuple[LoadedConfig, RunFolder]:
+    """Return the checked config to resume with, and the folder of the run.
+
+    Args:
+        recipe: the folder of a run, or a recipe, for its newest run.
+        overrides: of the command line.
+        say: called with a line about overrides that were kept from the start of the run.
+
+    Raises:
+        RunFolderError: there is no run of that recipe.
+        ConfigError: the config is wrong, or names code that this user has not named.
+    """
+    if _is_run(recipe):
+        return load_named(recipe, overrides), open_run(Path(recipe))
+    folder = open_run(_newest(recipe, overrides))
+    start = Start.read(folder)
+    taken = [one for one in start.overrides if not _sets(overrides, one.partition("=")[0])]
+    if taken:
+        say(f"{folder.path.name}: as on the command line of its start: {' '.join(taken)}")
+
+    def as_before(_: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
+        values = dict(values_of(load_config(str(folder.path)).config))
+        return {key: values[key] for key in left_open}
+
+    loaded = load_checked(recipe, [*taken, *overrides], choose=as_before)
+    named = {key for key, origin in loaded.origins.items() if origin != COMMAND_LINE or _sets(overrides, key)}
+    _refuse_foreign(loaded, folder, named)
+    return loaded, folder
+
+
+def load_named(recipe: str, overrides: Sequence[str]) -> LoadedConfig:
+    """Return a checked config; that of a run folder only if its user has named the code that it names.
+
+    Raises:
+        ConfigError: the config is wrong, or the folder of somebody else's run names code.
+    """
+    loaded = load_checked(recipe, overrides, choose=choices)
+    if _is_run(recipe):
+        named = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
+        _refuse_foreign(loaded, RunFolder(Path(recipe).absolute()), named)
+    return loaded
+
+
+def _is_run(recipe: str) -> bool:
+    return (Path(recipe) / "config.yaml").is_file()
+
+
+def _refuse_foreign(loaded: LoadedConfig, folder: RunFolder, named: Set[str]) -> None:
+    """Refuse code that only a run folder names, unless this user started that run."""
+    code = unsigned(anchored(loaded.config), Start.read(folder).signed)
+    foreign = {key: what for key, what in code.items() if key not in named}
+    if foreign:
+        values = dict(values_of(loaded.config))
+        raise ConfigError(
+            tuple(
+                f"{key} ({what}) is code that {folder.path} names, and you did not start that run on this machine; "
+                f"if you have read the code and trust it, name it yourself: {key}={shown(values[key])}"
+                for key, what in foreign.items()
+            )
+        )
+
+
+def _newest(recipe: str, overrides: Sequence[str]) -> Path:
+    source = read(recipe, overrides)
+    trainer: Mapping[str, Any] = source.values.get("trainer") or {}
+    name, runs_dir = trainer.get("name") or source.name, trainer.get("runs_dir") or TrainerConfig().runs_dir
+    return newest_run(str(name), Path(str(runs_dir)).expanduser())
+
+
+def _sets(overrides: Sequence[str], key: str) -> bool:
+    """Whether one of the overrides sets a key or a section around it."""
+    return any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides)

@@ -10,7 +10,6 @@ import abc
 import dataclasses
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, GAE, KL, OBJECTIVES, ActorLoss, Advantage
@@ -20,24 +19,13 @@ from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
 from rallypoint.roles.actor import Actor
+from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutRecord, RolloutSource
 from rallypoint.types import Metrics
-
-
-class Learner(Protocol):
-    """A role with state."""
-
-    async def save(self, folder: Path) -> None:
-        """Write into a checkpoint that is being made."""
-        ...
-
-    async def restore(self, folder: Path) -> None:
-        """Read from a checkpoint."""
-        ...
 
 
 class Source(Protocol):
@@ -103,7 +91,7 @@ class Recipe(abc.ABC):
         """Take one step; the page to read."""
 
     @property
-    def learners(self) -> tuple[Learner, ...]:
+    def learners(self) -> tuple[Learner[Any, Any], ...]:
         """The roles whose state a checkpoint holds."""
         return (self.actor,)
 

@@ -21,7 +21,7 @@ from rallypoint.data import load_tokenizer
 from rallypoint.errors import CheckpointError, GenerationError, ModelError, ServingError
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
-from rallypoint.recipes.reading import Limits, stop_tokens
+from rallypoint.recipes.model_limits import RowLimits, stop_tokens
 from rallypoint.recipes.use import Trained
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, is_loopback, make_app
 
@@ -106,7 +106,7 @@ class Serving:
             engine=engine,
             bridge=Bridge(self._thread, max_concurrency=options.max_concurrency),
             codec=codec,
-            stop_tokens=stop_tokens(trained.model_path, tokenizer, Limits.of(engine.model.config).num_ids),
+            stop_tokens=stop_tokens(trained.model_path, tokenizer, RowLimits.of(engine.model.config).num_ids),
         )
         access = Access(
             keys=options.keys, hosts=tuple(dict.fromkeys((*_LOOPBACK, host))), max_body_bytes=options.max_body_bytes

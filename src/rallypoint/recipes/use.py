@@ -21,8 +21,9 @@ from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_policy, open_adapter
 from rallypoint.models import ModelShard
+from rallypoint.recipes.material import encode_all
+from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
-from rallypoint.recipes.reading import Limits, check_vocabulary, encode_all, stop_tokens
 from rallypoint.roles.source import sampling_params
 from rallypoint.types import Prompts, offsets_from_lengths
 
@@ -154,7 +155,7 @@ def evaluate(
         examples = load_dataset(data)[:max_prompts]
         tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
         engine = _engine(trained, tokenizer)
-        limits = Limits.of(engine.model.config)
+        limits = RowLimits.of(engine.model.config)
         encoded = encode_all(
             tokenizer,
             examples,
@@ -315,7 +316,7 @@ def _params(
     seed: int,
 ) -> SamplingParams:
     """Return how tokens are drawn: as in training, where the model comes from a run, but for what is asked for."""
-    stops = stop_tokens(trained.model_path, tokenizer, Limits.of(engine.model.config).num_ids)
+    stops = stop_tokens(trained.model_path, tokenizer, RowLimits.of(engine.model.config).num_ids)
     asked = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_tokens=stops)
     if trained.config is None:
         return asked

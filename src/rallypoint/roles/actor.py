@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -15,11 +15,11 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, s
 from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.plan.run_plan import Way, attention_cost
+from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
-from rallypoint.roles.learner import LearnerWorker, MiniBatches
+from rallypoint.roles.learner import Learner, LearnerWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import Rollouts
@@ -53,13 +53,13 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     @collect
     @in_turn()
     def fingerprint(self) -> str:
-        """Return a digest of this rank's part of what is trained."""
+        """Return a digest of this rank's part of the trained weights."""
         return fingerprint(self.engine.shard.trained())
 
     @collect
     @in_turn()
     def held(self) -> dict[str, Held]:
-        """Return which parts of what is trained this rank has, and in which type they are published."""
+        """Return the parts of the trained weights that this rank holds, and the type they are published in."""
         return self._held()
 
     def _held(self) -> dict[str, Held]:
@@ -69,7 +69,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     def open_line(self, way: Way, plan: TransferPlan) -> None:
-        """Meet those who take over weights, if there is something to send that no worker beside this one sends."""
+        """Connect to the rollout ranks, if this rank has something to send that no other rank sends."""
         self._end.close()
         place = plan.place_of_sender(self.context.rank)
         if place is not None and plan.members[place].receiver is None:
@@ -77,7 +77,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     def publish(self, version: int) -> None:
-        """Send this rank's part of what is trained."""
+        """Send this rank's part of the trained weights."""
         if self._end.is_open:
             with self._open_source() as source:
                 self._end.line.run(version, source, None, self.context.tick)
@@ -85,17 +85,17 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     @broadcast
     @in_turn()
     def write_published(self, version: int) -> Path:
-        """Write what is trained into a folder that all nodes see, and return it: the first rank writes."""
+        """Write the trained weights into a folder that all nodes see, and return it; the first rank writes."""
         with self.engine.shard.mesh.abandoned_on_error():
             return published_folder.write(self.engine.shard, self._published, version, base=self._path)
 
     def _exposed(self) -> Exposed | None:
-        """Return what takers on this node read from where it is."""
+        """Return the memory that rollout ranks of this node read directly."""
         return None if self._shared is None else self._shared.exposed(self._held(), self.engine.shard.trained())
 
     @contextlib.contextmanager
     def _open_source(self) -> Iterator[Sender]:
-        """Have the weights at hand, for a turn of this role."""
+        """Hold the weights ready to be sent, as a turn of this role."""
         with self.turns.turn():
             yield Sender(self.engine.shard.trained())
 
@@ -116,38 +116,39 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
 
 _COMPARED_EVERY = 32
-"""Batches, of those that the update's own pass judges: a two-hundredth of a step's time."""
+"""Batches between two that get both passes; the extra pass costs a two-hundredth of a step's time."""
 
 
-class Actor(Generic[BatchT]):
+class Actor(Learner[BatchT, ActorWorker[BatchT]]):
     """The policy as the driver sees it."""
+
+    role, model_folder = "actor", ""
 
     def __init__(
         self, config: RunConfig, group: WorkerGroup[ActorWorker[BatchT]], loss: LossFunction[BatchT, TokenOutputs]
     ) -> None:
-        self._config, self._group, self._loss = config, group, loss
-        self._attention_cost = attention_cost(config)
+        super().__init__(config, group, loss)
         self._is_line_open = False
         self._num_updates = 0
         self.version = 0
         """Optimizer steps completed."""
         self.is_published = asyncio.Event()
-        """Set while the rollout role has the weights of this moment."""
+        """Set while the rollout role has the current weights."""
 
     @classmethod
     async def create(cls, placement: Placement, loss: LossFunction[BatchT, TokenOutputs]) -> Actor[BatchT]:
         """Start the workers; they load the initial policy, and are to minimise a loss."""
-        return cls(placement.config, await placement.group("actor", ActorWorker[BatchT], loss), loss)
+        return cls(placement.config, await placement.group("actor", ActorWorker, loss), loss)
 
     async def logprobs(self, batch: Sequences) -> Tensor:
         """Return the log-probability of every trained token: [T] float32."""
         return await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
 
     async def old_logprobs(self, batch: Sequences) -> Tensor | None:
-        """Return the same at the start of an update; None where the update's own pass finds them.
+        """Return the same at the start of an update; None if the update's own first pass computes them.
 
-        It does when a batch is for one optimizer step. The first two of a start have both passes all the same (before
-        the first, adapters are zero), and some later ones, so that they are compared in every run.
+        It does when a batch is for one optimizer step. The first two batches of a start (before the first, adapters are
+        zero) and some later ones get both passes, so that every run compares them.
         """
         is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
         return await self.logprobs(batch) if is_compared or not self._config.judges_in_update else None
@@ -156,36 +157,28 @@ class Actor(Generic[BatchT]):
         """Train on the rows of a step, mini-batch by mini-batch.
 
         Raises:
-            ValueError: nobody judged a batch for several optimizer steps.
-            OffPolicyError: the first pass gives other logprobs than the one that judged; or, in a batch that nobody
-                judged, others than the rollouts have, after the step: it is not published.
+            ValueError: a batch for several optimizer steps has no old_logprobs.
+            OffPolicyError: the first pass disagrees with old_logprobs; or, in a batch without them, with the rollouts:
+                that is known after the step, which is not published.
         """
         self.is_published.clear()
-        config = self._config
-        batches = MiniBatches.cut(
-            batch,
-            config.actor,
-            self._loss.denominator,
-            seed=config.seed,
-            step=step,
-            attention_cost=self._attention_cost,
-        )
+        batches = self.cut(batch, step)
         if isinstance(batch, ActorBatch) and batch.old_logprobs is None and len(batches.parts) > 1:
             raise ValueError(
                 f"a batch for {len(batches.parts)} optimizer steps needs old_logprobs, which are None: judge it first"
             )
         metrics = await self._group.call(ActorWorker.train, batches, step)
-        check_gap(metrics, config.checks)
+        check_gap(metrics, self._config.checks)
         self._num_updates += 1
         self.version += len(batches.parts)
         num_tokens = Metrics({"num_tokens": Sum(sum(part.num_loss_tokens for part in batches.parts))})
         return merge(metrics, num_tokens).prefixed("actor")
 
     async def publish(self, rollouts: Rollouts) -> None:
-        """Give the rollout role the weights as they are now.
+        """Give the rollout role the current weights.
 
         Raises:
-            WeightsMismatchError: ranks hold different weights where they should be copies, or not all arrived.
+            WeightsMismatchError: ranks that should hold equal weights do not, or not all weights arrived.
             PublishError: they did not arrive in time.
         """
         await self._check_copies()
@@ -200,7 +193,7 @@ class Actor(Generic[BatchT]):
         self.is_published.set()
 
     async def _check_copies(self) -> None:
-        """Compare the weights of ranks that should have the same."""
+        """Compare the weights of ranks that should hold equal ones."""
         axes = self._group.mesh.axes
         if axes["dp_replicate"] * axes["sp"] == 1:
             return
@@ -217,14 +210,6 @@ class Actor(Generic[BatchT]):
             held = await self._group.call(ActorWorker.held)
             plan = make_plan(self._config, rollouts.way, held, self._group.processes, rollouts.processes)
             await both(self._group.call(ActorWorker.open_line, rollouts.way, plan), rollouts.open_line(plan))
-        self._is_line_open = False  # after an error it is opened anew
+        self._is_line_open = False  # after an error it is opened again
         await both(self._group.call(ActorWorker.publish, self.version), rollouts.load(self.version))
         self._is_line_open = True
-
-    async def save(self, folder: Path) -> None:
-        """Write the policy into a checkpoint: a Hugging Face folder, and training/actor.safetensors."""
-        await self._group.call(ActorWorker.save, folder, folder / "training" / "actor.safetensors")
-
-    async def restore(self, folder: Path) -> None:
-        """Read the policy back from a checkpoint."""
-        await self._group.call(ActorWorker.restore, folder, folder / "training" / "actor.safetensors")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from rallypoint.algorithms import LossFunction, explained_variance
-from rallypoint.cluster import WorkerContext, WorkerGroup, shard
-from rallypoint.config import RunConfig
+from rallypoint.cluster import WorkerContext, shard
 from rallypoint.engine import critic_values
 from rallypoint.model_files import fresh, load_critic
-from rallypoint.plan.run_plan import attention_cost
 from rallypoint.roles.colocated import Turns, in_turn
 from rallypoint.roles.dealing import per_token
-from rallypoint.roles.learner import LearnerWorker, MiniBatches
+from rallypoint.roles.learner import Learner, LearnerWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import CriticBatch, Last, Metrics, PerToken, Sequences
 
@@ -53,14 +49,10 @@ class CriticWorker(LearnerWorker[CriticBatch, Tensor]):
         return critic_values(self.engine.shard, rows, at)
 
 
-class Critic:
+class Critic(Learner[CriticBatch, CriticWorker]):
     """The value function as the driver sees it."""
 
-    def __init__(
-        self, config: RunConfig, group: WorkerGroup[CriticWorker], loss: LossFunction[CriticBatch, Tensor]
-    ) -> None:
-        self._config, self._group, self._loss = config, group, loss
-        self._attention_cost = attention_cost(config)
+    role, model_folder = "critic", "critic"
 
     @classmethod
     async def create(cls, placement: Placement, loss: LossFunction[CriticBatch, Tensor]) -> Critic:
@@ -73,16 +65,7 @@ class Critic:
 
     async def update(self, batch: CriticBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch."""
-        config = self._config
-        batches = MiniBatches.cut(
-            batch,
-            config.critic,
-            self._loss.denominator,
-            seed=config.seed,
-            step=step,
-            attention_cost=self._attention_cost,
-        )
-        merged = await self._group.call(CriticWorker.train, batches, step)
+        merged = await self._group.call(CriticWorker.train, self.cut(batch, step), step)
         means = merged.scalars()
         explained = explained_variance(
             error_mean=means["error"],
@@ -92,11 +75,3 @@ class Critic:
         )
         shown = {name: m for name, m in merged.items() if not name.startswith(("error", "return_square"))}
         return Metrics(shown | {"explained_variance": Last(explained)}).prefixed("critic")
-
-    async def save(self, folder: Path) -> None:
-        """Write the critic into a checkpoint: critic/, and training/critic.safetensors."""
-        await self._group.call(CriticWorker.save, folder / "critic", folder / "training" / "critic.safetensors")
-
-    async def restore(self, folder: Path) -> None:
-        """Read the critic back from a checkpoint."""
-        await self._group.call(CriticWorker.restore, folder / "critic", folder / "training" / "critic.safetensors")

@@ -1,7 +1,7 @@
-"""Rows dealt out to the ranks of a role, evenly by cost, and what comes back in the caller's order.
+"""Rows dealt out to the ranks of a role, balanced by cost; results come back in the caller's order.
 
-Owns: which rank gets which rows. Invariant: only time depends on it. Results are put back by the rows that were dealt
-out, whatever ranks there are, and a loss is a sum over a global denominator.
+Owns: which rank gets which rows. Invariant: only time depends on it, because results are put back in order, and a loss
+is a sum over a global denominator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[BatchT], Tensor]:
     """Cut a batch into parts of equal cost; a part may be empty.
 
-    Rows of a prompt stay together where that is cheaper: what they begin with is computed once for all in a part.
+    Rows of a prompt stay together where that is cheaper: the prompt is computed once for all rows of a part.
 
     Args:
         batch: any rows.

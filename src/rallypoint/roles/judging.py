@@ -1,7 +1,7 @@
-"""What sampler, trainer and reference say of the same tokens, beside each other.
+"""The logprobs of sampler, trainer and reference for the same tokens, compared.
 
 Owns: the gap between rollout_ and old_logprobs, its worst token and its bound; the KL to the reference before an
-update, and the ratio at its start. Must not know: which pass found the old logprobs, or when there are two of them; see
+update, and the ratio at its start. Must not know: which pass computed the old logprobs; see
 docs/decisions/0019-one-pass-for-one-update.md.
 """
 
@@ -30,7 +30,7 @@ from rallypoint.types import ActorBatch, AtMaximum, JudgedBatch, Maximum, Mean, 
 def compare(
     batch: JudgedBatch | ActorBatch, at: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor | None
 ) -> Metrics:
-    """Measure how far sampler and reference are from the trainer.
+    """Measure the gap between sampler and trainer, and the KL to the reference.
 
     Args:
         batch: any rows.
@@ -39,7 +39,7 @@ def compare(
         reference_logprobs: [N], or None in a run without KL.
 
     Returns:
-        The gap, with the place of its largest, and the KL (k3); nothing where no token is trained.
+        The gap, the place of its maximum, and the KL (k3); nothing if no token is trained.
     """
     if not len(at):
         return Metrics()
@@ -64,7 +64,7 @@ def compare(
 
 
 def check_gap(metrics: Metrics, checks: CheckConfig) -> None:
-    """Look at what `compare` found in all rows of a step.
+    """Check the gap that `compare` found in all rows of a step.
 
     Raises:
         OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
@@ -80,9 +80,9 @@ def check_gap(metrics: Metrics, checks: CheckConfig) -> None:
 
 
 def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
-    """Compare what was sampled with what the training forward pass says, and measure the KL.
+    """Compare rollout_logprobs with old_logprobs, and measure the KL.
 
-    A batch that nobody has judged yet is compared by the update, in its own pass.
+    A batch without old_logprobs is compared by the update, in its first pass.
 
     Raises:
         OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
@@ -98,12 +98,12 @@ def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rounding:
-    """How far logprobs of the same weights may be apart, for a type of weights."""
+    """The difference that logprobs of equal weights may have, for a type of weights."""
 
     tolerance: float
-    """Of |ratio - 1|: of every token, or of the mean where single tokens may be beyond."""
+    """Bound of |ratio - 1|: of every token, or of the mean if outliers are allowed."""
     most_outliers: float = 0.0
-    """Share of tokens that may be five times the tolerance off; 0 where none may be beyond the tolerance."""
+    """Share of tokens that may exceed five times the tolerance; 0 if every token must be within it."""
 
 
 _ROUNDING = {
@@ -115,16 +115,16 @@ _ROUNDING = {
 }
 _OUTLIER = 5.0
 _FEWEST_OUTLIERS = 2
-"""So many tokens may be beyond in any number of tokens."""
+"""Outliers that are allowed in a batch of any size."""
 
 
 def check_ratio(
     batch: ActorBatch, at: Tensor, logprobs: Tensor, old_logprobs: Tensor, checks: CheckConfig, *, dtype: str
 ) -> Metrics:
-    """Refuse to train when the same weights give other logprobs than a moment ago; return by how much they differ.
+    """Refuse to train if equal weights give different logprobs in two passes; return the difference.
 
-    In float32 every token is judged. In bfloat16 a sound token may be off by a half, so the mean of all rows and the
-    share of outliers are. Logprobs that are NaN are the engine's to refuse.
+    In float32 every token is checked. In bfloat16 a sound token may differ by a half, so the mean of all rows and the
+    share of outliers are checked. The engine refuses NaN.
 
     Args:
         batch: any rows.

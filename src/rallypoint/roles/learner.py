@@ -1,4 +1,4 @@
-"""What actor and critic have in common: mini-batches on the driver, an engine with its state in the worker."""
+"""What actor and critic share: mini-batches on the driver, an engine with an optimizer in the worker."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from rallypoint.algorithms import LossFunction, LossInputs
-from rallypoint.cluster import WorkerContext, broadcast, shard
-from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig
+from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
+from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
 from rallypoint.engine.determinism import operators_without
 from rallypoint.errors import CheckpointError
@@ -32,6 +32,7 @@ from rallypoint.model_files import (
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
+from rallypoint.plan.run_plan import attention_cost
 from rallypoint.roles.colocated import TurnTaker, in_turn
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
@@ -39,6 +40,7 @@ from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 OutputsT = TypeVar("OutputsT")
+WorkerT = TypeVar("WorkerT", bound="LearnerWorker[Any, Any]")
 
 
 class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
@@ -96,7 +98,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
         ]
         seconds = time.perf_counter() - began
         flops = sum(map(self._needed_flops, batches.parts))
-        # Over the ranks it becomes what all did over what all could have done; sp and tp peers share one rank's rows.
+        # Merged over ranks it is operations done over operations possible; sp and tp peers share one rank's rows.
         sizes = self.engine.shard.mesh.sizes
         peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
         measured.append(Metrics({"mfu": Mean(flops, seconds * peak)}))
@@ -105,7 +107,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
         return merge(*measured)
 
     def _needed_flops(self, part: BatchT) -> int:
-        """Count forward and backward of some rows: what they begin with once a prompt, and their last tokens never."""
+        """Count forward and backward of some rows: a shared prompt once, and the last token of a row never."""
         offsets, tokens, _ = choosing_tokens(part, trained_positions(part))
         lengths = offsets.diff()
         kept = SharedPrefixes.of(offsets, tokens, part.prompt_index).kept
@@ -115,7 +117,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
     @broadcast
     @in_turn(to_train=True)
     def save(self, model_folder: Path, state_file: Path) -> None:
-        """Write the model (with LoRA its adapters) as others read it, and the optimizer's state: each rank its part.
+        """Write the model (with LoRA, its adapters) in Hugging Face format, and the optimizer's state.
 
         Raises:
             CheckpointError: the disk is full or not writable.
@@ -133,7 +135,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
     @broadcast
     @in_turn(to_train=True)
     def restore(self, model_folder: Path, state_file: Path) -> None:
-        """Read back what `save` wrote, whatever the number of ranks was then: each reads its part.
+        """Read back what `save` wrote, with any number of ranks: each reads its part.
 
         Raises:
             CheckpointError: the files are of another model.
@@ -154,20 +156,54 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
             raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
 
     def _part(self, name: str, of: Callable[[Part], tuple[int, ...]], shape: Sequence[int]) -> Part:
-        """Return which part of a tensor of the optimizer this rank holds: as of its weight, or all of a scalar."""
+        """Return this rank's part of an optimizer tensor: that of its weight, or all of a scalar."""
         weight = self.engine.shard.parts.get(name.rpartition("/")[0])
         return weight if weight is not None and of(weight) == tuple(shape) else Part.whole(shape)
 
 
+class Learner(Generic[BatchT, WorkerT]):
+    """A model that is trained, as the driver sees it."""
+
+    role: ClassVar[RoleName]
+    model_folder: ClassVar[str]
+    """Folder of its model in a checkpoint."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT], loss: LossFunction[BatchT, Any]) -> None:
+        self._config, self._group, self._loss = config, group, loss
+        self._attention_cost = attention_cost(config)
+
+    def cut(self, batch: BatchT, step: int) -> MiniBatches[BatchT]:
+        """Return the mini-batches of an update."""
+        return MiniBatches.cut(
+            batch,
+            self._config.learners[self.role],
+            self._loss.denominator,
+            seed=self._config.seed,
+            step=step,
+            attention_cost=self._attention_cost,
+        )
+
+    async def save(self, folder: Path) -> None:
+        """Write the model and the state of its optimizer into a checkpoint that is being made."""
+        await self._group.call(LearnerWorker.save, folder / self.model_folder, self._state_file(folder))
+
+    async def restore(self, folder: Path) -> None:
+        """Read both back from a checkpoint."""
+        await self._group.call(LearnerWorker.restore, folder / self.model_folder, self._state_file(folder))
+
+    def _state_file(self, folder: Path) -> Path:
+        return folder / "training" / f"{self.role}.safetensors"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MiniBatches(Generic[BatchT]):
-    """The mini-batches of an update, cut before rows are dealt out to ranks: ranks do not change them."""
+    """The mini-batches of an update, cut before rows are dealt out, so that they do not depend on the ranks."""
 
     parts: tuple[BatchT, ...]
     denominators: tuple[float, ...]
     """Divisor of each mini-batch's loss, which is a sum over all ranks."""
     attention_cost: float
-    """What the rows of a mini-batch are dealt out by; see `row_costs`."""
+    """Cost by which rows are dealt out to ranks; see `row_costs`."""
 
     @classmethod
     def cut(
@@ -180,17 +216,17 @@ class MiniBatches(Generic[BatchT]):
         step: int,
         attention_cost: float,
     ) -> MiniBatches[BatchT]:
-        """Take every row once an epoch, prompt by prompt, in an order that only seed and step decide."""
+        """Take every row once an epoch, prompt by prompt, in an order that only depends on seed and step."""
         parts: list[BatchT] = []
         prompts, prompt_of_row = batch.prompt_index.unique(return_inverse=True)
         for epoch in range(learner.num_epochs):
             generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 131 + epoch)
-            # Rows of a prompt stay together, and what they begin with is computed once for all.
+            # Rows of a prompt stay together: the prompt is computed once for all of them.
             order = torch.randperm(len(prompts), generator=generator)[prompt_of_row].argsort(stable=True)
             parts += [part for part in batch.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
         return cls(tuple(parts), tuple(map(denominator, parts)), attention_cost)
 
     def split(self, num_parts: int) -> list[MiniBatches[BatchT]]:
-        """Give every rank its rows of each mini-batch, as much work as every other."""
+        """Give every rank its rows of each mini-batch, balanced by cost."""
         dealt = [deal(part, num_parts, self.attention_cost)[0] for part in self.parts]
         return [dataclasses.replace(self, parts=tuple(parts[rank] for parts in dealt)) for rank in range(num_parts)]

@@ -5,7 +5,7 @@ Must not know: roles, recipes, displays.
 Values flow one way:
 
     span -> Spans ─┐
-                   ├─> MetricsLog (metrics.jsonl) -> save_curve, Summary.from_metrics
+                   ├─> MetricsLog (metrics.jsonl) -> save_curve, Summary.measured
     scalars ───────┤
                    └─> StepReport -> Progress (LivePanel, PlainLines, Silent)
 """

@@ -1,6 +1,6 @@
-"""How far sampler and trainer are apart: the mean and the largest gap of logprobs, and the token that has it.
+"""The gap between the logprobs of sampler and trainer: its mean, its maximum, and the token that has the maximum.
 
-Owns: the names of these metrics, and how they are put in words. Must not know: tensors, tokenizers.
+Owns: the names of these metrics, and their wording. Must not know: tensors, tokenizers.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Agreement:
     largest: float
     """Nats."""
     step: int
-    """That has the largest, as the others."""
+    """Step of the largest gap; the fields below describe its token."""
     prompt: int
-    """Counted over all prompts that were admitted."""
+    """Index of the prompt in the run."""
     sample: int
     place: int
-    """Of the token in its row, prompt included, from 0."""
+    """Position of the token in its row, prompt included, from 0."""
     token: int
     """Its id."""
     text: str | None
-    """What it looks like; None where nobody knows."""
+    """Text of the token; None if it is not known."""
 
     @classmethod
     def of(cls, records: Iterable[Mapping[str, float]], text_of: Callable[[int], str] | None = None) -> Self | None:
-        """Sum up lines of metrics.jsonl; None when none of them has a gap."""
+        """Sum up lines of metrics.jsonl; None if none of them has a gap."""
         steps = [record for record in records if WORST_TOKEN in record]
         if not steps:
             return None
-        # What is not a number is worse than any.
+        # NaN is worse than any gap.
         worst = max(steps, key=lambda record: math.inf if math.isnan(record[GAP_MAX]) else record[GAP_MAX])
         num_tokens = sum(record[_NUM_TOKENS] for record in steps)
         token = int(worst[WORST_TOKEN])
@@ -74,7 +74,7 @@ class Agreement:
 
     @property
     def worst(self) -> str:
-        """Where the largest is."""
+        """The place of the largest gap."""
         text = "" if self.text is None else f"{self.text!r} "
         where = f"token {self.place} of prompt {self.prompt} sample {self.sample}"
         return f"{where}, {text}(id {self.token}), step {self.step}"

@@ -34,15 +34,15 @@ from rallypoint.errors import RunFolderError
 from rallypoint.run.trust import sign
 
 _START_S = 3600.0
-"""Longer than any start takes to make a folder."""
+"""Seconds; no start takes longer to make a folder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where everything of a run lies."""
+    """The folder of a run, and the paths in it."""
 
     path: Path
-    """Absolute where it was made or opened: processes of a cluster have working directories of their own."""
+    """Absolute once it was made or opened: processes of a cluster have other working directories."""
 
     @property
     def config(self) -> Path:
@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def start(self) -> Path:
-        """What was set on the command line; see `Start`."""
+        """The record of how the run was started; see `Start`."""
         return self.path / "start.json"
 
     @property
@@ -81,7 +81,7 @@ class RunFolder:
 
     @property
     def published(self) -> Path:
-        """Weights on their way to the rollout role, while the run goes on; see rollout.weights=folder."""
+        """Weights for the rollout role, while the run goes on; see rollout.weights=folder."""
         return self.path / "published"
 
     @property
@@ -91,11 +91,11 @@ class RunFolder:
 
     @property
     def endpoint_key(self) -> Path:
-        """What callers of a run that answers must have; there while it does."""
+        """The key for callers of the run's endpoint; the file exists while the endpoint is open."""
         return self.path / "endpoint.key"
 
     def write_rollouts(self, step: int, records: Sequence[Any]) -> None:
-        """Write a few rollouts of a step, each a dataclass, replacing what an interrupted run left of it.
+        """Write a few rollouts of a step, each a dataclass, over those of an interrupted run.
 
         Raises:
             DiskError: the disk is full or not writable.
@@ -122,8 +122,8 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep other processes out of the folder; the lock ends with the process, however that ends.
 
-        It is a lock of POSIX, which belongs to the process that took it: a child that outlives its parent does not have
-        it, as it would have one of flock.
+        It is a POSIX lock, which belongs to the process: a child that outlives its parent does not hold it, as it would
+        hold one of flock.
 
         Raises:
             RunFolderError: another process is training in it.
@@ -145,16 +145,16 @@ class RunFolder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """How a run was started, beside its config: what `--resume` of its recipe needs to know."""
+    """How a run was started: what `--resume` needs besides the config."""
 
     overrides: tuple[str, ...] = ()
-    """What was set on the command line, at the start and later; paths hold from any working directory."""
+    """Overrides of the command line, at the start and later; their paths are valid in any working directory."""
     signed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Signatures of the code that the config names; see `trust`."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig, before: Sequence[str] = ()) -> Start:
-        """Return that of a run, with overrides of an earlier start unless they were given anew."""
+        """Return the record of a start, with overrides of earlier starts unless they were given again."""
         config = anchored(loaded.config)
         values, raw = dict(values_of(config)), dict(values_of(loaded.config))
         paths = [f"{key}={json.dumps(value)}" for key, value in values.items() if value != raw[key]]
@@ -167,7 +167,7 @@ class Start:
 
     @classmethod
     def read(cls, folder: RunFolder) -> Start:
-        """Return that of a run; an empty one where it is not known."""
+        """Return the record of a run; an empty one if there is none."""
         try:
             found = json.loads(folder.start.read_text(encoding="utf-8"))
             return cls(tuple(map(str, found["overrides"])), {str(k): str(v) for k, v in found["signed"].items()})
@@ -175,7 +175,7 @@ class Start:
             return cls()
 
     def write(self, folder: RunFolder) -> None:
-        """Put it into the folder, whole or not at all.
+        """Write it into the folder atomically.
 
         Raises:
             DiskError: the disk is full or not writable.
@@ -215,7 +215,7 @@ def create_run(loaded: LoadedConfig) -> RunFolder:
 
 
 def has_begun(folder: RunFolder) -> bool:
-    """Whether a run has come as far as its first line of metrics, which is before the first step."""
+    """Whether a run has written its first line of metrics, which is before the first step."""
     return (folder.metrics.is_file() and folder.metrics.stat().st_size > 0) or folder.checkpoints.exists()
 
 
@@ -272,13 +272,13 @@ def newest_run(name: str, runs_dir: Path) -> Path:
 
 
 def _absolute(path: str | None) -> str | None:
-    """Return a path that does not depend on the working directory; names on the hub stay what they are."""
+    """Return a path that does not depend on the working directory; hub names are returned as they are."""
     local = Path(path).expanduser() if path is not None else None
     return str(local.absolute()) if local is not None and local.exists() else path
 
 
 def _clear_up(runs_dir: Path) -> None:
-    """Remove what starts that were killed left; a start of this hour may be on its way, maybe on another machine."""
+    """Remove what killed starts left; one of the last hour may still be running, maybe on another machine."""
     for leftover in runs_dir.glob(".*.partial"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - leftover.stat().st_mtime > _START_S:
@@ -286,7 +286,7 @@ def _clear_up(runs_dir: Path) -> None:
 
 
 def _appears(partial: Path, final: Path) -> bool:
-    """Give a folder its name; False if another one has it, unless that is empty."""
+    """Give a folder its final name; False if a folder of that name exists and is not empty."""
     try:
         partial.rename(final)
     except OSError as error:
@@ -297,7 +297,7 @@ def _appears(partial: Path, final: Path) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace a file so that it has the old text or the new one, also after a power cut."""
+    """Replace a file atomically, also in case of a power cut."""
     partial = path.with_suffix(".partial")
     with naming(path):
         partial.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the loop tells a display: plain values, all filled, made of text and numbers only."""
+"""What the loop reports to a display: text and numbers only, every field filled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint.errors import how_to_install
-from rallypoint.observability.course import FLAT_STEPS, Course
 from rallypoint.observability.health import health
 from rallypoint.observability.spans import TIME_PREFIX, top_level
+from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.metrics_log import STEP, TIME, read_metrics
 
@@ -27,7 +27,7 @@ MEMORY = "/memory_gib"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """What is known of a run before its first step."""
+    """Facts about a run that are known before its first step."""
 
     name: str
     """The run's name: `digits-0`."""
@@ -44,7 +44,7 @@ class RunInfo:
     validations: Sequence[float] = ()
     """Validation scores before `first_step`, oldest first."""
     num_warmup_steps: int = 0
-    """Steps in which the policy's rate rises, and in which nobody expects it to learn."""
+    """Steps of the learning rate's warmup, in which nobody expects the policy to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What one training step did."""
+    """The result of one training step."""
 
     step: int
     scalars: Mapping[str, float]
@@ -74,17 +74,17 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A whole run on one screen; `from_metrics` reads the numbers from the run's own file."""
+    """A whole run on one screen; `measured` reads its numbers from the run's own file."""
 
     name: str
     run_dir: Path
-    num_steps: int
+    num_steps: int = 0
     """Steps done, over all restarts."""
-    seconds: float
+    seconds: float = 0.0
     """Seconds at work, over all restarts."""
-    validations: Sequence[tuple[int, float]]
+    validations: Sequence[tuple[int, float]] = ()
     """(step, score), oldest first."""
-    phases: Mapping[str, float]
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Seconds by phase, summed over the steps."""
     num_tokens_sampled: int = 0
     num_tokens_trained: int = 0
@@ -97,55 +97,45 @@ class Summary:
     checkpoints: Sequence[Path] = ()
     """Oldest first."""
     commands: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """What to do next, by verb: `{"chat": "rally chat runs/digits/checkpoints/step_000300"}`."""
+    """Commands to run next, by verb: `{"chat": "rally chat runs/digits/checkpoints/step_000300"}`."""
     memory_gib: Mapping[str, tuple[float, float | None]] = dataclasses.field(
         default_factory=dict[str, tuple[float, float | None]]
     )
-    """Role -> most that its processes held during its calls, and what was predicted."""
+    """Role -> peak memory of its processes during its calls, and the prediction."""
     agreement: Agreement | None = None
-    """How far sampler and trainer were apart; None when no step was done."""
+    """Gap between sampler and trainer; None if no step was done."""
     notes: Sequence[str] = ()
-    """What a person should know before trusting the result."""
+    """Warnings to read before trusting the result."""
 
-    @classmethod
-    def from_metrics(
-        cls,
+    def measured(
+        self,
         metrics_path: Path,
         *,
-        name: str,
-        run_dir: Path,
-        curve: Path | None = None,
-        why_no_curve: str = PLOT_HINT,
-        checkpoints: Sequence[Path] = (),
-        commands: Mapping[str, str] | None = None,
         predicted_memory_gib: Mapping[str, float] | None = None,
         num_warmup_steps: int = 0,
         text_of: Callable[[int], str] | None = None,
-        notes: Sequence[str] = (),
     ) -> Self:
-        """Sum up a run from its metrics file, so that a resumed run counts what came before, too.
+        """Return the summary with the numbers of a metrics file; a resumed run counts what came before, too.
 
-        `text_of` says what a token looks like.
+        Args:
+            metrics_path: file of the run.
+            predicted_memory_gib: prediction for each role.
+            num_warmup_steps: steps in which nobody expects the policy to learn.
+            text_of: says what a token looks like.
         """
         records = read_metrics(metrics_path)
-        phases = top_level(_totals(records, TIME_PREFIX))
-        return cls(
-            name=name,
-            run_dir=run_dir,
+        return dataclasses.replace(
+            self,
             num_steps=int(max((record[STEP] for record in records), default=0)),
             seconds=records[-1][TIME] if records else 0.0,
             validations=[(int(record[STEP]), record[VALIDATION]) for record in records if VALIDATION in record],
-            phases=phases,
+            phases=top_level(_totals(records, TIME_PREFIX)),
             num_tokens_sampled=int(_total(records, TOKENS_SAMPLED)),
             num_tokens_trained=int(_total(records, TOKENS_TRAINED)),
             step_s=_step_s(records),
-            curve=curve,
-            why_no_curve=why_no_curve,
-            checkpoints=checkpoints,
-            commands=commands or {},
             memory_gib=_memory(records, predicted_memory_gib or {}),
             agreement=Agreement.of(records, text_of),
-            notes=(*notes, *_failures(records), *_not_learning(records, num_warmup_steps)),
+            notes=(*self.notes, *_failures(records), *_not_learning(records, num_warmup_steps)),
         )
 
 
@@ -155,8 +145,8 @@ def _step_s(records: Sequence[Mapping[str, float]]) -> float:
 
 
 def _not_learning(records: Sequence[Mapping[str, float]], num_warmup_steps: int) -> tuple[str, ...]:
-    """Say that the reward did not rise, where that is worth a word."""
-    steps, course = [record for record in records if REWARD in record], Course(num_warmup_steps=num_warmup_steps)
+    """Say so if the reward did not rise in many steps."""
+    steps, course = [record for record in records if REWARD in record], RewardTrend(num_warmup_steps=num_warmup_steps)
     for record in steps:
         course.add(record)
     last = {REWARD: steps[-1][REWARD]} if steps else {}
@@ -176,7 +166,7 @@ def _memory(
 
 
 def _failures(records: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """Say of how many rollouts the rewards of a run are the mean, if not of all."""
+    """Say how many rollouts have no score, and so are missing in the mean rewards."""
     failed = _total(records, REWARD_FAILED)
     if failed < 1:
         return ()

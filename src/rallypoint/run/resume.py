@@ -1,29 +1,26 @@
-"""Going on from a checkpoint: which one, and whether what is asked for still is the same run.
+"""Resuming from a checkpoint: which one, and whether the config still describes the same run.
 
-Every checkpoint keeps a record of what its weights follow from: all keys of the config, digests of the files that they
-name, versions of the packages. A resumed run is compared with the record of the checkpoint that it goes on from:
+A resumed run is compared with the record of the checkpoint that it continues from (`record.py`):
 
-- refused: what would make the weights so far those of another run (`_SAME`);
-- taken and said, the weights differ from now on: everything that is on no list, such as a learning rate;
-- taken and said, equal up to rounding: what only changes who computes what (`_ROUNDING`);
-- taken: what no bit of the weights follows from (`_FREE`).
+- refused: changes after which the weights so far would be those of another run (`_SAME`);
+- accepted and reported, weights differ from now on: everything on no list, such as a learning rate;
+- accepted and reported, weights are equal up to rounding: changes of who computes what (`_ROUNDING`);
+- accepted: changes that no bit of the weights depends on (`_FREE`).
 
-Without a checkpoint nothing is kept, so everything may change.
+Without a checkpoint, everything may change.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Set
-from pathlib import Path
 from typing import Any
 
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
 from rallypoint.errors import CheckpointError, ResumeError, UnusableCheckpointError
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.inputs import Inputs, external_inputs, made_inputs, software
+from rallypoint.run.record import Inputs, Record, made_inputs
 
 _SAME = {
     "recipe": "the checkpoint is of another algorithm",
@@ -66,48 +63,6 @@ _FREE = (
     "engine.sleep",
 )
 
-_RECORD = Path("training") / "run.json"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """What the weights of a checkpoint follow from."""
-
-    config: Mapping[str, Any]
-    """The whole tree, as JSON has it."""
-    inputs: Inputs
-    software: Mapping[str, str]
-
-    @classmethod
-    def of(cls, config: RunConfig, folder: RunFolder) -> Record:
-        """Read all of it; `inputs` have the digests of what the run has made for itself, if it is made already.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
-        return cls(config.model_dump(mode="json"), external_inputs(config) | made_inputs(folder), software())
-
-    def write(self, checkpoint_folder: Path) -> None:
-        """Put it into a checkpoint that is being made."""
-        text = json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
-        (checkpoint_folder / _RECORD).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def read(cls, checkpoint_folder: Path) -> Record:
-        """Return that of a checkpoint that was verified.
-
-        Raises:
-            CheckpointError: it has none that could be read.
-        """
-        try:
-            found = json.loads((checkpoint_folder / _RECORD).read_text(encoding="utf-8"))
-            return cls(dict(found["config"]), dict(found["inputs"]), dict(found["software"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{checkpoint_folder / _RECORD}: cannot be read ({error}), so it is not known what the checkpoint was "
-                "made from; it may be of a version of rallypoint that kept no record"
-            ) from error
-
 
 def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:
     """Return the step of the checkpoint to resume from, verified; 0 to begin at step 1.
@@ -141,11 +96,11 @@ def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:
 
 
 def compare(old: Record, new: Record, config: RunConfig, step: int) -> list[str]:
-    """Return what has changed since a checkpoint and is taken, a line for each kind of change.
+    """Return the accepted changes since a checkpoint, a line for each kind of change.
 
     Args:
         old: the record of the checkpoint.
-        new: what the run would go on with.
+        new: the record that the run would continue with.
         config: that of `new`.
         step: of the checkpoint.
 
@@ -181,7 +136,7 @@ def _rule(key: str) -> str | None:
 def _changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], *, both: Set[str], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys with other values, and both of them in words; of files that both have the content is compared."""
+    """Yield the keys whose values differ, with both values; files that both have are compared by content."""
     for name in dict.fromkeys((*new, *old)):
         key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -208,23 +163,23 @@ def _has_schedule(config: RunConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a start of a run begins, and what its weights will follow from."""
+    """The step that a start continues from, and what decides its weights."""
 
     first: int
-    """Steps that are done: those of the checkpoint that it goes on from, or none."""
+    """Step of the checkpoint that it continues from; 0 for none."""
     config: RunConfig
     was: Record | None = None
     """The record of that checkpoint."""
     now: Record | None = None
-    """What was compared with it."""
+    """The record that was compared with it."""
     notes: tuple[str, ...] = ()
-    """What the user should know: what has changed, or that there is no checkpoint."""
+    """Notes for the user: changes, or that there is no checkpoint."""
 
     @classmethod
     def resumed(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:
-        """Look at the checkpoints of a run and compare what is asked for with the one that it goes on from.
+        """Choose the checkpoint of a run to continue from, and compare the config with it.
 
-        Later checkpoints than `from_step` are set aside, when nothing speaks against going on.
+        Checkpoints later than `from_step` are set aside, once the comparison has passed.
 
         Raises:
             CheckpointError: see `step_to_go_on_from`.
@@ -243,10 +198,10 @@ class Beginning:
         return cls(first, config, was, now, tuple(notes))
 
     def record(self, folder: RunFolder) -> Record:
-        """Return what the weights follow from, when all of it has been made or read.
+        """Return the record of this start, after everything has been made or read.
 
         Raises:
-            ResumeError: what the run has made for itself is not what its checkpoint was trained with.
+            ResumeError: the model or data that the run made for itself is not what its checkpoint was trained with.
         """
         if self.was is None or self.now is None:
             return Record.of(self.config, folder)

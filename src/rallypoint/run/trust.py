@@ -1,9 +1,9 @@
-"""What a run folder may have run on this machine: nothing that its user has not named.
+"""Which code a run folder may run on this machine: only code that this user has named.
 
-A config names code: a reward function, a model folder with Python in it, a cluster that takes and gives pickles. Who
-types it, or points at a YAML file, has named it. A run folder may come from anybody. So a run that is started here
-signs what it names with a key that only this user can read, and a folder is believed where the signature is right. The
-key is made when it is needed first; nothing is sent anywhere.
+A config names code: a reward function, a model folder with Python in it, a cluster that exchanges pickles. A user who
+types a key, or passes a YAML file, has named the code. A run folder may come from anybody. So a run that is started
+here signs the code that it names with a key that only this user can read, and a folder is trusted if the signature is
+right. The key is made when it is first needed; nothing is sent anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_BYTES = 32
 
 
 def code_named(config: RunConfig) -> dict[str, str]:
-    """Return the keys by which a config has code run that does not ship with the package, and what each names."""
+    """Return the keys that make a config run code from outside of the package, and what each names."""
     found: dict[str, str] = {}
     if config.reward.function is not None and config.reward.function not in SHIPPED:
         found["reward.function"] = config.reward.function
@@ -39,14 +39,14 @@ def code_named(config: RunConfig) -> dict[str, str]:
 
 
 def sign(config: RunConfig) -> dict[str, str]:
-    """Return a signature for each key of `code_named`; none where this user cannot keep a key."""
+    """Return a signature for each key of `code_named`; none if this user cannot store a key."""
     named = code_named(config)
     key = _key(make=True) if named else None
     return {} if key is None else {name: _signature(key, name, what) for name, what in named.items()}
 
 
 def unsigned(config: RunConfig, signatures: Mapping[str, str]) -> dict[str, str]:
-    """Return what of `code_named` was not signed by this user."""
+    """Return the entries of `code_named` that this user has not signed."""
     key = _key(make=False)
     return {
         name: what
@@ -60,7 +60,7 @@ def _signature(key: bytes, name: str, what: str) -> str:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return this user's key; None if there is none, or none can be made."""
+    """Return this user's key; None if there is none and none can be made."""
     state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     path = Path(state) / "rallypoint" / "key"
     try:
@@ -70,7 +70,7 @@ def _key(*, make: bool) -> bytes | None:
             own.touch(0o600)
             own.write_bytes(secrets.token_bytes(_NUM_BYTES))
             with contextlib.suppress(FileExistsError):
-                os.link(own, path)  # which of two that begin at once is the first
+                os.link(own, path)  # of two processes at once, the first one wins
             own.unlink()
         key = path.read_bytes()
     except (OSError, RuntimeError):

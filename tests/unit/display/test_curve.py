@@ -78,7 +78,7 @@ def test_the_package_imports_neither_torch_nor_ray_nor_matplotlib() -> None:
 
 def test_a_summary_is_read_from_the_metrics_file(tmp_path: Path) -> None:
     metrics = write_run(tmp_path / "metrics.jsonl", 20)
-    summary = Summary.from_metrics(metrics, name="x", run_dir=tmp_path, notes=["slow disk"])
+    summary = Summary(name="x", run_dir=tmp_path, notes=["slow disk"]).measured(metrics)
     assert summary.num_steps == 20
     assert summary.validations == [(0, 0.1), (10, 0.5), (20, 1.0)]
     assert summary.phases == pytest.approx({"rollout": 4.0, "learn": 2.0})
@@ -91,5 +91,5 @@ def test_a_summary_says_of_how_many_rollouts_the_rewards_are_the_mean(tmp_path: 
     steps = [{"reward/num_scored": 500, "reward/failed": failed, "reward/failed_raised": failed} for failed in (12, 0)]
     lines = [json.dumps({"step": step, "time_s": 1.0, **record}) for step, record in enumerate(steps, 1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (note,) = Summary.from_metrics(tmp_path / "metrics.jsonl", name="x", run_dir=tmp_path).notes
+    (note,) = Summary(name="x", run_dir=tmp_path).measured(tmp_path / "metrics.jsonl").notes
     assert note.startswith("12 of 1,012 rollouts have no score (12 raised) and were left out")

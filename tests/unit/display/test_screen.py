@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from terminals import Terminal
 
-from rallypoint.display.board import NEW_S, Board
 from rallypoint.display.frame import render
+from rallypoint.display.state import NEW_S, RunState
 
 NOTE = (
     "rollout rank 0: the vLLM server died (exit status -9: the kernel killed it, out of memory) and was started again; "
@@ -93,7 +93,7 @@ def test_one_frame_stands_through_ctrl_c_typing_printing_notes_and_new_sizes(col
         assert shown.raw.rindex(b"\x1b[?25h") > shown.raw.rindex(b"\x1b[?25l")
 
 
-def frame(columns: int, rows: int, board: Board) -> list[str]:
+def frame(columns: int, rows: int, board: RunState) -> list[str]:
     """The frame as a terminal of that size would show it."""
     paper = Console(file=io.StringIO(), width=columns, color_system=None)
     paper.print(render(board, columns, rows))
@@ -103,8 +103,8 @@ def frame(columns: int, rows: int, board: Board) -> list[str]:
     return lines
 
 
-def board_of(*, is_real: bool) -> Board:
-    board = Board(lambda: 0.0)
+def board_of(*, is_real: bool) -> RunState:
+    board = RunState(lambda: 0.0)
     board.start(played_panel.RUN)
     board.step(played_panel.report(12, is_real=is_real))
     return board
@@ -135,7 +135,7 @@ def test_no_word_of_the_footer_is_cut(columns: int, rows: int):
 @pytest.mark.parametrize("is_real", [True, False])
 def test_a_new_note_can_be_read_whole_at_once_and_the_height_stays(columns: int, rows: int, is_real: bool):
     now = [0.0]
-    board = Board(lambda: now[0])
+    board = RunState(lambda: now[0])
     board.start(played_panel.RUN)
     board.step(played_panel.report(12, is_real=is_real))
     board.note(NOTE)

@@ -6,7 +6,7 @@ import pytest
 from tiny_models import make_tiny_model
 
 from rallypoint.errors import DataError, ModelError, RewardError
-from rallypoint.recipes.examine import examine, examine_dry
+from rallypoint.recipes.material import examine, examine_dry
 from rallypoint.recipes.preflight import load_checked
 
 REWARD = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"

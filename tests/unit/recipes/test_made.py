@@ -10,7 +10,7 @@ from rallypoint.config import RunConfig, load_config
 from rallypoint.errors import CheckpointError, DataError
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.run.folder import RunFolder, create_run
-from rallypoint.run.inputs import made_inputs
+from rallypoint.run.record import made_inputs
 
 TINY = (
     "model.create={hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 1, intermediate_size: 32}",

@@ -7,8 +7,9 @@ from rallypoint.config import load_config
 from rallypoint.data import Example, Message, encode_prompts, make_digits_tokenizer
 from rallypoint.errors import ModelError
 from rallypoint.model_files.locate import read_config
+from rallypoint.recipes.material import repetitions
+from rallypoint.recipes.model_limits import RowLimits, check_vocabulary
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.reading import Limits, check_vocabulary, repetitions
 from rallypoint.recipes.use import Conversation, Trained
 
 
@@ -28,7 +29,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder
     tokenizer = make_digits_tokenizer()
     model = read_config(folder, trust_remote_code=False)
     check_vocabulary(folder, tokenizer, model)
-    assert Limits.of(model) == Limits(num_ids=20, max_positions=64)
+    assert RowLimits.of(model) == RowLimits(num_ids=20, max_positions=64)
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(ModelError, match="the tokenizer has 21 ids, but the embedding only 20 rows; use the tokenizer"):
         check_vocabulary(folder, tokenizer, model)
@@ -38,7 +39,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder
 
 def limit_of(*overrides: str) -> int:
     rows = ("data.max_prompt_tokens=40", "rollout.max_response_tokens=25")
-    return Limits(num_ids=20, max_positions=64).max_prompt_tokens(load_config("digits", [*rows, *overrides]).config)
+    return RowLimits(num_ids=20, max_positions=64).max_prompt_tokens(load_config("digits", [*rows, *overrides]).config)
 
 
 def test_rows_longer_than_the_model_supports_are_refused():
@@ -70,7 +71,7 @@ def test_rows_longer_than_the_critic_supports_are_refused(small_critic):
     load_checked("digits", [*small_critic, "rollout.max_response_tokens=8"])
     with pytest.raises(ValueError, match=r"=9 make rows of up to 33 tokens; .* at most 32, .* what critic\.path='"):
         load_checked("digits", [*small_critic, "rollout.max_response_tokens=9"])
-    limits = Limits.of(read_config(small_critic[2].split("=")[1], trust_remote_code=False), "the critic")
+    limits = RowLimits.of(read_config(small_critic[2].split("=")[1], trust_remote_code=False), "the critic")
     with pytest.raises(ModelError, match="the critic supports rows of 32 tokens"):
         limits.max_prompt_tokens(load_config("digits", ["rollout.max_response_tokens=33"]).config)
 

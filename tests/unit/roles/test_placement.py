@@ -12,8 +12,8 @@ from rallypoint.cluster.process import ProcessInfo
 from rallypoint.config import load_config
 from rallypoint.errors import PlacementError
 from rallypoint.plan.run_plan import weights_way
+from rallypoint.recipes.machine import pools_of
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.pools import pools_of
 from rallypoint.roles.publishing import way_between
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rallypoint.cluster.capacity import memory_bytes
 from rallypoint.config.limits import BLOCK_TOKENS, CACHE_MARGIN
 from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
@@ -130,7 +130,7 @@ def _explained(num_bytes: int, num_tokens: int, device: torch.device) -> Iterato
         if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
             raise  # an earlier kernel failed
         if device.type == "cpu":
-            there = f"this machine has {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / _MIB:,.0f} MiB"
+            there = f"this machine has {memory_bytes() / _MIB:,.0f} MiB"
         else:
             free, total = torch.accelerator.get_memory_info(device)
             there = f"{device} has {free / _MIB:,.0f} of its {total / _MIB:,.0f} MiB left"

@@ -1,11 +1,11 @@
-"""Whether a run learns at all: the reward of its last steps beside that of its first.
+"""Whether a run learns at all: the reward of its last steps compared with that of its first.
 
-One step says nothing about it, and a run that does not learn looks healthy in every other number. A rise counts when
-it is larger than chance and larger than nothing to speak of: 4 standard errors of the difference of both means, and
-0.15 of what single rewards differ by. With a learning rate of 1e-6 the digits recipe rose by 6 standard errors in 150
-steps, but by no more than a fourteenth of that difference; with its own rate it passes both.
+A run that does not learn looks healthy in every other number. A rise counts if it is neither chance nor negligible: if
+it exceeds 4 standard errors of the difference of both means, and 0.15 of the deviation of single rewards. With a
+learning rate of 1e-6 the digits recipe rose by 6 standard errors in 150 steps, but by at most a fourteenth of that
+deviation; with its own rate it passes both.
 
->>> flat, rising = Course(), Course()
+>>> flat, rising = RewardTrend(), RewardTrend()
 >>> for step in range(100):
 ...     flat.add({"reward/mean": 0.1 + 0.01 * (step % 2), "reward/std": 0.3})
 ...     rising.add({"reward/mean": 0.1 + 0.005 * step, "reward/std": 0.3})
@@ -22,15 +22,15 @@ from collections.abc import Iterable, Mapping
 from rallypoint.observability.numbers import finite_mean, number
 
 REWARD, SPREAD = "reward/mean", "reward/std"
-FLAT_STEPS = "course/flat_steps"
+FLAT_STEPS = "reward/flat_steps"
 """The name under which `health` finds it."""
 WINDOW = 20
-"""Steps whose mean is compared: enough to see through the noise of one, few enough that a slow rise is not in both."""
+"""Steps in each mean: enough to average out noise, few enough that a slow rise is not in both."""
 STANDARD_ERRORS, PART_OF_SPREAD = 4.0, 0.15
 
 
-class Course:
-    """What is known of the reward since the beginning, in memory that does not grow."""
+class RewardTrend:
+    """The reward since the beginning of the run, in memory that does not grow."""
 
     def __init__(self, rewards: Iterable[float] = (), *, num_warmup_steps: int = 0) -> None:
         self._num_warmup_steps = num_warmup_steps
@@ -43,7 +43,7 @@ class Course:
             self.add({REWARD: reward})
 
     def add(self, scalars: Mapping[str, float]) -> None:
-        """Take note of a step; one without a reward is passed over."""
+        """Add a step; one without a reward is skipped."""
         self._num_steps += 1
         reward, spread = scalars.get(REWARD, math.nan), scalars.get(SPREAD, math.nan)
         if math.isfinite(spread):
@@ -64,12 +64,12 @@ class Course:
 
     @property
     def rise(self) -> float:
-        """How much higher the reward of the last steps is than that of the first."""
+        """The reward of the last steps minus that of the first."""
         return finite_mean(list(self._last)) - finite_mean(self._first)
 
     @property
     def spread(self) -> float:
-        """Deviation of the rewards of a step, on average; 0 when it is not known."""
+        """Mean deviation of the rewards of a step; 0 if it is not known."""
         return self._spread_sum / self._num_spreads if self._num_spreads else 0.0
 
     @property

@@ -1,13 +1,14 @@
-"""The files outside of the config that decide a run's bits, by the digests of what is in them.
+"""The record of what decides a run's weights, in each checkpoint: config, digests of files, versions of packages.
 
-Owns: which files those are. Must not know: what is done when one has changed; `resume.py` does. What counts is the
-content: a file that was moved is the same, one that was edited is another.
+Owns: which files those are. Must not know: what follows from a change; `resume.py` does. Only content counts: a moved
+file is the same, an edited one is not.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
-from rallypoint.errors import DataError
+from rallypoint.errors import CheckpointError, DataError
 from rallypoint.run.folder import RunFolder
 
 Inputs = dict[str, dict[str, str]]
@@ -26,22 +27,66 @@ Inputs = dict[str, dict[str, str]]
 _MODEL_FILES = {".safetensors", ".json", ".txt", ".model", ".jinja", ".py"}
 """Endings of what is read of a model's folder: weights, config, tokenizer, template, code."""
 MADE_LIST = "made.json"
-"""In a folder that the run made for itself: what is in it, with digests, and what it was made from."""
+"""In a folder that the run made for itself: its files with digests, and what it was made from."""
 _MADE = {"model.create": "model", "data.generate": "data"}
 _PACKAGES = ("rallypoint", "torch", "transformers", "tokenizers")
+
+
+_RECORD = Path("training") / "run.json"
+"""In a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """Everything that decides the weights of a checkpoint."""
+
+    config: Mapping[str, Any]
+    """The whole tree, as JSON has it."""
+    inputs: Inputs
+    software: Mapping[str, str]
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: RunFolder) -> Record:
+        """Read all of it; `inputs` includes what the run has made for itself, if it has.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        return cls(config.model_dump(mode="json"), external_inputs(config) | made_inputs(folder), software())
+
+    def write(self, checkpoint_folder: Path) -> None:
+        """Write it into a checkpoint that is being made."""
+        text = json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+        (checkpoint_folder / _RECORD).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, checkpoint_folder: Path) -> Record:
+        """Return the record of a verified checkpoint.
+
+        Raises:
+            CheckpointError: it has no readable record.
+        """
+        try:
+            found = json.loads((checkpoint_folder / _RECORD).read_text(encoding="utf-8"))
+            return cls(dict(found["config"]), dict(found["inputs"]), dict(found["software"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{checkpoint_folder / _RECORD}: cannot be read ({error}), so it is not known what the checkpoint was "
+                "made from; it may be of a version of rallypoint that kept no record"
+            ) from error
 
 
 def external_inputs(config: RunConfig) -> Inputs:
     """Read the files that a config names.
 
     Args:
-        config: with paths that hold from here.
+        config: with paths that are valid here.
 
     Raises:
         DataError: one cannot be read.
     """
     named = dict(_named(config))
-    # A digest is waiting for the disk mostly, and large models have many files.
+    # Digests mostly wait for the disk, and large models have many files.
     with ThreadPoolExecutor(8) as threads:
         found = {key: {name: threads.submit(read) for name, read in files.items()} for key, files in named.items()}
         try:
@@ -51,7 +96,7 @@ def external_inputs(config: RunConfig) -> Inputs:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the packages that compute; with others the last bits may differ."""
+    """Return the versions of the packages that compute; other versions may change the last bits."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         try:
@@ -69,7 +114,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
     for key, path in models.items():
-        if path is not None and (files := _model(path)):  # of a hub's model that is not here only the name is compared
+        # A hub model that is not in the cache is compared by name only.
+        if path is not None and (files := _model(path)):
             yield key, files
     file, colon, function = (config.reward.function or "").rpartition(":")
     if colon:
@@ -100,7 +146,7 @@ def made_inputs(folder: RunFolder) -> Inputs:
 
 
 def listed_in(folder: Path) -> dict[str, Any] | None:
-    """Return the list of what is in a folder; None if there is none that could be read."""
+    """Return the list of what is in a folder; None if there is no readable one."""
     try:
         found = json.loads((folder / MADE_LIST).read_text(encoding="utf-8"))
         entries = [(int(entry["size"]), str(entry["xxh3_128"])) for entry in found["files"].values()]

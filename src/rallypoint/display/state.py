@@ -1,6 +1,6 @@
-"""What any display knows of the run so far: the last reports, their history, the pace.
+"""The state of a run as a display knows it: the last reports, their history, the pace.
 
-Owns no terminal. Its memory and the cost of reading it do not grow with the length of the run.
+Owns no terminal. Neither its memory nor the cost of reading it grows with the length of the run.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable
 from rich.cells import cell_len
 
 from rallypoint.display.text import clean
-from rallypoint.observability.course import FLAT_STEPS, Course
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import shares_of, top_level
+from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.reports import REWARD, Completion, RunInfo, StepReport
 
 MAX_POINTS = 512
 PACE_STEPS = 50
-"""The eta is the mean pace of so many steps, validation and checkpoints between them included."""
+"""Steps whose mean pace gives the eta, validation and checkpoints between them included."""
 SMOOTHING = 0.9
 """Shares of the phases are an exponential mean, so that the bar is calm enough to read."""
 HOLD_S = 4.0
-"""A completion stays on the screen so long."""
+"""Seconds that a completion stays on the screen."""
 NEW_S = 30.0
-"""A note is new for so long: time to read some lines."""
+"""Seconds for which a note counts as new: time to read some lines."""
 
 
 class History:
@@ -62,7 +62,7 @@ class History:
         return self._points + ([finite_mean(self._pending)] if self._pending else [])
 
 
-class Board:
+class RunState:
     """The state behind a display; `clock` is any clock that only goes forward."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -74,17 +74,17 @@ class Board:
         self.report: StepReport | None = None
         self.health: tuple[Health, ...] = ()
         self.rewards = History()
-        self._course = Course()
+        self._trend = RewardTrend()
         self.validations = History()
         self.first_validation: float | None = None
         self.validation: float | None = None
         self.notes: dict[str, int] = {}
-        """Each note once, with how often it was given."""
+        """Each note once -> how often it was given."""
         self.longest_note = 0
-        """Cells of the longest note so far, so that a display need not change its height for the next."""
+        """Cells of the longest note so far, so that the next one need not change the height of a display."""
         self._noted = -math.inf
         self.end_message = ""
-        """Why and how the run is about to end, once that was asked for."""
+        """Why and how the run is about to end, once somebody asked for it."""
         self._ending_began = -math.inf
         self.completion: Completion | None = None
         self.longest_texts = dict.fromkeys(("prompt", "response", "answer"), 0)
@@ -99,7 +99,7 @@ class Board:
         """Take note of a run that begins or goes on."""
         self.run = run
         self.rewards = History(run.rewards)
-        self._course = Course(run.rewards, num_warmup_steps=run.num_warmup_steps)
+        self._trend = RewardTrend(run.rewards, num_warmup_steps=run.num_warmup_steps)
         self.validations = History(run.validations)
         if run.validations:
             self.first_validation, self.validation = run.validations[0], run.validations[-1]
@@ -112,8 +112,8 @@ class Board:
         """Take note of a step that is done."""
         now = self._clock()
         self.report, self.message = report, ""
-        self._course.add(report.scalars)
-        self.health = health({**report.scalars, FLAT_STEPS: self._course.num_flat_steps})
+        self._trend.add(report.scalars)
+        self.health = health({**report.scalars, FLAT_STEPS: self._trend.num_flat_steps})
         self.rewards.add(report.scalars.get(REWARD, math.nan))
         self._steps_ended.append(now)
         self._smooth(report)

@@ -9,19 +9,19 @@ import pytest
 from rich.console import Console
 
 from rallypoint.display import PlainLines
-from rallypoint.display.board import Board
+from rallypoint.display.state import RunState
 from rallypoint.observability import health
-from rallypoint.observability.course import FLAT_STEPS, WINDOW, Course
+from rallypoint.observability.trend import FLAT_STEPS, WINDOW, RewardTrend
 from rallypoint.run import MetricsLog, RunInfo, StepReport, Summary
 
-RECORDED = json.loads(Path(__file__).with_name("courses.json").read_text())
+RECORDED = json.loads(Path(__file__).with_name("rewards.json").read_text())
 """Mean and deviation of the rewards of each step, as real runs of seed 0 had them."""
 FLAT = "digits with lr=1e-6, 150 steps"
 
 
 def words_along(course: list[list[float]], **info: int) -> list[tuple[str, ...]]:
     """The health words of every step."""
-    board, words = Board(lambda: 0.0), list[tuple[str, ...]]()
+    board, words = RunState(lambda: 0.0), list[tuple[str, ...]]()
     board.start(RunInfo(name="r", algorithm="ppo", num_steps=len(course), run_dir=Path("r"), **info))
     for step, (mean, spread) in enumerate(course, start=1):
         board.step(report(step, mean, spread))
@@ -73,11 +73,11 @@ def test_rewards_that_are_all_equal_are_no_rise():
 
 
 def test_a_resumed_run_knows_its_past():
-    course = Course([mean for mean, _ in RECORDED["digits"]])
+    course = RewardTrend([mean for mean, _ in RECORDED["digits"]])
     course.add({"reward/mean": 0.5, "reward/std": 0.1})
     assert course.num_flat_steps == 0
-    assert Course([0.1] * 70).num_flat_steps == 70
-    assert Course([0.1] * (WINDOW - 1), num_warmup_steps=50).num_flat_steps == 0
+    assert RewardTrend([0.1] * 70).num_flat_steps == 70
+    assert RewardTrend([0.1] * (WINDOW - 1), num_warmup_steps=50).num_flat_steps == 0
 
 
 def test_plain_lines_say_it_at_each_step_and_what_to_try_once():
@@ -87,7 +87,7 @@ def test_plain_lines_say_it_at_each_step_and_what_to_try_once():
         plain.step(report(step, mean, spread))
     lines = console.file.getvalue().splitlines()
     assert sum(line.endswith("not learning") for line in lines) == 20
-    [advice] = [line for line in lines if line.startswith("  not learning (course/flat_steps 61)")]
+    [advice] = [line for line in lines if line.startswith("  not learning (reward/flat_steps 61)")]
     assert "lr too low" in advice
 
 
@@ -97,9 +97,9 @@ def test_the_summary_says_it_with_the_usual_causes(tmp_path: Path):
         with MetricsLog(path) as log:
             for step, (mean, spread) in enumerate(RECORDED[name], start=1):
                 log.write(step, {"reward/mean": mean, "reward/std": spread})
-        notes = Summary.from_metrics(path, name="r", run_dir=tmp_path).notes
+        notes = Summary(name="r", run_dir=tmp_path).measured(path).notes
         assert any("not learning: in 150 steps" in note and "1e-6" in note for note in notes) == is_said
 
 
 def test_a_run_without_rewards_has_no_course():
-    assert health({FLAT_STEPS: Course().num_flat_steps})[0].words == "healthy"
+    assert health({FLAT_STEPS: RewardTrend().num_flat_steps})[0].words == "healthy"

@@ -1,0 +1,150 @@
+"""What the models of a run say of its rows: their lengths, the ids that they know, the tokens that end a response.
+
+Owns: what is compared between config, tokenizer and models before a role exists. Must not know: run folders, prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import cast
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from rallypoint.config import RunConfig
+from rallypoint.data import (
+    load_tokenizer,
+    make_digits_tokenizer,
+)
+from rallypoint.errors import ModelError
+from rallypoint.model_files import load_critic, load_policy, load_reward_model
+from rallypoint.model_files.locate import read_config
+
+
+def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, ...], tuple[RowLimits, ...]]:
+    """Return the policy's tokenizer, the ids that end a response, and what every model says of rows."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    if path is None:
+        tokenizer = make_digits_tokenizer()
+        limits = [RowLimits(len(tokenizer), config.max_row_tokens)]
+        stops = (cast("int", tokenizer.eos_token_id),)
+        path = "model.create"
+    else:
+        model = read_config(path, trust)  # before the tokenizer, which would be blamed for what is wrong in it
+        tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        check_vocabulary(path, tokenizer, model)
+        limits = [RowLimits.of(model)]
+        stops = stop_tokens(path, tokenizer, limits[0].num_ids)
+    own = config.own_models
+    if "critic" in own:  # it reads the same rows
+        critic = read_config(own["critic"], trust)
+        check_vocabulary(own["critic"], tokenizer, critic)
+        limits.append(RowLimits.of(critic, "the critic"))
+    if "reward" in own:
+        limits.append(check_reward_model(own["reward"], path, tokenizer, trust_remote_code=trust))
+    return tokenizer, stops, tuple(limits)
+
+
+def check_weights(config: RunConfig) -> None:
+    """Compare the weights of the folders that a run begins with with their config.json, by the headers of the files.
+
+    Models that are made, or come from the hub, are checked when the run loads them.
+
+    Raises:
+        ModelError: a run would refuse them too.
+    """
+    own = config.own_models
+    critic = own.get("critic", config.model.path) if "critic" in config.roles else None
+    folders = (config.model.path, load_policy), (critic, load_critic), (own.get("reward"), load_reward_model)
+    for path, load in folders:
+        if path is not None and Path(path).expanduser().is_dir():
+            load.check(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> tuple[int, ...]:
+    """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one.
+
+    Ids that a model of `num_ids` cannot sample are left out: its vocabulary may be smaller.
+    """
+    ids: list[object] = [tokenizer.eos_token_id]
+    try:
+        more = GenerationConfig.from_pretrained(model_path, local_files_only=Path(model_path).is_dir()).eos_token_id
+    except OSError:
+        more = None
+    ids += more if isinstance(more, list) else [more]
+    known = range(num_ids) if num_ids is not None else range(2**31)
+    return tuple(sorted({token for token in ids if isinstance(token, int) and token in known}))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Limits that a model's config.json sets to its rows; None where it sets none."""
+
+    num_ids: int | None
+    """Number of rows of the embedding."""
+    max_positions: int | None
+    whose: str = "the model"
+
+    @classmethod
+    def of(cls, model: PreTrainedConfig, whose: str = "the model") -> RowLimits:
+        """Read them from a config that transformers has loaded."""
+        return cls(getattr(model, "vocab_size", None), getattr(model, "max_position_embeddings", None), whose)
+
+    def max_prompt_tokens(self, config: RunConfig) -> int:
+        """Return the longest prompt: as configured, or shorter if longer ones are dropped or truncated.
+
+        Raises:
+            ModelError: the model does not support rows of the length that the config asks for.
+        """
+        wanted, most = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        if self.max_positions is None or config.max_row_tokens <= self.max_positions:
+            return wanted
+        if config.data.on_too_long == "error" or most >= self.max_positions:
+            raise ModelError(
+                f"{self.whose} supports rows of {self.max_positions} tokens, but data.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {config.max_row_tokens}; lower one of them"
+            )
+        return self.max_positions - most
+
+
+def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
+    """Refuse a tokenizer with ids that the embedding of a model lacks.
+
+    Raises:
+        ModelError: there are such ids; both numbers are named.
+    """
+    vocab_size = getattr(model, "vocab_size", None)
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"{model_path}: the tokenizer has {len(tokenizer)} ids, but the embedding only {vocab_size} rows; "
+            "use the tokenizer that the model was trained with"
+        )
+
+
+def check_reward_model(
+    path: str, model_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> RowLimits:
+    """Refuse a reward model whose tokenizer differs from the policy's, as it reads the policy's ids; return its limits.
+
+    Args:
+        path: of the reward model.
+        model_path: of the policy.
+        tokenizer: of the policy.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        ModelError: it is no reward model, or another tokenizer was used for it.
+    """
+    found = read_config(path, trust_remote_code)
+    load_reward_model.check_config(path, found)
+    own = load_tokenizer(path, trust_remote_code=trust_remote_code, for_chat=False).get_vocab()
+    theirs = tokenizer.get_vocab()
+    if others := [token for token, number in theirs.items() if own.get(token) != number]:
+        example = min(others, key=theirs.__getitem__)
+        raise ModelError(
+            f"{path}: {len(others)} of the {len(theirs)} tokens of {model_path} are others in its tokenizer, or none: "
+            f"{example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; a reward model "
+            "reads the policy's token ids, so give one that was trained with the same tokenizer"
+        )
+    check_vocabulary(path, tokenizer, found)
+    return RowLimits.of(found, "the reward model")

@@ -1,0 +1,59 @@
+"""What the reference and the reward model share: a model that is evaluated and never trained."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from rallypoint.cluster import WorkerContext, WorkerGroup
+from rallypoint.config import RoleName, RunConfig
+from rallypoint.engine import TrainingEngine
+from rallypoint.models import ModelShard
+from rallypoint.plan.run_plan import attention_cost
+from rallypoint.roles.colocated import Turns, TurnTaker
+from rallypoint.roles.dealing import per_token
+from rallypoint.roles.placement import WorkerSpec
+from rallypoint.types import PerToken, Sequences
+
+WorkerT = TypeVar("WorkerT", bound="FrozenWorker")
+
+
+class FrozenWorker(TurnTaker, abc.ABC):
+    """One rank: an engine without an optimizer."""
+
+    role: ClassVar[RoleName]
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        spec.prepare(context)
+        self.turns = Turns(context)
+        self.engine: TrainingEngine[Sequences] = TrainingEngine(
+            self.load(context, spec),
+            optimizer=None,
+            max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
+            tick=context.tick,
+        )
+        if self.role in spec.config.sleeping:
+            self.turns.sleep_between(self.engine)
+
+    @abc.abstractmethod
+    def load(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
+        """Load this rank's part of the model."""
+
+
+class FrozenModel(Generic[WorkerT]):
+    """The driver's handle; in a run without the role it returns None."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT] | None) -> None:
+        self._group = group
+        self._attention_cost = attention_cost(config)
+
+    async def _per_token(
+        self, method: Callable[[WorkerT, list[Sequences]], list[PerToken]], batch: Sequences
+    ) -> Tensor | None:
+        """Have the ranks compute a number for every token: [T] float32; None without the role."""
+        if self._group is None:
+            return None
+        return await per_token(self._group, method, batch, self._attention_cost)
