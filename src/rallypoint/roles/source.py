@@ -326,8 +326,12 @@ class RolloutSource:
             self._records(scored, examples, texts),
         )
 
-    async def _give_up(self, batch: _Batch) -> None:
-        for each in (batch, *self._batches):
+    async def close(self) -> None:
+        """Give up what is sampled ahead; a run with max_staleness 0 samples nothing ahead."""
+        await self._give_up()
+
+    async def _give_up(self, *batches: _Batch) -> None:
+        for each in (*batches, *self._batches):
             each.close()
         self._grader.close()  # or threads would wait for its calls
         await self.rollouts.stop()

@@ -1,0 +1,152 @@
+"""Prompts in, scored batches out, whatever the latencies of what samples them."""
+
+import asyncio
+import dataclasses
+import random
+
+import pytest
+
+from rallypoint.config import load_config
+from rallypoint.data import EncodedPrompts, Example, Message
+from rallypoint.environments.pool import Inline
+from rallypoint.errors import GenerationError, StalenessError
+from rallypoint.generation import Output
+from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.source import RolloutSource
+from rallypoint.types import Trajectory
+
+P, G = 4, 2
+CONFIG = load_config("digits", [f"rollout={{num_prompts: {P}, group_size: {G}, max_response_tokens: 5}}"]).config
+
+
+class FakeRollouts:
+    """Answers a request with its numbers, after a while, and remembers what it was asked."""
+
+    num_ranks = 2
+
+    def __init__(self, seed=0):
+        self.version, self.num_loads, self.random = 0, 1, random.Random(seed)
+        self.asked, self.failing, self.num_stops = [], (), 0
+
+    def rank_of(self, place, num_prompts):
+        return place * 2 // num_prompts
+
+    async def sample(self, request, rank):
+        self.asked.append((request.prompt_index, request.sample_index, rank, request))
+        version = self.version
+        await asyncio.sleep(self.random.random() * 0.01)
+        if (request.prompt_index, request.sample_index) in self.failing:
+            raise GenerationError("nonsense came")
+        tokens = (10 + request.prompt_index, 20 + request.sample_index)
+        numbers = (-1.0, -2.0)
+        return [
+            Output(request_id=1, tokens=tokens, logprobs=numbers, sampled_logprobs=numbers, version=version,
+                   finish_reason="stop")
+        ]  # fmt: skip
+
+    def load(self, version):
+        self.version, self.num_loads = version, self.num_loads + 1
+
+    async def stop(self):
+        self.num_stops += 1
+
+
+class FakeTokenizer:
+    all_special_ids = (0,)
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def make_source(rollouts, **options):
+    examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
+    return RolloutSource(
+        CONFIG,
+        rollouts,
+        train=EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ()),
+        validation=None,
+        tokenizer=FakeTokenizer(),
+        stop_tokens=(0,),
+        grader=Inline(lambda solution_str, **row: float(solution_str.split()[0])),
+        reward_model=RewardModel(CONFIG, None),
+        say=lambda line: None,
+        **options,
+    )
+
+
+def test_a_batch_is_the_same_whatever_the_latencies_and_is_asked_for_in_order():
+    async def batch(seed):
+        rollouts = FakeRollouts(seed)
+        return await make_source(rollouts).next_batch(), rollouts.asked
+
+    found = [asyncio.run(batch(seed)) for seed in range(3)]
+    for sampled, asked in found:
+        assert [one[:3] for one in asked] == [(p, s, p * 2 // P) for p in range(P) for s in range(G)]
+        assert sampled.batch.prompt_index.tolist() == [p for p in range(P) for _ in range(G)]
+        assert sampled.batch.scores.tolist() == [10.0 + p for p in range(P) for _ in range(G)]
+        assert sampled.batch.tokens.tolist() == found[0][0].batch.tokens.tolist()
+        assert sampled.metrics.scalars() == found[0][0].metrics.scalars()
+
+
+async def asks_again(prompt, client):
+    """Look at the first response, and ask for another one."""
+    first = await client.sample(prompt.tokens)
+    second = await client.sample((7, first.response[0]))
+    return Trajectory(turns=(first, second))
+
+
+def test_an_environment_of_two_turns_is_sampled_on_the_same_road_and_trains_its_own_tokens_only():
+    async def main():
+        rollouts = FakeRollouts()
+        return await make_source(rollouts, episode=asks_again).next_batch(), rollouts.asked
+
+    sampled, asked = asyncio.run(main())
+    row = sampled.batch.rows([5])  # the second rollout of the third prompt
+    prompt = row.tokens[:2].tolist()
+    assert row.tokens.tolist() == [*prompt, 12, 21, 7, 12, 12, 21]
+    assert row.loss_mask.tolist() == [False, False, True, True, False, False, True, True]
+    assert row.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, 0, -1, -2]
+    first, second = [request for p, s, _, request in asked if (p, s) == (2, 1)]
+    assert second.tokens == (*first.tokens, 12, 21, 7, 12)
+    assert first.params.seed != second.params.seed
+    assert dataclasses.replace(second.params, seed=first.params.seed) == first.params
+
+
+def test_a_rollout_that_fails_is_left_out_and_counted():
+    async def main():
+        rollouts = FakeRollouts()
+        rollouts.failing = {(1, 0), (2, 0), (2, 1)}
+        return await make_source(rollouts).next_batch()
+
+    sampled = asyncio.run(main())
+    assert sampled.metrics.scalars()["rollout/failed"] == 3
+    assert sampled.batch.prompt_index.tolist() == [0, 0, 1, 3, 3]
+
+
+@pytest.mark.parametrize("max_staleness", range(3))
+def test_batches_are_sampled_ahead_within_the_bound(max_staleness):
+    async def main():
+        rollouts = FakeRollouts()
+        source = make_source(rollouts, max_staleness=max_staleness)
+        staleness = []
+        for step in range(5):
+            sampled = await source.next_batch()
+            await asyncio.sleep(0.05)  # an update, beside which the groups ahead are sampled
+            staleness.append(step - int(sampled.batch.versions.min()))
+            assert sampled.batch.prompt_index[0] == step * P
+            assert len(rollouts.asked) == (step + 1 + max_staleness) * P * G
+            rollouts.load(step + 1)
+        await source.close()
+        return source.num_admitted, max(staleness)
+
+    assert asyncio.run(main()) == (5 * P, max_staleness)
+
+
+def test_a_batch_that_no_weights_were_loaded_for_is_refused():
+    async def main():
+        source = make_source(FakeRollouts())
+        await source.next_batch()
+        with pytest.raises(StalenessError, match="no weights were loaded since the batch before: version 0"):
+            await source.next_batch()
+
+    asyncio.run(main())
