@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
-FEW = ("trainer.num_steps=2", "rollout.num_prompts=16", "validation.every_steps=1")
+FEW = ("trainer.num_steps=2", "rollout.num_prompts=16", "validation.every_steps=1", "cluster.pools={main: [1]}")
 
 
 def in_folder(folder, *arguments):
