@@ -256,18 +256,23 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the raylet is looked up in /proc")
 def test_ctrl_c_on_a_raylet_that_is_stopped_is_answered_at_once_and_ends_the_run_in_seconds(runs):
-    process = runs.start("train", "digits", *runs.overrides("stopped", *LONG, "cluster.runtime=ray"))
-    wait_for("stopped", "step  3/12", process)
+    endless = ("trainer.num_steps=900", "checkpoint={every_steps: 300, keep: 1}", "cluster.runtime=ray")
+    process = runs.start("train", "digits", *runs.overrides("stopped", *endless))
+    wait_for("stopped", "step   3/900", process)
     (raylet,) = [pid for pid in children_of(process.pid) if comm_of(pid) == "raylet"]
     os.kill(raylet, signal.SIGSTOP)
     time.sleep(5)  # the step under way comes to its next call with data
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     printed = process.stdout.read()
-    assert process.wait(60) == 1
+    status = process.wait(60)
     assert time.monotonic() - began < 30, "the limit is a minute"
     assert re.search(r"interrupted: waiting for Ray .*is stopped|Ctrl-C: what is under way", printed), printed
-    assert f"Ray's raylet (pid {raylet}) is stopped" in printed
+    if status == 130:  # the step needed nothing of the raylet, so it was finished and saved
+        assert "nothing is lost" in printed
+    else:
+        assert status == 1
+        assert f"Ray's raylet (pid {raylet}) is stopped" in printed
     assert "--resume" in printed
 
 
