@@ -27,6 +27,14 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
     return 0.0
 
 
+def hangs_in_step_2(data_source, solution_str, ground_truth, extra_info=None):
+    metrics = BEGUN.parent / "hurried" / "metrics.jsonl"
+    if not BEGUN.with_suffix(".over").exists() and metrics.exists() and '"rollout/num_tokens"' in metrics.read_text():
+        BEGUN.write_text(f"{{os.getpid()}}\\n")
+        time.sleep(600)
+    return float(len(solution_str))
+
+
 def forks_and_exits(data_source, solution_str, ground_truth, extra_info=None):
     if not BEGUN.exists():
         sleeper = subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)
@@ -84,6 +92,27 @@ def test_a_second_ctrl_c_ends_a_run_whose_reward_function_hangs_and_the_function
     while is_alive(int(begun.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.timeout(280)
+def test_a_ctrl_c_gives_hanging_rewards_some_seconds_and_the_abandoned_step_is_repeated(runs, weights_of, begun):
+    over = begun.with_suffix(".over")
+    function = (f"reward={{function: '{begun.parent}/rewards.py:hangs_in_step_2', timeout_s: 600}}",)
+    over.touch()
+    expected = weights_of(runs.run("whole", *INLINE, *function))
+    over.unlink()
+    process = runs.start("train", "digits", *runs.overrides("hurried", *INLINE, *function))
+    wait_until(has_begun(begun), process)
+    interrupted = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert time.monotonic() - interrupted < 60
+    run = runs.folder / "hurried"
+    assert "step 2 is given up, and repeated by --resume" in (run / "logs" / "train.log").read_text()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
+    over.touch()
+    assert weights_of(runs.resume("hurried")) == expected
 
 
 def test_a_run_is_resumed_at_once_though_a_reward_function_forked_before_it_was_killed(runs, begun):
