@@ -86,7 +86,7 @@ class Sequence:
         if not new:
             return [self.output((), self.sent_at_version, reason)] if reason is not None else []
         spans = [(version, [one for one, _ in span]) for version, span in itertools.groupby(new, lambda one: one[1])]
-        reasons = [None] * (len(spans) - 1) + [reason]
+        reasons: list[FinishReason | None] = [*([None] * (len(spans) - 1)), reason]
         return [self.output(span, version, why) for (version, span), why in zip(spans, reasons, strict=True)]
 
     def output(
