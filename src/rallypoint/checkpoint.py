@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ import xxhash
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError
 
+_LOG = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _REMEDY = "the checkpoint is damaged"
@@ -204,6 +206,7 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        _LOG.debug("flushed %s", path)
     finally:
         os.close(descriptor)
 

@@ -178,7 +178,7 @@ class InlineRuntime:
     head = None
 
     def __init__(self, *, log_folder: Path, silence_s: float = 60.0, say: Callable[[str], None] = print) -> None:
-        gc.collect()  # workers of an earlier run in this interpreter, and the device memory that they hold, may be cycles
+        gc.collect()  # an earlier run of this interpreter may have left workers, and device memory, in cycles
         self._pools: dict[ResourcePool, list[InlineProcess]] = {}
         self.threads: list[threading.Thread] = []
         """Threads of all processes, ended ones too."""
