@@ -32,7 +32,7 @@ import json, sys, torch
 module = torch.get_device_module(torch.device(sys.argv[1]))
 devices = []
 if module.is_available():
-    for index in range(module.devicecounted()):
+    for index in range(module.device_count()):
         found = module.get_device_properties(index)
         devices.append([found.name, found.total_memory])
 print(json.dumps([torch.__version__, devices]))

@@ -163,3 +163,19 @@ def test_a_dry_run_says_what_was_chosen_for_this_machine_and_what_the_alternativ
     [said] = describe_choices(load_config("digits", GPU), SERVER)
     assert said.startswith("engine.activations=checkpoint: a process would need keep ")
     assert said.endswith(" GiB; a device has 80.0 GiB, of which a plan may fill 80%")
+
+
+def test_torch_is_asked_for_the_devices_that_it_has(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(
+        "import types\n"
+        "__version__, device = '2.13', str\n"
+        "properties = types.SimpleNamespace(name='NVIDIA H100', total_memory=80 * 2**30)\n"
+        "module = types.SimpleNamespace(\n"
+        "    is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda index: properties\n"
+        ")\n"
+        "get_device_module = lambda device: module\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = load_config("digits", ["cluster.device=imagined"]).config
+    machine = look_around(config)
+    assert (machine.accelerators, machine.complaint) == ((H100, H100), "")
