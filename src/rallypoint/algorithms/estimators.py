@@ -122,7 +122,7 @@ class GAE(Advantage):
     gae_lambda: float
     """Lambda of the advantages, where `length_alpha` is None."""
     value_lambda: float | None
-    """Lambda of the returns; None: that of the advantages."""
+    """Lambda of the returns; None: `gae_lambda`."""
     length_alpha: float | None
     """Alpha of the lambda that grows with the row's units; None for a lambda that is the same for all rows."""
     unit: Literal["token", "turn"]
@@ -132,13 +132,13 @@ class GAE(Advantage):
 
     def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """See `Advantage.estimate`."""
-        return self._both(rewards, None)[0]
+        return self._both(rewards, self.gae_lambda, self.length_alpha)[0]
 
     def returns(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """Return what the critic should have predicted, in the unit of the rewards."""
-        return self._both(rewards, self.value_lambda)[1]
+        return self._both(rewards, self.gae_lambda if self.value_lambda is None else self.value_lambda, None)[1]
 
-    def _both(self, rewards: Rewards, value_lambda: float | None) -> tuple[Tensor, Tensor]:
+    def _both(self, rewards: Rewards, gae_lambda: float, length_alpha: float | None) -> tuple[Tensor, Tensor]:
         if rewards.values is None:
             raise ValueError("gae: the batch has no values: give the run a critic, or another advantage")
         estimate = gae_advantages if self.unit == "token" else turn_gae_advantages
@@ -148,8 +148,8 @@ class GAE(Advantage):
             rewards.loss_mask,
             rewards.offsets,
             discount=self.discount,
-            gae_lambda=self.gae_lambda if value_lambda is None else value_lambda,
-            length_alpha=self.length_alpha if value_lambda is None else None,
+            gae_lambda=gae_lambda,
+            length_alpha=length_alpha,
         )
 
 

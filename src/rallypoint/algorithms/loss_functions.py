@@ -104,6 +104,9 @@ class ActorLoss:
         """Return the number of trained tokens, of rows or of prompts."""
         if self.aggregation == "token":
             return float(batch.num_loss_tokens)
+        if self.aggregation == "prompt" and batch.loss_weights is not None:
+            # A prompt whose rows are in two mini-batches counts in each as the part of it that is there.
+            return float(batch.loss_weights[batch.row_of_token][batch.loss_mask].sum())
         weights = aggregate(self.aggregation, batch.loss_mask, batch.offsets, batch.prompt_index, length=self.length)
         return weights.denominator
 

@@ -171,6 +171,9 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
     if detail["type"] == "missing" and len(parts) == len(detail["loc"]):
         meaning = f": {info.description.rstrip('.')}" if info and info.description else ""
         return {dotted: f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"}
+    if detail["type"] == "extra_forbidden" and info is not None and len(parts) < len(detail["loc"]):
+        *_, kind, name = detail["loc"]
+        return {dotted: f"{_said(dotted, found, source)}: {kind} has no key {name}; expected {expected(info)}"}
     if detail["type"] == "extra_forbidden":
         return _unknown(parts, found, source)
     said = _said(dotted, found, source)

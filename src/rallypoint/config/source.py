@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import yaml
 
+from rallypoint.config.tree import of_other_names
 from rallypoint.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -122,6 +123,7 @@ def read(name: str, overrides: Sequence[str] = ()) -> Source:
     path = find(name)
     source = _read_file(path, seen=())
     values, origins, problems = source.values, source.origins, list[str]()
+    parts: list[tuple[dict[str, Any], dict[str, str]]] = []
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or not re.fullmatch(r"\w[\w-]*(\.\w[\w-]*)*", dotted):
@@ -138,10 +140,16 @@ def read(name: str, overrides: Sequence[str] = ()) -> Source:
         part, part_origins = _plain(node, COMMAND_LINE, dotted, problems)
         for name_part in reversed(dotted.split(".")):
             part = {name_part: part}
-        _merge(values, cast("dict[str, Any]", part), origins, "")
-        origins |= part_origins
+        parts.append((cast("dict[str, Any]", part), part_origins))
     if problems:
         raise ConfigError(tuple(problems))
+    together: dict[str, Any] = {}
+    for part, _ in parts:
+        _merge(together, part, {}, "")
+    _forget(values, together, origins)
+    for part, part_origins in parts:
+        _merge(values, part, origins, "")
+        origins |= part_origins
     name = path.absolute().parent.name if path.name == "config.yaml" else path.stem
     return Source(name, values, origins)
 
@@ -177,6 +185,7 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     if base is None:
         return Source(path.stem, values, origins)
     below = _read_file(_find_base(base, path.parent, origin), (*seen, path.resolve()))
+    _forget(below.values, values, below.origins)
     _merge(below.values, values, below.origins, "")
     return Source(path.stem, below.values, below.origins | origins)
 
@@ -266,6 +275,14 @@ def _kind(node: yaml.Node) -> str:
     if isinstance(node, yaml.MappingNode):
         return "section"
     return "list" if isinstance(node, yaml.SequenceNode) else "single value"
+
+
+def _forget(into: dict[str, Any], over: Mapping[str, Any], origins: dict[str, str]) -> None:
+    """Take out what `into` sets for names that `over` replaces, where it is not meant for the new one."""
+    for section, name in of_other_names(into, over):
+        into[section] = {key: value for key, value in into[section].items() if key != name}
+        for stale in [k for k in origins if k == f"{section}.{name}" or k.startswith(f"{section}.{name}.")]:
+            del origins[stale]
 
 
 def _merge(into: dict[str, Any], over: Mapping[str, Any], origins: dict[str, str], prefix: str) -> None:

@@ -7,12 +7,12 @@ from several keys is a property here or a line of `rallypoint.plan`, never a key
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, cast
 
 from pydantic import AfterValidator, model_validator
 
-from rallypoint.config.fields import Section, key, named_section, section
+from rallypoint.config.fields import Section, key, named_section, named_sections, section
 from rallypoint.config.recipes import RECIPES, RoleName, unread_by
 from rallypoint.config.sections.algorithms import AdvantageConfig, AggregationName, CorrectionConfigs, LossConfig
 from rallypoint.config.sections.frame import CheckConfig, CheckpointConfig, TrainerConfig
@@ -46,6 +46,29 @@ def names_in(values: Mapping[str, object]) -> dict[str, object]:
             own = cast("Mapping[str, object]", inner)
             names[section_name] = own.get("name", usual)
     return names
+
+
+def of_other_names(below: Mapping[str, object], over: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield (section, key) of values below that the names above make mean something else.
+
+    A name brings its own defaults: what was set for another name stays only where both have one default, as the bounds
+    of `clip` and `decoupled` do, and those of `clip` and `gspo` do not.
+
+    >>> list(of_other_names({"loss": {"name": "gspo", "clip_low": 3e-4}}, {"loss": {"name": "clip"}}))
+    [('loss', 'clip_low')]
+    >>> list(of_other_names({"loss": {"clip_low": 0.1}}, {"loss": {"name": "decoupled"}}))
+    []
+    """
+    for section_name, before in names_in(below).items():
+        new, own = over.get(section_name), below.get(section_name)
+        after = cast("Mapping[str, object]", new).get("name") if isinstance(new, Mapping) else None
+        kinds = named_sections(RunConfig.model_fields[section_name])
+        if not isinstance(own, Mapping) or before == after or {str(before), str(after)} - kinds.keys():
+            continue
+        was, now = kinds[str(before)].model_fields, kinds[str(after)].model_fields
+        for name in cast("Mapping[str, object]", own):
+            if name != "name" and name in was and name in now and was[name].default != now[name].default:
+                yield section_name, name
 
 
 class RunConfig(Section):

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.algorithms import (
+    ADVANTAGES,
     OBJECTIVES,
+    ActorLoss,
     AdaptiveKL,
     PolicyTokens,
     aggregate,
@@ -12,10 +14,12 @@ from rallypoint.algorithms import (
     has_signal,
     overlong_penalty,
     rows_that_learn,
+    weigh,
     without_truncated,
 )
 from rallypoint.testing import CASES
 from rallypoint.testing.cases import make_case
+from rallypoint.types import JudgedBatch
 
 RULES = ["token", "sequence", "fixed_length", "prompt"]
 
@@ -49,6 +53,34 @@ def test_losses_of_any_cut_add_up_to_the_mean_of_the_rule(rule, lengths, seed, c
         total += float(objective(part, weights=weights.by_row[rows][part.rows]).sum)
     expected = by_the_paper(case, losses.tolist(), rule, 10.0)
     assert total / weights.denominator == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_a_prompt_in_two_mini_batches_counts_in_each_as_the_part_that_is_there():
+    batch = JudgedBatch(
+        offsets=torch.tensor([0, 1, 4, 6]),
+        tokens=torch.arange(6),
+        loss_mask=torch.ones(6, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(6),
+        prompt_index=torch.tensor([0, 0, 1]),
+        sample_index=torch.tensor([0, 1, 0]),
+        versions=torch.zeros(3, dtype=torch.int64),
+        truncated=torch.zeros(3, dtype=torch.bool),
+        token_rewards=torch.tensor([1.0, 0, 0, 0, 0, 0]),
+        old_logprobs=torch.zeros(6),
+        reference_logprobs=None,
+    )
+    actor = weigh(batch, ADVANTAGES["rloo"](whiten=False), kl=None, aggregation="prompt")
+    loss = ActorLoss(
+        objective=OBJECTIVES["policy_gradient"](),
+        corrections=(),
+        aggregation="prompt",
+        length=1.0,
+        entropy_coef=0.0,
+        kl=None,
+        is_single_update=False,
+    )
+    parts = [actor.rows(torch.tensor(rows)) for rows in ([0], [1, 2])]
+    assert [loss.denominator(part) for part in (actor, *parts)] == [2.0, 0.25, 1.75]
 
 
 def test_the_metric_of_a_weighed_loss_is_the_mean_of_the_rule():

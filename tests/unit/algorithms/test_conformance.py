@@ -152,6 +152,7 @@ def test_max_rl_keeps_to_every_rule_and_to_its_paper_and_refuses_negative_reward
     ("parameters", "formula"),
     [
         (GAE, lambda case: advantages.gae(case, 0.97, 0.9)),
+        ({**GAE, "length_alpha": 0.5}, lambda case: advantages.gae(case, 0.97, 0.9)),
         ({**GAE, "value_lambda": 1.0, "length_alpha": 0.5}, lambda case: advantages.gae(case, 0.97, 1.0)),
         ({**GAE, "unit": "turn"}, lambda case: advantages.turn_gae(case, 0.97, 0.9)),
     ],

@@ -32,6 +32,26 @@ def load(*overrides: str) -> LoadedConfig:
     return load_config("base.yaml", overrides)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "bounds"),
+    [
+        ("gspo", ["loss.name=clip"], (0.2, 0.2)),
+        ("dapo", ["loss.name=gspo"], (3e-4, 4e-4)),
+        ("dapo", ["loss.name=decoupled"], (0.2, 0.28)),
+        ("gspo", ["loss.clip_high=0.3", "loss={name: clip}"], (0.2, 0.3)),
+        ("gspo", ["loss.clip_high=5e-4"], (3e-4, 5e-4)),
+        ("grpo", ["loss.clip_high=0.3", "loss.name=[gspo]"], None),
+    ],
+)
+def test_a_name_brings_its_own_defaults(recipe: str, overrides: list[str], bounds: tuple[float, float] | None):
+    if bounds is None:
+        with pytest.raises(ConfigError, match=r"loss\.name"):
+            load_config(recipe, overrides, draft=True)
+        return
+    loaded = load_config(recipe, overrides, draft=True)
+    assert (loaded.config.loss.clip_low, loaded.config.loss.clip_high) == bounds
+
+
 def test_each_value_knows_where_it_was_set(here: Path):
     (here / "mine.yaml").write_text("base: base.yaml\nactor:\n  optimizer:\n    lr: 1e-5\n")
     origins = load_config("mine.yaml", ["trainer.num_steps=9"]).origins

@@ -255,6 +255,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         'correction=[{"name":"mask","low":2,"high":1}]',
         ("low=2 and high=1", "expected low below high"),
     ),
+    "fit: no such key of a correction": (
+        'correction=[{"name":"tis","low":1}]',
+        ("tis has no key low", "a list of sections"),
+    ),
     "fit: no such correction": ('correction=[{"name":"tiss"}]', ("correction=", "a list of sections")),
     "fit: policy gradient of many updates": (
         "loss.name=policy_gradient actor.num_mini_batches=2",
