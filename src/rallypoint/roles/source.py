@@ -102,11 +102,11 @@ class _Client:
         params, added = self._params, tuple(tokens)
         if self._num_turns:
             params = dataclasses.replace(params, seed=params.seed + self._num_turns * _NEXT_TURN)
-        self._num_turns += 1
-        self._tokens += added
-        request = Request(tokens=self._tokens, params=params, prompt_index=self._prompt, sample_index=self._sample)
+        tokens = self._tokens + added
+        request = Request(tokens=tokens, params=params, prompt_index=self._prompt, sample_index=self._sample)
         turn = as_turn(added, await self._rollouts.sample(request, self._rank))
-        self._tokens += turn.response
+        self._tokens = tokens + turn.response  # a turn that failed leaves nothing behind: an episode may repeat it
+        self._num_turns += 1
         return turn
 
 
@@ -125,6 +125,7 @@ class _Batch:
             GenerationError: all rollouts have failed.
         """
         sampled = asyncio.gather(*self._groups)
+        sampled.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
         await asyncio.wait({sampled, self._scored}, return_when=asyncio.FIRST_COMPLETED)
         if self._scored.done():
             self._scored.result()  # raises: it has not been told yet that all groups are there
@@ -223,7 +224,8 @@ class RolloutSource:
         if not self._batches:
             raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
         sampled = await self._finish(self._batches[0])
-        assert self._groups.take() is not None, "its groups are complete"
+        taken = self._groups.take()  # outside the assertion, which `python -O` leaves out
+        assert taken is not None, "its groups are complete"
         self._batches.popleft()
         self.records = sampled.records
         return sampled

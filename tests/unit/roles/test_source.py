@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.pool import Inline
+from rallypoint.environments.scoring import TooManyFailuresError
 from rallypoint.errors import GenerationError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.reward import RewardModel
@@ -58,16 +60,17 @@ class FakeTokenizer:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def make_source(rollouts, **options):
+def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, **options):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
+    reward = CONFIG.reward.model_copy(update={"max_failed": max_failed})
     return RolloutSource(
-        CONFIG,
+        CONFIG.model_copy(update={"reward": reward}),
         rollouts,
         train=EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ()),
         validation=None,
         tokenizer=FakeTokenizer(),
         stop_tokens=(0,),
-        grader=Inline(lambda solution_str, **row: float(solution_str.split()[0])),
+        grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
         reward_model=RewardModel(CONFIG, None),
         say=lambda line: None,
         **options,
@@ -110,6 +113,53 @@ def test_an_environment_of_two_turns_is_sampled_on_the_same_road_and_trains_its_
     assert second.tokens == (*first.tokens, 12, 21, 7, 12)
     assert first.params.seed != second.params.seed
     assert dataclasses.replace(second.params, seed=first.params.seed) == first.params
+
+
+async def tries_twice(prompt, client):
+    """Answer a prompt, once more if that fails."""
+    try:
+        return Trajectory(turns=(await client.sample(prompt.tokens),))
+    except GenerationError:
+        client._rollouts.failing = ()
+        return Trajectory(turns=(await client.sample(prompt.tokens),))
+
+
+def test_an_episode_may_repeat_a_turn_that_failed_and_asks_for_the_same_again():
+    async def main():
+        rollouts = FakeRollouts()
+        rollouts.failing = {(1, 0)}
+        return await make_source(rollouts, episode=tries_twice).next_batch(), rollouts.asked
+
+    sampled, asked = asyncio.run(main())
+    first, second = [request for p, s, _, request in asked if (p, s) == (1, 0)]
+    assert second == first
+    assert len(sampled.batch) == P * G
+
+
+def test_an_error_of_scoring_while_others_are_sampled_is_all_that_is_said():
+    said = []
+
+    def unreadable(solution_str, **row):
+        raise ValueError("unreadable")
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        rollouts = FakeRollouts()
+        answer = rollouts.sample
+
+        async def sample(request, rank):
+            await asyncio.sleep(30 if request.prompt_index else 0)
+            return await answer(request, rank)
+
+        rollouts.sample = sample
+        with pytest.raises(TooManyFailuresError, match="unreadable"):
+            await make_source(rollouts, grader=Inline(unreadable), max_failed=0.0).next_batch()
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    asyncio.run(main())
+    gc.collect()
+    assert not said
 
 
 def test_a_rollout_that_fails_is_left_out_and_counted():
