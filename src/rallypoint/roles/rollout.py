@@ -104,7 +104,8 @@ class RolloutWorker(TurnTaker):
                 self._sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
-            outputs = self._desk.take(orders) + self._desk.sample(until_one_ends=True)
+            # The driver waits for all ranks, so several of them answer at the same time.
+            outputs = self._desk.take(orders) + self._desk.sample(until_one_ends=self._context.num_ranks == 1)
             for output in outputs:
                 if output.error is not None and not isinstance(output.error, GenerationError):
                     raise output.error
