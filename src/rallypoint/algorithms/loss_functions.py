@@ -148,7 +148,9 @@ class ActorLoss:
             )
             total = total + self.kl.coef * penalty.sum
             metrics = merge(metrics, penalty.metrics())
-        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), float(policy.weight))}))
+        # Without weights it is known how many tokens there are, and nothing waits for the device.
+        weight = float(len(logprobs)) if weights is None else float(policy.weight)
+        return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), weight)}))
 
     def _correct(self, tokens: PolicyTokens) -> tuple[Tensor | None, Metrics]:
         """Return the weight of each token and what to watch; None where nothing is corrected."""

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rallypoint.cluster.capacity import num_cores
 from rallypoint.environments.child import Child
 from rallypoint.environments.outcome import Outcome, RewardCall, call_reward
 from rallypoint.environments.reward import SHIPPED, RewardFunction, load_reward, no_function, wanted_tokens
@@ -124,6 +123,8 @@ class Pool:
             num_processes: how many at most; None for one a core, up to 16.
             log: receives what the function prints; None for standard error.
         """
+        from rallypoint.cluster.capacity import num_cores  # here, because a process that scores imports this module
+
         self.wanted: tuple[str, ...] = ()
         self._is_loaded = False
         self._new = functools.partial(Child, spec, timeout_s, log)
