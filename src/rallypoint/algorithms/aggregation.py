@@ -78,3 +78,30 @@ def aggregate(
             of_group = group_sums(lengths, groups)
             _, num_prompts = numbered(groups[of_group > 0])
             return Weights(by_row=1.0 / of_group.clamp_min(1.0), denominator=float(num_prompts))
+
+
+def num_prompts_held(
+    weights: Float[Tensor, " B"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    groups: Int[Tensor, " B"],
+) -> float:
+    """Return how many prompts some rows of a step hold: a prompt with rows elsewhere counts as the share that is here.
+
+    A whole prompt counts as exactly 1. A row of one of the four tokens of prompt 0, and both tokens of prompt 1:
+
+    >>> weights, mask = torch.tensor([0.25, 0.5], dtype=torch.float64), torch.ones(3, dtype=torch.bool)
+    >>> num_prompts_held(weights, mask, torch.tensor([0, 1, 3]), torch.tensor([0, 1]))
+    1.25
+
+    Args:
+        weights: [B] of the rows, by `aggregate` with "prompt" over all rows of the step.
+        loss_mask: [T] True at trained tokens.
+        offsets: [B+1] where rows begin and end.
+        groups: [B] the prompt of each row.
+    """
+    rows = torch.repeat_interleave(torch.arange(len(groups)), offsets.diff())
+    prompt, num_prompts = numbered(groups)
+    here = row_sums(row_sums(loss_mask.double(), rows, len(groups)), prompt, num_prompts)
+    tokens = (1.0 / weights).round()  # of the whole prompt: a sum of rounded weights would not be 1
+    return float((here / here.scatter(0, prompt, tokens.double())).sum())

@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms.aggregation import AggregationName, aggregate
+from rallypoint.algorithms.aggregation import AggregationName, aggregate, num_prompts_held
 from rallypoint.algorithms.corrections import Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import value_loss
 from rallypoint.algorithms.kl import KL
@@ -105,8 +105,7 @@ class ActorLoss:
         if self.aggregation == "token":
             return float(batch.num_loss_tokens)
         if self.aggregation == "prompt" and batch.loss_weights is not None:
-            # A prompt whose rows are in two mini-batches counts in each as the part of it that is there.
-            return float(batch.loss_weights[batch.row_of_token][batch.loss_mask].sum())
+            return num_prompts_held(batch.loss_weights, batch.loss_mask, batch.offsets, batch.prompt_index)
         weights = aggregate(self.aggregation, batch.loss_mask, batch.offsets, batch.prompt_index, length=self.length)
         return weights.denominator
 
