@@ -104,6 +104,7 @@ def _check_correction(config: RunConfig) -> Iterator[Problem]:
     """Yield corrections that count a gap twice, and bounds that leave nothing."""
     weighs = [item.name for item in config.correction if item.name in {"tis", "icepop"}]
     loss = config.loss
+    instead = "loss.name=clip" if loss.name == "decoupled" else "loss.anchor=old"
     anchored = loss.name == "decoupled" or getattr(loss, "anchor", "old") == "rollout"
     if len(weighs) > 1:
         yield Problem(
@@ -115,7 +116,7 @@ def _check_correction(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("correction", "loss"),
             f"correction has {weighs[0]}, but loss.name={loss.name} is weighed back to the sampler already: that "
-            "counts the gap twice; expected masks only, or loss.anchor=old",
+            f"counts the gap twice; expected masks only, or {instead}",
         )
     for item in config.correction:
         if isinstance(item, IcePopConfig | MaskConfig) and item.low >= item.high:

@@ -249,7 +249,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: a weight and a loss with one": (
         'loss.name=decoupled correction=[{"name":"tis"}]',
-        ("loss.name=decoupled is weighed back", "masks only"),
+        ("loss.name=decoupled is weighed back", "masks only, or loss.name=clip"),
     ),
     "fit: bounds that leave nothing": (
         'correction=[{"name":"mask","low":2,"high":1}]',
