@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 
 import pytest
@@ -136,8 +136,15 @@ def opened(rewards):
 def grade(pool, texts):
     """Return what became of a call for each text; None for one that was not made any more."""
     futures = [pool.submit(call(text, row)) for row, text in enumerate(texts)]
-    wait(futures, 60)
-    return [None if future.cancelled() else future.result() for future in futures]
+    return [outcome_of(future) for future in futures]
+
+
+def outcome_of(future):
+    # `concurrent.futures.wait` is not told of a call that is cancelled before it began; `result` is.
+    try:
+        return future.result(60)
+    except CancelledError:
+        return None
 
 
 def score(number, **extras):
