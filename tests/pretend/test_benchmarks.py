@@ -1,5 +1,7 @@
 """What `make gpu-check` measures, on the pretend device: the numbers mean nothing, but all of it runs."""
 
+import math
+
 import pytest
 from accelerator_benchmark import run_benchmark
 
@@ -17,7 +19,8 @@ def test_an_update_is_measured_with_its_peak_beside_the_plan(activations, preten
 def test_rollouts_are_measured(pretend):
     tiny = ("--models", "tiny", "--times", "1", "--batches", "2", "--tokens", "8", "--dtype", "float32")
     (row,) = run_benchmark(*tiny, "--device", "pretend", name="accelerator_rollouts")
-    assert float(row["tokens/s"].replace(",", "")) > 0
+    assert row["batch"] == "2"
+    assert math.isfinite(float(row["tokens/s"].replace(",", "")))  # so few tokens are a difference of noise, of any sign
 
 
 def test_steps_are_those_of_the_cpu(pretend):
