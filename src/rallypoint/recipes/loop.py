@@ -32,7 +32,8 @@ from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.roles.source import AbandonedError, RolloutRecord
+from rallypoint.roles.sampled import RolloutRecord
+from rallypoint.roles.sampling import AbandonedError
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder, Start, anchored, write_config

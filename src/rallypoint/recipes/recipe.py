@@ -24,7 +24,8 @@ from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.source import RolloutRecord, RolloutSource
+from rallypoint.roles.sampled import RolloutRecord
+from rallypoint.roles.source import RolloutSource
 from rallypoint.types import Metrics
 
 

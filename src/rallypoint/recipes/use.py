@@ -24,7 +24,7 @@ from rallypoint.models import ModelShard
 from rallypoint.recipes.material import encode_all
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
-from rallypoint.roles.source import sampling_params
+from rallypoint.roles.sampling import sampling_params
 from rallypoint.types import Prompts, offsets_from_lengths
 
 

@@ -1,0 +1,91 @@
+"""What a step learns from: its batch, what there is to measure of it, and a few rollouts in words.
+
+Owns: the metrics of rollouts. Must not know: how they were sampled, or why these are the rollouts of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from rallypoint.data import Example
+from rallypoint.environments.scoring import Scored
+from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One rollout in words, for people."""
+
+    name: str
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+    truncated: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step has to learn from."""
+
+    batch: ScoredBatch
+    metrics: Metrics
+    records: tuple[RolloutRecord, ...]
+    """The first few rollouts of the step."""
+
+
+def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, hidden_tokens: torch.Tensor) -> Metrics:
+    """Return what a person wants to know of a step's rollouts.
+
+    Args:
+        batch: all that were sampled.
+        scored: those that have a score.
+        num_failed: rollouts that the engine has failed on.
+        hidden_tokens: ids of special tokens that no response should have.
+    """
+    scores = scored.batch.scores
+    num_rows, num_tokens = len(batch), batch.num_loss_tokens
+    hidden = torch.isin(batch.tokens[batch.loss_mask], hidden_tokens)
+    narrowed: dict[str, Mean] = {}
+    if batch.sampled_logprobs is not None:
+        gain = (batch.sampled_logprobs - batch.rollout_logprobs)[batch.loss_mask]
+        narrowed["rollout/narrowing"] = Mean(float(gain.double().sum()), num_tokens)
+    return Metrics(
+        {
+            **narrowed,
+            "reward/mean": Mean(float(scores.sum()), len(scores)),
+            "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
+            "rollout/failed": Sum(num_failed),
+            "rollout/num_tokens": Sum(num_tokens),
+            "rollout/response_length": Mean(num_tokens, num_rows),
+            "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),
+            "rollout/truncated": Mean(float(batch.truncated.sum()), num_rows),
+            # Special tokens inside a response: the policy pays nothing for what its reward function cannot see.
+            "rollout/hidden_tokens": Mean(float(hidden.sum()), num_tokens),
+        }
+    )
+
+
+def records_of(
+    scored: Scored, examples: Sequence[Example], texts: Sequence[str], limit: int
+) -> tuple[RolloutRecord, ...]:
+    """Return the first `limit` rollouts that have a score, by the example and the text of every row."""
+    scores = scored.batch.scores.tolist()
+    return tuple(
+        RolloutRecord(
+            name=examples[row].name,
+            prompt=examples[row].prompt[-1].content,
+            response=texts[row],
+            ground_truth=str(examples[row].ground_truth),
+            score=scores[place],
+            truncated=bool(scored.batch.truncated[place]),
+        )
+        for place, row in enumerate(scored.kept_rows[:limit])
+    )
+
+
+def _response_lengths(batch: RolloutBatch) -> torch.Tensor:
+    return torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.row_of_token, batch.loss_mask.long())
