@@ -20,7 +20,8 @@ def test_rollouts_are_measured(pretend):
     tiny = ("--models", "tiny", "--times", "1", "--batches", "2", "--tokens", "8", "--dtype", "float32")
     (row,) = run_benchmark(*tiny, "--device", "pretend", name="accelerator_rollouts")
     assert row["batch"] == "2"
-    assert math.isfinite(float(row["tokens/s"].replace(",", "")))  # so few tokens are a difference of noise, of any sign
+    # So few tokens are a difference of noise, of any sign.
+    assert math.isfinite(float(row["tokens/s"].replace(",", "")))
 
 
 def test_steps_are_those_of_the_cpu(pretend):
