@@ -55,6 +55,10 @@ class RewardError(RallyError, RuntimeError):
     """The reward function cannot be loaded, or failed for every rollout of a step."""
 
 
+class UserCodeError(RallyError, ValueError):
+    """A function in a file of the user's cannot be used: the file and the remedy are named."""
+
+
 class RowTooLongError(RallyError, ValueError):
     """One row alone exceeds the token cap of a micro-batch."""
 

@@ -27,13 +27,13 @@ BROAD: dict[str, str] = {
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/training_engine.py:train": "raised again as soon as the other ranks know",
-    "environments/reward.py:_import_file": "the user's module may raise anything while it is imported",
     "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
+    "user_code.py:_run": "the user's module may raise anything while it is imported",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }
 """`path:function` of every handler that catches anything -> why."""

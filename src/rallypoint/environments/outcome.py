@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
-from rallypoint.environments.reward import format_user_traceback
+from rallypoint.user_code import format_user_traceback
 
 FailureKind = Literal["timeout", "crashed", "raised", "nonfinite", "malformed"]
 """`timeout`: no result before its deadline. `crashed`: the process ended during the call. `raised`: an exception of any

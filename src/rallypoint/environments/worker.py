@@ -30,8 +30,9 @@ from rallypoint.environments.outcome import (
     is_ours,
     raised,
 )
-from rallypoint.environments.reward import format_user_traceback, load_reward, wanted_tokens
+from rallypoint.environments.reward import load_reward, wanted_tokens
 from rallypoint.errors import RewardError
+from rallypoint.user_code import format_user_traceback
 
 if TYPE_CHECKING:
     import asyncio

@@ -131,14 +131,14 @@ def test_a_file_that_raises_shows_its_own_traceback(write, tmp_path):
     assert "line 3, in <module>" in shown
     assert "ZeroDivisionError: division by zero" in shown
     assert "importlib" not in shown
-    assert "environments/reward.py" not in shown
+    assert "user_code.py" not in shown
 
 
 @pytest.mark.parametrize("text", ["import no_such_module_anywhere", "import sys; sys.exit(3)", "def f(:"])
 def test_a_file_that_cannot_be_imported_is_an_error_and_leaves_no_module_behind(write, text):
     before = set(sys.modules)
     assert "raised while it was imported" in refusal(write(text))
-    assert not [name for name in set(sys.modules) - before if name.startswith("rallypoint_reward")]
+    assert not [name for name in set(sys.modules) - before if name.startswith("rallypoint_user")]
 
 
 NAMED = [
