@@ -35,7 +35,7 @@ from rallypoint.algorithms.policy_losses import (
     PolicyObjective,
     PolicyTokens,
 )
-from rallypoint.algorithms.shaping import has_signal, overlong_penalty, rows_that_learn, without_truncated
+from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, has_signal, overlong_penalty, rows_that_learn
 from rallypoint.algorithms.weigh import weigh, weigh_valued
 
 __all__ = [
@@ -54,12 +54,14 @@ __all__ = [
     "KLLoss",
     "LossFunction",
     "LossInputs",
+    "OverlongPenalty",
     "OwnAdvantage",
     "OwnObjective",
     "PolicyLoss",
     "PolicyObjective",
     "PolicyTokens",
     "Rewards",
+    "RowMask",
     "TokenOutputs",
     "ValueLoss",
     "Weights",
@@ -82,5 +84,4 @@ __all__ = [
     "weigh",
     "weigh_valued",
     "whiten",
-    "without_truncated",
 ]

@@ -1,15 +1,18 @@
-"""What is done to scores and masks before advantages: long responses, truncated ones, and groups without a signal.
+"""What is done to scores and rows around advantages: long responses, truncated ones, and groups without a signal.
 
 Owns: these three. Invariant: what is masked counts in no denominator; what merely has no advantage still does.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rallypoint.algorithms._rows import group_sums, normalized_in_groups, row_sums
+from rallypoint.types import Mean, Metrics, ScoredBatch
 
 
 def overlong_penalty(
@@ -32,14 +35,44 @@ def overlong_penalty(
     return factor * over.clamp(0.0, 1.0)
 
 
-def without_truncated(
-    loss_mask: Bool[Tensor, " T"], offsets: Int[Tensor, " B1"], truncated: Bool[Tensor, " B"]
-) -> Bool[Tensor, " T"]:
-    """Return the mask without rows that ended at the length limit (DAPO's overlong filtering, arXiv 2503.14476).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlongPenalty:
+    """What long responses of a step lose, with its parameters; see `overlong_penalty`."""
 
-    Their scores still count in the baseline of their prompt.
-    """
-    return loss_mask & ~truncated.repeat_interleave(offsets.diff())
+    max_tokens: int
+    buffer: int
+    factor: float
+
+    def __call__(self, batch: ScoredBatch) -> tuple[ScoredBatch, Metrics]:
+        """Return the batch with the penalty on the last token of each response, and how large it was in the mean."""
+        tokens = batch.loss_mask.nonzero().squeeze(-1)
+        rows = batch.row_of_token[tokens]
+        penalty = overlong_penalty(
+            rows.bincount(minlength=len(batch)), max_tokens=self.max_tokens, buffer=self.buffer, factor=self.factor
+        )
+        last = torch.zeros(len(batch), dtype=torch.int64).scatter_reduce_(0, rows, tokens, "amax")
+        token_rewards = batch.token_rewards.index_add(0, last, -penalty.float())
+        shaped = batch.scored(token_rewards)
+        return shaped, Metrics({"reward/overlong_penalty": Mean(float(penalty.sum()), len(batch))})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowMask:
+    """Rows of a step that do not train: no pass, no share of a denominator. Their scores count in all baselines."""
+
+    truncated: bool = False
+    """Rows that ended at the length limit (DAPO's overlong filtering, arXiv 2503.14476)."""
+    zero_variance: bool = False
+    """Rows of prompts whose scores are all equal; a critic learns from them all the same."""
+
+    def for_critic(self, batch: ScoredBatch) -> Bool[Tensor, " B"]:
+        """Return which rows a critic learns from."""
+        return ~batch.truncated if self.truncated else torch.ones_like(batch.truncated)
+
+    def for_actor(self, batch: ScoredBatch) -> Bool[Tensor, " B"]:
+        """Return which rows the policy learns from."""
+        trains = self.for_critic(batch)
+        return trains & has_signal(batch.scores, batch.prompt_index) if self.zero_variance else trains
 
 
 def has_signal(scores: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:

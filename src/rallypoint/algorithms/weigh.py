@@ -1,11 +1,14 @@
 """From a judged batch to what actor and critic learn from: the step of the page between judging and learning.
 
-Owns: which advantage goes with which carrier, and where KL enters the reward. Must not know: how
-advantages are computed. Called once per step with the whole batch, so that whitening and group baselines
-see every row.
+Owns: which advantage goes with which carrier, where KL enters the reward, and that masked rows leave when all baselines
+are known. Must not know: how advantages are computed. Called once per step with the whole batch, so that whitening and
+group baselines see every row.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +16,20 @@ from torch import Tensor
 from rallypoint.algorithms.aggregation import AggregationName, aggregate
 from rallypoint.algorithms.estimators import GAE, Advantage, Rewards
 from rallypoint.algorithms.kl import KL, kl_penalty
-from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, ValuedBatch
+from rallypoint.algorithms.shaping import RowMask
+from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, Sequences, ValuedBatch
+
+BatchT = TypeVar("BatchT", bound=Sequences)
+_ALL_TRAIN = RowMask()
 
 
 def weigh(
-    batch: JudgedBatch, advantage: Advantage, *, kl: KL | None, aggregation: AggregationName = "token"
+    batch: JudgedBatch,
+    advantage: Advantage,
+    *,
+    kl: KL | None,
+    aggregation: AggregationName = "token",
+    mask: RowMask = _ALL_TRAIN,
 ) -> ActorBatch:
     """Weigh every token by an estimator that needs no critic.
 
@@ -26,16 +38,22 @@ def weigh(
         advantage: the estimator.
         kl: the pull towards the reference, or None.
         aggregation: what the loss is to be a mean of.
+        mask: rows that do not train.
 
     Raises:
         ValueError: kl needs logprobs of a reference that the batch does not have, or a reward stands on a
             token that is not trained.
     """
-    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl, aggregation)
+    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl, aggregation, mask.for_actor(batch))
 
 
 def weigh_valued(
-    batch: ValuedBatch, advantage: GAE, *, kl: KL | None, aggregation: AggregationName = "token"
+    batch: ValuedBatch,
+    advantage: GAE,
+    *,
+    kl: KL | None,
+    aggregation: AggregationName = "token",
+    mask: RowMask = _ALL_TRAIN,
 ) -> tuple[ActorBatch, CriticBatch]:
     """Weigh every token by an estimator with a critic, and say what the critic should have predicted.
 
@@ -46,13 +64,15 @@ def weigh_valued(
         advantage: the estimator.
         kl: the pull towards the reference, or None.
         aggregation: what the actor's loss is to be a mean of.
+        mask: rows that do not train.
 
     Raises:
         ValueError: as for `weigh`.
     """
     rewards = _earned(batch, kl, batch.values)
     returns = advantage.returns(rewards)
-    return _actor_batch(batch, advantage(rewards), kl, aggregation), batch.widen(CriticBatch, returns=returns)
+    critic_batch = _only(batch.widen(CriticBatch, returns=returns), mask.for_critic(batch))
+    return _actor_batch(batch, advantage(rewards), kl, aggregation, mask.for_actor(batch)), critic_batch
 
 
 def _earned(batch: JudgedBatch, kl: KL | None, values: Tensor | None) -> Rewards:
@@ -84,14 +104,22 @@ def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:
     return batch.token_rewards - kl.coef * torch.where(batch.loss_mask, penalty, 0.0)
 
 
-def _actor_batch(batch: JudgedBatch, advantages: Tensor, kl: KL | None, aggregation: AggregationName) -> ActorBatch:
+def _actor_batch(
+    batch: JudgedBatch, advantages: Tensor, kl: KL | None, aggregation: AggregationName, trains: Tensor
+) -> ActorBatch:
     """Pass the reference and weights on only where the loss needs them."""
     in_loss = kl is not None and kl.placement == "loss"
     reference_logprobs = _reference_logprobs(batch) if in_loss else None
-    weights = None
-    if aggregation in ("sequence", "prompt"):  # elsewhere all tokens weigh the same
-        weights = aggregate(aggregation, batch.loss_mask, batch.offsets, batch.prompt_index, length=1.0).by_row
-    return batch.widen(ActorBatch, advantages=advantages, reference_logprobs=reference_logprobs, loss_weights=weights)
+    rows = _only(batch.widen(ActorBatch, advantages=advantages, reference_logprobs=reference_logprobs), trains)
+    if aggregation not in ("sequence", "prompt"):  # there all tokens weigh the same
+        return rows
+    weights = aggregate(aggregation, rows.loss_mask, rows.offsets, rows.prompt_index, length=1.0).by_row
+    return dataclasses.replace(rows, loss_weights=weights)
+
+
+def _only(batch: BatchT, trains: Tensor) -> BatchT:
+    """Return the rows that train."""
+    return batch if bool(trains.all()) else batch.rows(trains.nonzero().flatten())
 
 
 def _reference_logprobs(batch: JudgedBatch) -> Tensor:

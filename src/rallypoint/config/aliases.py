@@ -99,6 +99,10 @@ ALIASES: tuple[Alias, ...] = (
     Alias("clip_ratio_high eps_clip_high epsilon_high ratio_clip_max", (f"loss.clip_high={VALUE}",)),
     Alias("clip_ratio_c ratio_clip_c dual_clip_ratio delta", (f"loss.dual_clip={VALUE}",)),
     Alias("cliprange_value value_clip eps_clip_value", (f"critic.clip={VALUE}",)),
+    Alias(
+        "critic_warmup critic_warmup_steps num_critic_only_steps freezing_actor_steps",
+        (f"critic.warmup_steps={VALUE}",),
+    ),
     Alias("entropy_coeff entropy_loss_coef ent_coef entropy_weight", (f"actor.entropy_coef={VALUE}",)),
     Alias("mini_batch_size ppo_mini_batch_size train_global_batch_size", ("actor.num_mini_batches",), _PER_STEP),
     Alias(
@@ -137,6 +141,19 @@ ALIASES: tuple[Alias, ...] = (
         "max_total_sequence_length max_model_len max_seq_len max_length",
         ("data.max_prompt_tokens", "rollout.max_response_tokens"),
         "prompts and responses have limits of their own",
+    ),
+    Alias(
+        "mask_truncated_completions overlong_filtering mask_no_eos_with_zero apply_overlong_filtering",
+        (f"rollout.mask_truncated={VALUE}",),
+    ),
+    Alias("zero_variance_filter mask_zero_variance_groups", (f"rollout.mask_zero_variance={VALUE}",)),
+    Alias(
+        "overlong_buffer overlong_buffer.len overlong_buffer_len overlong_tokens overlong_cache",
+        (f"reward.overlong.buffer_tokens={VALUE}",),
+    ),
+    Alias(
+        "overlong_buffer.penalty_factor overlong_penalty_factor overlong_reward_penalty",
+        (f"reward.overlong.factor={VALUE}",),
     ),
     Alias(
         "use_vllm", ("rollout.engine",), values=(("true", "rollout.engine=vllm"), ("false", "rollout.engine=native"))

@@ -26,6 +26,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _batch(config)
     if "rollout" in config.roles:
         yield from _sampling(config)
+        yield from _shaping(config)
     yield from _created_model(config)
     yield from _lora(config)
     yield from placement_contradictions(config)
@@ -200,6 +201,36 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
         yield from _cache(config, rollout.cache_tokens)
     if rollout.engine == "vllm":
         yield from _vllm(config)
+
+
+def _shaping(config: RunConfig) -> Iterator[Problem]:
+    """Yield what does not fit together in what is done to scores and rows before they train."""
+    rollout, (max_tokens, buffer_tokens) = config.rollout, config.overlong
+    if max_tokens > rollout.max_response_tokens:
+        yield Problem(
+            ("reward.overlong.max_tokens", "rollout.max_response_tokens"),
+            f"reward.overlong.max_tokens={max_tokens} is never reached: no response is longer than "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}; expected at most that, or null",
+        )
+    if buffer_tokens > max_tokens:
+        yield Problem(
+            ("reward.overlong.buffer_tokens", "reward.overlong.max_tokens", "rollout.max_response_tokens"),
+            f"reward.overlong.buffer_tokens={buffer_tokens} begins before the response does: the penalty is whole at "
+            f"{max_tokens} tokens (reward.overlong.max_tokens, or rollout.max_response_tokens); expected at most "
+            f"{max_tokens}, usually a fifth of it, or null",
+        )
+    if rollout.mask_zero_variance and rollout.group_size == 1:
+        yield Problem(
+            ("rollout.mask_zero_variance", "rollout.group_size"),
+            "rollout.mask_zero_variance=true with rollout.group_size=1 masks everything: the scores of a group of one "
+            "are all equal; expected false, or groups of at least 2, usually 8",
+        )
+    if config.num_frozen_steps >= config.trainer.num_steps:
+        yield Problem(
+            ("critic.warmup_steps", "trainer.num_steps"),
+            f"critic.warmup_steps={config.num_frozen_steps} of trainer.num_steps={config.trainer.num_steps}: the actor "
+            f"would never learn; expected less than {config.trainer.num_steps}",
+        )
 
 
 def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from rallypoint.config.sections.learning import (
     KLConfig,
     ReferenceConfig,
 )
-from rallypoint.config.sections.material import DataConfig, ModelConfig, RewardConfig
+from rallypoint.config.sections.material import DataConfig, ModelConfig, OverlongConfig, RewardConfig
 from rallypoint.config.sections.places import ClusterConfig, MeshConfig, PlacementConfig
 from rallypoint.config.sections.sampling import RolloutConfig, ValidationConfig
 
@@ -162,9 +162,22 @@ class RunConfig(Section):
         return self.checkpoint.every_steps or min(20, max(5, self.trainer.num_steps // 10))
 
     @property
+    def num_frozen_steps(self) -> int:
+        """Steps before the actor's first update: those in which a critic warms up."""
+        return self.critic.warmup_steps if "critic" in self.roles else 0
+
+    @property
     def num_warmup_steps(self) -> int:
-        """Steps in which the actor's learning rate rises."""
-        return round(self.actor.optimizer.warmup_ratio * self.trainer.num_steps)
+        """Steps until the actor learns at its full rate."""
+        frozen = self.num_frozen_steps
+        return frozen + round(self.actor.optimizer.warmup_ratio * (self.trainer.num_steps - frozen))
+
+    @property
+    def overlong(self) -> tuple[int, int]:
+        """Length at which a response loses all of `reward.overlong`, and tokens before it in which the loss grows."""
+        overlong = self.reward.overlong or OverlongConfig()
+        max_tokens = overlong.max_tokens or self.rollout.max_response_tokens
+        return max_tokens, overlong.buffer_tokens or max(1, max_tokens // 5)
 
     @property
     def sleeping(self) -> frozenset[RoleName]:

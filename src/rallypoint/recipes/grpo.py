@@ -8,7 +8,7 @@ from typing import Self
 
 from rallypoint.algorithms import weigh
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_of, mask_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference
@@ -40,8 +40,8 @@ class GRPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            advantage, kl = advantage_of(self.config), kl_of(self.config)
-            actor_batch = weigh(batch, advantage, kl=kl, aggregation=self.config.aggregation)
+            advantage, kl, mask = advantage_of(self.config), kl_of(self.config), mask_of(self.config)
+            actor_batch = weigh(batch, advantage, kl=kl, aggregation=self.config.aggregation, mask=mask)
 
         with span("learn"):
             learned = await self.actor.update(actor_batch, step)

@@ -8,7 +8,7 @@ from typing import Self
 
 from rallypoint.algorithms import ClippedValueLoss, weigh_valued
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_of, mask_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.critic import Critic
 from rallypoint.roles.judging import check_judged
@@ -52,8 +52,8 @@ class PPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            gae, kl = gae_of(self.config), kl_of(self.config)
-            actor_batch, critic_batch = weigh_valued(batch, gae, kl=kl, aggregation=self.config.aggregation)
+            gae, kl, mask = gae_of(self.config), kl_of(self.config), mask_of(self.config)
+            actor_batch, critic_batch = weigh_valued(batch, gae, kl=kl, aggregation=self.config.aggregation, mask=mask)
 
         with span("learn"):
             learned = await gather(

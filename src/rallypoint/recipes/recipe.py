@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
-from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, GAE, KL, OBJECTIVES, ActorLoss, Advantage
+from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, GAE, KL, OBJECTIVES, ActorLoss, Advantage, RowMask
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
 from rallypoint.environments.pool import Grader
@@ -160,6 +160,11 @@ def advantage_of(config: RunConfig) -> Advantage:
     """Return the estimator that a config names."""
     section = config.advantage
     return ADVANTAGES[section.name](**_parameters(section))
+
+
+def mask_of(config: RunConfig) -> RowMask:
+    """Return which rows of a step do not train."""
+    return RowMask(truncated=config.rollout.mask_truncated, zero_variance=config.rollout.mask_zero_variance)
 
 
 def gae_of(config: RunConfig) -> GAE:

@@ -39,6 +39,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
             model = spec.load_policy(context, mesh)
         self._shared = share_published(spec.config, model)
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer, loss)
+        self.num_frozen_steps = spec.config.num_frozen_steps
         ActorParts(self.engine, self._open_source, self._exposed).leave(context)
         self._end, self._published = LineEnd(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
@@ -154,13 +155,15 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return await self.logprobs(batch) if is_compared or not self._config.judges_in_update else None
 
     async def update(self, batch: BatchT, step: int) -> Metrics:
-        """Train on the rows of a step, mini-batch by mini-batch.
+        """Train on the rows of a step, mini-batch by mini-batch; while a critic warms up, stay as it is.
 
         Raises:
             ValueError: a batch for several optimizer steps has no old_logprobs.
             OffPolicyError: the first pass disagrees with old_logprobs; or, in a batch without them, with the rollouts:
                 that is known after the step, which is not published.
         """
+        if step <= self._config.num_frozen_steps:
+            return Metrics({"actor/num_tokens": Sum(0)})
         self.is_published.clear()
         batches = self.cut(batch, step)
         if isinstance(batch, ActorBatch) and batch.old_logprobs is None and len(batches.parts) > 1:

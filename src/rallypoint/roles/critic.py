@@ -66,6 +66,8 @@ class Critic(Learner[CriticBatch, CriticWorker]):
     async def update(self, batch: CriticBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch."""
         merged = await self._group.call(CriticWorker.train, self.cut(batch, step), step)
+        if not batch.num_loss_tokens:
+            return merged.prefixed("critic")
         means = merged.scalars()
         explained = explained_variance(
             error_mean=means["error"],

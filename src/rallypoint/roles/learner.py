@@ -46,6 +46,9 @@ WorkerT = TypeVar("WorkerT", bound="LearnerWorker[Any, Any]")
 class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
     """One rank of a model that is trained."""
 
+    num_frozen_steps = 0
+    """Steps of the run before the first update: the schedule of the learning rate begins after them."""
+
     def __init__(
         self,
         context: WorkerContext,
@@ -85,14 +88,14 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
     @in_turn(to_train=True)
     def train(self, batches: MiniBatches[BatchT], step: int) -> Metrics:
         """Take one optimizer step for each mini-batch; `step` is the training step, from 1."""
-        began = time.perf_counter()
+        began, frozen = time.perf_counter(), self.num_frozen_steps
         measured = [
             self.engine.train(
                 part,
                 functools.partial(self._loss_of, is_on_policy=index == 0),
                 denominator=denominator,
-                step=step,
-                num_steps=self.config.trainer.num_steps,
+                step=step - frozen,
+                num_steps=self.config.trainer.num_steps - frozen,
             )
             for index, (part, denominator) in enumerate(zip(batches.parts, batches.denominators, strict=True))
         ]

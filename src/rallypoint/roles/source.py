@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.data import EncodedPrompts, PromptStream
 from rallypoint.environments.environment import Episode, Prompt, single_turn
@@ -62,6 +63,7 @@ class RolloutSource:
         self._config, self._train, self._validation = config, train, validation
         self._say, self._max_staleness, self._grader, self._reward_model = say, max_staleness, grader, reward_model
         self._sampler = Sampler(config, rollouts, tokenizer=tokenizer, grader=grader, say=say, episode=episode)
+        self._penalty = _penalty_of(config)
         self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
@@ -106,7 +108,10 @@ class RolloutSource:
         assert taken is not None, "its groups are complete"
         self._batches.popleft()
         self.records = sampled.records
-        return sampled
+        if self._penalty is None:
+            return sampled
+        batch, lost = self._penalty(sampled.batch)
+        return dataclasses.replace(sampled, batch=batch, metrics=merge(sampled.metrics, lost))
 
     async def validate(self) -> Sampled | None:
         """Return the validation prompts' rollouts, one each; None when the run has no validation set.
@@ -174,3 +179,11 @@ class RolloutSource:
             each.close()
         self._grader.close()  # or threads would wait for its calls
         await self.rollouts.stop()
+
+
+def _penalty_of(config: RunConfig) -> OverlongPenalty | None:
+    """Return what long responses lose in training; None without reward.overlong."""
+    if config.reward.overlong is None:
+        return None
+    max_tokens, buffer = config.overlong
+    return OverlongPenalty(max_tokens=max_tokens, buffer=buffer, factor=config.reward.overlong.factor)

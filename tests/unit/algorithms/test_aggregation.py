@@ -15,7 +15,6 @@ from rallypoint.algorithms import (
     overlong_penalty,
     rows_that_learn,
     weigh,
-    without_truncated,
 )
 from rallypoint.testing import CASES
 from rallypoint.testing.cases import make_case
@@ -132,12 +131,6 @@ def test_the_gap_of_a_known_pair_of_policies_is_their_divergence():
 def test_the_penalty_begins_at_the_buffer_and_ends_at_its_factor():
     lost = overlong_penalty(torch.tensor([0, 80, 90, 100, 200]), max_tokens=100, buffer=20, factor=0.5)
     assert lost.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
-
-
-def test_truncated_rows_leave_the_mask():
-    mask = torch.tensor([True, False, True, True, True])
-    kept = without_truncated(mask, torch.tensor([0, 2, 2, 5]), torch.tensor([False, True, True]))
-    assert kept.tolist() == [True, False, False, False, False]
 
 
 def test_groups_without_signal_and_rows_that_learn_nothing_are_found():

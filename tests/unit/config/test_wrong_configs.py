@@ -53,6 +53,23 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "type: number for two": ("actor.optimizer.betas=0.9", ("betas=0.9", "such as [0.9, 0.95]")),
     "type: one of two": ("actor.optimizer.betas=[0.9]", ("betas=[0.9]", "2 numbers, each from 0 to 0.99999")),
     "type: text in a list": ("actor.optimizer.betas=[0.9,high]", ("betas=[0.9, 'high']", "2 numbers")),
+    # Shaping.
+    "overlong: never reached": (
+        "reward.overlong.max_tokens=20480",
+        ("max_tokens=20480 is never reached", "rollout.max_response_tokens=8", "or null"),
+    ),
+    "overlong: longer than a response": (
+        "reward.overlong.buffer_tokens=4096",
+        ("buffer_tokens=4096 begins before the response does", "at most 8, usually a fifth"),
+    ),
+    "mask: groups of one": (
+        "recipe=grpo rollout.mask_zero_variance=true rollout.group_size=1 advantage.name=reinforce_plus_plus",
+        ("mask_zero_variance=true with rollout.group_size=1", "usually 8"),
+    ),
+    "warmup: of the whole run": (
+        "critic.warmup_steps=20",
+        ("critic.warmup_steps=20 of trainer.num_steps=20", "expected less than 20"),
+    ),
     # Out of range.
     "range: one of two": ("actor.optimizer.betas=[0.9,1]", ("betas=[0.9, 1]", "each from 0 to 0.99999")),
     "range: below": ("actor.num_epochs=0", ("actor.num_epochs=0", "from 1 to 100")),

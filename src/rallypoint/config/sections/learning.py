@@ -52,6 +52,9 @@ class CriticConfig(Section):
     )
     num_epochs: int = key(1, at_least=1, at_most=100, help="Passes over the rollouts of a step.")
     num_mini_batches: int = key(1, at_least=1, help="Optimizer steps per pass.")
+    warmup_steps: int = key(
+        0, at_least=0, unit="steps", help="First steps, in which the critic alone learns and the actor stays as it is."
+    )
     clip: float | None = key(
         0.2,
         above=0,

@@ -68,6 +68,18 @@ class DataConfig(Section):
     shuffle: bool = key(True, help="A new order in every epoch, from the seed; false keeps the file's order.")
 
 
+class OverlongConfig(Section):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): long responses lose a part of their score."""
+
+    max_tokens: int | None = key(
+        None, at_least=1, unit="tokens", help="Length that loses all of it; null: rollout.max_response_tokens."
+    )
+    buffer_tokens: int | None = key(
+        None, at_least=1, unit="tokens", help="Tokens before that in which it grows; null: a fifth, as in the paper."
+    )
+    factor: float = key(1.0, above=0, help="The largest penalty, in the unit of the reward.")
+
+
 class RewardConfig(Section):
     """How rollouts are scored: by a function, by a reward model, or by the sum of both."""
 
@@ -84,5 +96,6 @@ class RewardConfig(Section):
     max_failed: float = key(
         0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may have no score; with more the run stops."
     )
+    overlong: OverlongConfig | None = section(None, help="Penalty for long responses, in training only.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the reward model runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")

@@ -65,6 +65,12 @@ class RolloutConfig(Section):
     weights: Literal["auto", "memory", "ipc", "broadcast", "folder"] = key(
         "auto", help="Way of published weights to ranks with a model of their own; auto: what fits their placement."
     )
+    mask_truncated: bool = key(
+        False, help="Rollouts cut off at max_response_tokens do not train; their scores count in baselines."
+    )
+    mask_zero_variance: bool = key(
+        False, help="The policy does not train on groups whose scores are all equal: they count in no mean."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 
 
