@@ -138,7 +138,7 @@ class AdaptiveKL:
     """Rollouts in which the coefficient may grow or shrink by a factor of about e**0.2."""
 
     def next(self, coef: float, kl: float, num_rollouts: int) -> float:
-        """Return the coefficient after a step of so many rollouts whose mean divergence was `kl`.
+        """Return the coefficient after a step of so many rollouts, at most `horizon`, whose mean divergence was `kl`.
 
         >>> AdaptiveKL(target=0.1, horizon=1000.0).next(coef=1.0, kl=0.5, num_rollouts=100)
         1.02

@@ -145,7 +145,7 @@ class ActorLoss:
                 corrected_from=corrected_from,
                 weights=weights,
             )
-            total = total + self.kl.coef * penalty.sum
+            total = total + (self.kl.coef if rows.kl_coef is None else rows.kl_coef) * penalty.sum
             metrics = merge(metrics, penalty.metrics())
         # Without weights it is known how many tokens there are, and nothing waits for the device.
         weight = float(len(logprobs)) if weights is None else float(policy.weight)

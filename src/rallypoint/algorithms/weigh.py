@@ -111,6 +111,7 @@ def _actor_batch(
     in_loss = kl is not None and kl.placement == "loss"
     reference_logprobs = _reference_logprobs(batch) if in_loss else None
     rows = _only(batch.widen(ActorBatch, advantages=advantages, reference_logprobs=reference_logprobs), trains)
+    rows = dataclasses.replace(rows, kl_coef=kl.coef) if kl is not None and in_loss else rows
     if aggregation not in ("sequence", "prompt"):  # there all tokens weigh the same
         return rows
     weights = aggregate(aggregation, rows.loss_mask, rows.offsets, rows.prompt_index, length=1.0).by_row

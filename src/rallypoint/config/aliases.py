@@ -43,6 +43,7 @@ _ESTIMATORS = (
     ("k2", "kl.estimator=k2"),
     ("low_var_kl", "kl.estimator=k3"),
     ("k3", "kl.estimator=k3"),
+    ("abs", "kl.estimator=abs"),
 )
 _SCHEDULES = (("constant_with_warmup", "constant"), ("cosine_with_min_lr", "cosine"))
 _DTYPES = (("bf16", "bfloat16"), ("fp32", "float32"), ("torch.bfloat16", "bfloat16"), ("torch.float32", "float32"))
@@ -77,6 +78,10 @@ ALIASES: tuple[Alias, ...] = (
         values=_NO_KL,
     ),
     Alias("kl_loss_type kl_estimator algorithm.kl_penalty", ("kl.estimator",), values=_ESTIMATORS),
+    Alias("kl_ctrl.target_kl kl_target", (f"kl.adaptive.target={VALUE}",)),
+    Alias("kl_horizon kl_ctrl.horizon", (f"kl.adaptive.horizon={VALUE}",)),
+    Alias("use_unbiased_kl use_bias_correction_kl", (f"kl.importance_corrected={VALUE}",)),
+    Alias("ref_update_interval ref_model_sync_steps", (f"reference.refresh_every_steps={VALUE}",)),
     Alias("use_kl_loss", ("kl.placement",), values=(("true", "kl.placement=loss"),)),
     Alias("use_kl_in_reward", ("kl.placement",), values=(("true", "kl.placement=reward"),)),
     # Updates.

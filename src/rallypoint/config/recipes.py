@@ -127,19 +127,48 @@ def _check_correction(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_kl(config: RunConfig) -> Iterator[Problem]:
-    """Yield estimators whose gradient is not that of the KL where they are placed."""
-    kl = config.kl
-    if kl is not None and kl.placement == "loss" and kl.estimator_used == "k1":
+    """Yield estimators whose gradient is not that of the KL where they are placed, and what would never happen."""
+    kl, every = config.kl, config.reference.refresh_every_steps
+    if kl is None:
+        return
+    estimator = kl.estimator_used
+    keys = ("kl.estimator", "kl.placement", "kl.importance_corrected")
+    if kl.importance_corrected and kl.placement == "reward":
         yield Problem(
-            ("kl.estimator", "kl.placement"),
-            "kl.estimator='k1' does not pull towards the reference when kl.placement=loss (the mean of its gradient is "
-            "zero); expected k2 or k3, or kl.placement=reward",
+            ("kl.importance_corrected", "kl.placement"),
+            "kl.importance_corrected=true corrects a gradient, and kl.placement=reward has none: the KL is part of the "
+            "advantages there; expected kl.importance_corrected=false, or kl.placement=loss",
         )
-    if kl is not None and kl.placement == "reward" and kl.estimator_used != "k1":
+    elif kl.importance_corrected and estimator not in {"k1", "k3"}:
         yield Problem(
-            ("kl.estimator", "kl.placement"),
-            f"kl.estimator={kl.estimator!r} does not pull towards the reference when kl.placement=reward (only k1 has "
+            keys,
+            f"kl.estimator={estimator!r} has the gradient of no divergence with kl.importance_corrected=true; expected "
+            "k1 or k3, or kl.importance_corrected=false",
+        )
+    elif kl.placement == "loss" and estimator == "k1" and not kl.importance_corrected:
+        yield Problem(
+            keys,
+            "kl.estimator='k1' does not pull towards the reference when kl.placement=loss (the mean of its gradient is "
+            "zero); expected k2 or k3, or kl.placement=reward, or kl.importance_corrected=true",
+        )
+    elif kl.placement == "reward" and estimator != "k1":
+        yield Problem(
+            keys,
+            f"kl.estimator={estimator!r} does not pull towards the reference when kl.placement=reward (only k1 has "
             "the gradient of the KL there); expected k1, or kl.placement=loss",
+        )
+    if kl.adaptive is not None and kl.adaptive.horizon < config.num_rows:
+        yield Problem(
+            ("kl.adaptive.horizon", "rollout.num_prompts", "rollout.group_size"),
+            f"kl.adaptive.horizon={kl.adaptive.horizon} is less than the {config.num_rows} rollouts of a step "
+            f"(rollout.num_prompts={config.rollout.num_prompts} x rollout.group_size={config.rollout.group_size}): the "
+            f"coefficient would jump; expected at least {config.num_rows}, usually 50 times as many",
+        )
+    if every is not None and every > config.trainer.num_steps:
+        yield Problem(
+            ("reference.refresh_every_steps", "trainer.num_steps"),
+            f"reference.refresh_every_steps={every} is more than trainer.num_steps={config.trainer.num_steps}, so the "
+            "reference would never be refreshed; expected less, or null",
         )
 
 

@@ -61,7 +61,7 @@ class TrainingEngine(Generic[BatchT]):
         """
         self.shard, self.model = shard, shard.model
         self._mesh, self._sharding = shard.mesh, shard.sharding
-        if optimizer is None:
+        if optimizer is None and not shard.has_adapters:  # by it adapters are known among frozen weights
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         are_masters = self._sharding.half is not None

@@ -8,7 +8,7 @@ from typing import Self
 
 from rallypoint.algorithms import weigh
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_of, mask_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_controller_of, mask_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference
@@ -27,6 +27,7 @@ class GRPO(RolloutRecipe):
             actor=await Actor.create(setup.placement, actor_loss_of(setup.config)),
             source=await setup.open_source(),
             reference=await Reference.create(setup.placement),
+            kl=kl_controller_of(setup.config),
         )
 
     async def train_step(self, step: int) -> Metrics:
@@ -40,7 +41,7 @@ class GRPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            advantage, kl, mask = advantage_of(self.config), kl_of(self.config), mask_of(self.config)
+            advantage, kl, mask = advantage_of(self.config), self.kl.now, mask_of(self.config)
             actor_batch = weigh(batch, advantage, kl=kl, aggregation=self.config.aggregation, mask=mask)
 
         with span("learn"):
@@ -48,5 +49,6 @@ class GRPO(RolloutRecipe):
 
         with span("publish"):
             await self.actor.publish(self.source.rollouts)
+            refreshed = await self.reference.refresh(self.actor, step)
 
-        return merge(sampled.metrics, judged, learned)
+        return self.kl.adapted(merge(sampled.metrics, judged, learned, refreshed), len(batch))

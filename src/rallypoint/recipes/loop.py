@@ -198,8 +198,7 @@ class _Run:
         """Read the roles' state back from the checkpoint of a step, which was verified."""
         folder = self.folder.checkpoints / checkpoint.checkpoint_name(step)
         state = json.loads((folder / _STATE).read_text())
-        for learner in self.recipe.learners:
-            await learner.restore(folder)
+        await self.recipe.restore(folder)
         self.recipe.actor.version = state["version"]
         self.recipe.source.num_admitted = state["num_admitted"]
 
@@ -296,8 +295,7 @@ class _Run:
             self.log.sync()
             with checkpoint.writing(self.folder.checkpoints, step) as folder:
                 (folder / "training").mkdir()
-                for learner in recipe.learners:
-                    await learner.save(folder)
+                await recipe.save(folder)
                 save_tokenizer(self.setup.material.tokenizer, folder)
                 state = {"step": step, "num_admitted": recipe.source.num_admitted, "version": recipe.actor.version}
                 (folder / _STATE).write_text(json.dumps(state))

@@ -8,7 +8,7 @@ from typing import Self
 
 from rallypoint.algorithms import ClippedValueLoss, weigh_valued
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_of, mask_of
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_controller_of, mask_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.critic import Critic
 from rallypoint.roles.judging import check_judged
@@ -31,6 +31,7 @@ class PPO(RolloutRecipe):
             actor=await Actor.create(placement, actor_loss_of(config)),
             source=await setup.open_source(),
             reference=await Reference.create(placement),
+            kl=kl_controller_of(config),
             critic=await Critic.create(placement, ClippedValueLoss(clip=config.critic.clip)),
         )
 
@@ -52,7 +53,7 @@ class PPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            gae, kl, mask = gae_of(self.config), kl_of(self.config), mask_of(self.config)
+            gae, kl, mask = gae_of(self.config), self.kl.now, mask_of(self.config)
             actor_batch, critic_batch = weigh_valued(batch, gae, kl=kl, aggregation=self.config.aggregation, mask=mask)
 
         with span("learn"):
@@ -63,5 +64,6 @@ class PPO(RolloutRecipe):
 
         with span("publish"):
             await self.actor.publish(self.source.rollouts)
+            refreshed = await self.reference.refresh(self.actor, step)
 
-        return merge(sampled.metrics, judged, *learned)
+        return self.kl.adapted(merge(sampled.metrics, judged, *learned, refreshed), len(batch))

@@ -10,15 +10,27 @@ import abc
 import dataclasses
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, Self
 
-from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, GAE, KL, OBJECTIVES, ActorLoss, Advantage, RowMask
+from rallypoint.algorithms import (
+    ADVANTAGES,
+    CORRECTIONS,
+    GAE,
+    KL,
+    OBJECTIVES,
+    ActorLoss,
+    AdaptiveKL,
+    Advantage,
+    RowMask,
+)
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
 from rallypoint.roles.actor import Actor
+from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
@@ -106,6 +118,16 @@ class Recipe(abc.ABC):
         """The first few rollouts of the newest batch."""
         return ()
 
+    async def save(self, folder: Path) -> None:
+        """Write the state of the roles into a checkpoint that is being made."""
+        for learner in self.learners:
+            await learner.save(folder)
+
+    async def restore(self, folder: Path) -> None:
+        """Read it back."""
+        for learner in self.learners:
+            await learner.restore(folder)
+
     async def validate(self) -> float | None:
         """Return the score of the policy on the validation set; None without one."""
         return None
@@ -120,6 +142,7 @@ class RolloutRecipe(Recipe):
 
     source: RolloutSource
     reference: Reference
+    kl: KLController
 
     @property
     def rollouts(self) -> Rollouts:
@@ -130,6 +153,18 @@ class RolloutRecipe(Recipe):
     def records(self) -> tuple[RolloutRecord, ...]:
         """The first few rollouts of the newest batch."""
         return self.source.records
+
+    async def save(self, folder: Path) -> None:
+        """See `Recipe.save`; with the reference, if it has changed, and the coefficient of the KL."""
+        await super().save(folder)
+        await self.reference.save(folder)
+        self.kl.save(folder)
+
+    async def restore(self, folder: Path) -> None:
+        """See `Recipe.restore`."""
+        await super().restore(folder)
+        await self.reference.restore(folder)
+        self.kl.restore(folder)
 
     async def validate(self) -> float | None:
         """Return the mean reward of one rollout for each validation prompt."""
@@ -153,7 +188,18 @@ def kl_of(config: RunConfig) -> KL | None:
     """Return the pull to the reference, as the algorithms take it."""
     if config.kl is None:
         return None
-    return KL(coef=config.kl.coef, estimator=config.kl.estimator_used, placement=config.kl.placement)
+    return KL(
+        coef=config.kl.coef,
+        estimator=config.kl.estimator_used,
+        placement=config.kl.placement,
+        importance_corrected=config.kl.importance_corrected,
+    )
+
+
+def kl_controller_of(config: RunConfig) -> KLController:
+    """Return what sets the pull's coefficient, step after step."""
+    adaptive = config.kl.adaptive if config.kl is not None else None
+    return KLController(kl_of(config), adaptive and AdaptiveKL(target=adaptive.target, horizon=float(adaptive.horizon)))
 
 
 def advantage_of(config: RunConfig) -> Advantage:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import LossFunction, LossInputs, TokenOutputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
-from rallypoint.config import RunConfig
+from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.plan.run_plan import Way
@@ -85,10 +85,10 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     @in_turn()
-    def write_published(self, version: int) -> Path:
+    def write_published(self, version: int, below: str = "") -> Path:
         """Write the trained weights into a folder that all nodes see, and return it; the first rank writes."""
         with self.engine.shard.mesh.abandoned_on_error():
-            return published_folder.write(self.engine.shard, self._published, version, base=self._path)
+            return published_folder.write(self.engine.shard, self._published / below, version, base=self._path)
 
     def _exposed(self) -> Exposed | None:
         """Return the memory that rollout ranks of this node read directly."""
@@ -194,6 +194,10 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         else:
             await self._stream(rollouts)
         self.is_published.set()
+
+    async def written(self, taker: RoleName) -> Path:
+        """Write the current weights for another role, and return their folder, which is that role's to remove."""
+        return await self._group.call(ActorWorker.write_published, self.version, taker)
 
     async def _check_copies(self) -> None:
         """Compare the weights of ranks that should hold equal ones."""

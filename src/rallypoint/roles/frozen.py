@@ -47,7 +47,7 @@ class FrozenModel(Generic[WorkerT]):
     """The driver's handle; in a run without the role it returns None."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT] | None) -> None:
-        self._group = group
+        self._config, self._group = config, group
         self._attention_cost = attention_cost(config)
 
     async def _per_token(

@@ -26,6 +26,9 @@ from rallypoint.run.agreement import (
 )
 from rallypoint.types import ActorBatch, AtMaximum, JudgedBatch, Maximum, Mean, Metric, Metrics
 
+REFERENCE_KL = "kl/reference_mean"
+"""Name of the KL to the reference (k3) before the update."""
+
 
 def compare(
     batch: JudgedBatch | ActorBatch, at: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor | None
@@ -59,7 +62,7 @@ def compare(
     }
     if reference_logprobs is not None:
         kl = kl_penalty(old_logprobs, reference_logprobs, "k3")
-        metrics["kl/reference_mean"] = Mean(float(kl.double().sum()), len(at))
+        metrics[REFERENCE_KL] = Mean(float(kl.double().sum()), len(at))
     return Metrics(metrics)
 
 

@@ -1,16 +1,30 @@
-"""The frozen copy of the initial policy that the KL is measured to."""
+"""The frozen copy that the KL is measured to: of the initial policy, or of the actor some steps ago.
+
+Owns: which weights the reference has, and their place in a checkpoint: `reference/version_000012/`, a folder as
+`published_folder` has them, by the name of the actor's version. One that has the initial policy's is not there.
+"""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 from torch import Tensor
 
-from rallypoint.cluster import WorkerContext, shard
+from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
+from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.models import ModelShard, twin
+from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import ActorParts, in_turn
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.types import PerToken, Sequences
+from rallypoint.types import Last, Metrics, PerToken, Sequences
+from rallypoint.weights import published_folder
+
+_FOLDER = "reference"
+"""In a checkpoint."""
 
 
 class ReferenceWorker(FrozenWorker):
@@ -20,6 +34,7 @@ class ReferenceWorker(FrozenWorker):
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
         self._shares_actor, self._temperature = shares_actor, spec.config.rollout.temperature
+        self._path = spec.model_path
         super().__init__(context, spec)
 
     def load(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
@@ -41,9 +56,28 @@ class ReferenceWorker(FrozenWorker):
             for part in parts
         ]
 
+    @broadcast
+    @in_turn()
+    def take(self, written: Path, version: int) -> None:
+        """Replace the weights by those of a folder."""
+        with self.engine.shard.mesh.abandoned_on_error():
+            published_folder.read(self.engine.shard, written, version)
+
+    @broadcast
+    @in_turn()
+    def save(self, folder: Path, version: int) -> None:
+        """Write the weights; the first rank writes."""
+        with self.engine.shard.mesh.abandoned_on_error():
+            published_folder.write(self.engine.shard, folder, version, base=self._path)
+
 
 class Reference(FrozenModel[ReferenceWorker]):
     """The reference as the driver sees it."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup[ReferenceWorker] | None) -> None:
+        super().__init__(config, group)
+        self.version = 0
+        """The actor's version whose weights it has; 0 is the initial policy."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Reference:
@@ -56,3 +90,27 @@ class Reference(FrozenModel[ReferenceWorker]):
     async def logprobs(self, batch: Sequences) -> Tensor | None:
         """Return the log-probability of every trained token, [T] float32; None in a run without a reference."""
         return await self._per_token(ReferenceWorker.logprobs, batch)
+
+    async def refresh(self, actor: Actor[Any], step: int) -> Metrics:
+        """Take over the actor's weights if that is due after this step; return whose weights it has then."""
+        every = self._config.reference.refresh_every_steps
+        if self._group is None or every is None:
+            return Metrics()
+        if step % every == 0:
+            written = await actor.written("reference")
+            await self._group.call(ReferenceWorker.take, written, actor.version)
+            self.version = actor.version
+            shutil.rmtree(written)
+        return Metrics({"reference/version": Last(self.version)})
+
+    async def save(self, folder: Path) -> None:
+        """Write the weights into a checkpoint, unless they are the initial policy's."""
+        if self._group is not None and self.version:
+            await self._group.call(ReferenceWorker.save, folder / _FOLDER, self.version)
+
+    async def restore(self, folder: Path) -> None:
+        """Read them back from a checkpoint."""
+        for written in (folder / _FOLDER).glob("version_*"):
+            if self._group is not None:
+                self.version = int(written.name.removeprefix("version_"))
+                await self._group.call(ReferenceWorker.take, written, self.version)

@@ -154,6 +154,8 @@ class ActorBatch(Sequences):
     """[T] float32."""
     loss_weights: Tensor | None = per_row(optional=True)
     """[B] float64: weight of each trained token of a row in the loss; None is 1 for all."""
+    kl_coef: float | None = None
+    """Coefficient of the KL in the loss in this step; None is that of the loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -92,7 +92,7 @@ def write(shard: ModelShard, folder: Path, version: int, *, base: str) -> Path:
 
 def remove_others(written: Path) -> None:
     """Remove all versions but this one, which every engine has loaded."""
-    for path in written.parent.iterdir():
+    for path in written.parent.glob("*version_*"):
         if path != written:
             shutil.rmtree(path, ignore_errors=True)
 

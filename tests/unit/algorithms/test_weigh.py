@@ -158,3 +158,10 @@ def test_reference_logprobs_of_untrained_tokens_enter_no_score():
     clean = group_relative(judged(), normalize_std=False, token_discount=None, kl=IN_REWARD)
     actor = group_relative(judged(reference_logprobs=poisoned), normalize_std=False, token_discount=None, kl=IN_REWARD)
     assert torch.equal(actor.advantages, clean.advantages)
+
+
+@pytest.mark.parametrize(("kl", "coef"), [(None, None), (IN_REWARD, None), (IN_LOSS, 0.5)])
+def test_the_loss_is_told_the_coefficient_of_the_step(kl, coef):
+    actor = group_relative(judged(), normalize_std=False, token_discount=None, kl=kl)
+    assert actor.kl_coef == coef
+    assert actor.rows([0]).kl_coef == coef, "every part of the batch has it"

@@ -211,6 +211,27 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: group of one": ("recipe=grpo rollout.group_size=1", ("rollout.group_size=1", "expected at least 2")),
     "fit: k1 in the loss": ("kl.estimator=k1", ("kl.estimator='k1'", "expected k2 or k3, or kl.placement=reward")),
+    "fit: k3 in the reward": ("kl.placement=reward", ("kl.estimator='k3'", "expected k1, or kl.placement=loss")),
+    "fit: correction of a reward": (
+        "kl.placement=reward kl.estimator=k1 kl.importance_corrected=true",
+        ("kl.importance_corrected=true", "expected kl.importance_corrected=false, or kl.placement=loss"),
+    ),
+    "fit: correction of k2": (
+        "kl.estimator=k2 kl.importance_corrected=true",
+        ("kl.estimator='k2'", "expected k1 or k3, or kl.importance_corrected=false"),
+    ),
+    "fit: horizon below a step": (
+        "kl.adaptive.horizon=31",
+        ("kl.adaptive.horizon=31", "the 32 rollouts of a step", "expected at least 32"),
+    ),
+    "fit: refresh after the end": (
+        "reference.refresh_every_steps=21",
+        ("refresh_every_steps=21", "trainer.num_steps=20", "expected less, or null"),
+    ),
+    "no effect: refresh without a reference": (
+        "kl=null reference.refresh_every_steps=5",
+        ("reference.refresh_every_steps=5 has no effect", "kl=null"),
+    ),
     "fit: dual clip": ("loss.dual_clip=1.1", ("loss.dual_clip=1.1", "1 + loss.clip_high = 1.2")),
     "fit: heads": ("model.create.num_heads=5", ("num_heads=5", "expected one of 1, 2, 4, 8, 16, 32")),
     "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),

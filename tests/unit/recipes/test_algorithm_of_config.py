@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES, LossInputs, TokenOutputs, weigh
+from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES, LossInputs, TokenOutputs, kl_loss, weigh
 from rallypoint.config import RunConfig, load_config, shipped_recipes
 from rallypoint.config.fields import Section, named_sections
 from rallypoint.config.recipes import COMPARES_GROUP, RECIPES
@@ -123,3 +123,29 @@ def test_every_shipped_recipe_composes_what_it_is_named_after(name):
     advantage_of(config)
     actor_loss_of(config)
     assert config.advantage.name in RECIPES[config.recipe].advantages
+
+
+KLS = {
+    "k2": "{estimator: k2}",
+    "k3": "{estimator: k3}",
+    "abs": "{estimator: abs}",
+    "corrected k1": "{estimator: k1, importance_corrected: true}",
+    "corrected k3": "{importance_corrected: true}",
+}
+
+
+@pytest.mark.parametrize("which", KLS)
+def test_every_kl_of_a_config_is_in_the_loss_with_the_coefficient_of_the_step(which):
+    loss = actor_loss_of(load_config("digits-grpo", [f"kl={KLS[which]}", "kl.coef=0.5"]).config)
+    weighed = weigh(batch(), advantage_of(load_config("digits-grpo").config), kl=loss.kl)
+    shift = torch.linspace(-0.3, 0.3, 7)
+    without, at_half, at_one = (
+        loss_of(loss, dataclasses.replace(weighed, kl_coef=coef), shift=shift) for coef in (0.0, 0.5, 1.0)
+    )
+    assert loss_of(loss, weighed, shift=shift)[0] == at_half[0]
+    old, reference = (x[weighed.loss_mask] for x in (weighed.old_logprobs, weighed.reference_logprobs))
+    corrected_from = old if "corrected" in which else None
+    trained = torch.ones(7, dtype=torch.bool)
+    kl = kl_loss(old + shift, reference, trained, estimator=loss.kl.estimator, corrected_from=corrected_from)
+    assert at_one[0] - without[0] == pytest.approx(float(kl.sum), rel=1e-5)
+    torch.testing.assert_close(at_one[1] - at_half[1], at_half[1] - without[1])

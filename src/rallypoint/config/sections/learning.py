@@ -10,6 +10,7 @@ from rallypoint.config.fields import Section, key, section
 from rallypoint.config.sections.places import MeshConfig, PlacementConfig
 
 Activations = Literal["keep", "checkpoint", "offload"]
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
 Decay = Annotated[float, Field(ge=0, le=0.99999)]
 
 
@@ -68,21 +69,38 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     """The frozen copy that the KL is measured to; present when kl is on."""
 
+    refresh_every_steps: int | None = key(
+        None, at_least=1, unit="steps", help="Steps after which it takes over the actor's weights; null for never."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+
+
+class AdaptiveKLConfig(Section):
+    """A coefficient that holds the KL near a target (arXiv 1909.08593)."""
+
+    target: float = key(0.1, above=0, unit="nats", help="KL (k3) per token that is wanted.")
+    horizon: int = key(
+        10_000, at_least=1, unit="rollouts", help="In so many, the coefficient changes by a factor of e**0.2 at most."
+    )
 
 
 class KLConfig(Section):
     """Penalty for leaving the reference."""
 
-    coef: float = key(1e-3, above=0, at_most=100, help="Weight of the penalty.")
-    estimator: Literal["k1", "k2", "k3"] | None = key(
-        None, help="Schulman's estimators of the KL per token; null: k1 in the reward, k3 in the loss."
+    coef: float = key(1e-3, above=0, at_most=100, help="Weight of the penalty; with adaptive, of the first step.")
+    estimator: KLEstimator | None = key(
+        None, help="Estimate of the KL per token; null: k1 in the reward, k3 in the loss."
     )
     placement: Literal["reward", "loss"] = key("loss", help="Subtracted from the rewards or added to the loss.")
+    importance_corrected: bool = key(
+        False,
+        help="Weigh k1 or k3 in the loss with policy / old: the gradient stays right (arXiv 2512.02556).",
+    )
+    adaptive: AdaptiveKLConfig | None = section(None, help="A coefficient that adapts; null for one that is fixed.")
 
     @property
-    def estimator_used(self) -> Literal["k1", "k2", "k3"]:
+    def estimator_used(self) -> KLEstimator:
         """The estimator that is set, or the one that its placement has."""
         return self.estimator or ("k1" if self.placement == "reward" else "k3")
 
