@@ -17,6 +17,7 @@ import importlib
 import os
 import platform
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -260,9 +261,18 @@ class _CancelledError(BaseException):
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have a thread raise at its next line of Python; None takes that back."""
+    """Have a thread raise at its next line of Python; None takes that back.
+
+    Before Python 3.12 a thread that is being started has the number of the one that starts it, and is found first: it
+    would end before it ran, and the other would wait for it for ever. So nothing is raised while one is being started.
+    """
     what = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+    while True:
+        with threading._active_limbo_lock:  # pyright: ignore[reportAttributeAccessIssue] - nobody else can tell
+            if not threading._limbo or thread == threading.get_ident():  # pyright: ignore[reportAttributeAccessIssue]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+                return
+        time.sleep(0.0005)
 
 
 def _report(invocation: Invocation, error: BaseException) -> WorkerError:

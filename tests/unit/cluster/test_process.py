@@ -229,8 +229,8 @@ def test_what_a_worker_says_is_told_once_with_its_name_and_of_too_much_the_newes
     assert notes[-1] == "actor rank 1: 999"
 
 
-def interrupted(process, driver):
-    """Interrupt a call that spins; return what it raised."""
+def interrupted(process, driver, after_s=0.0):
+    """Interrupt a call that spins, some time after it began; return what it raised."""
     worker, raised = process._workers[driver.role], []
     it = driver.invocation("spin")
 
@@ -240,9 +240,10 @@ def interrupted(process, driver):
         except CallCancelledError as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     worker.started.wait(10)
+    time.sleep(after_s)
     process.interrupt(it.number)
     thread.join(10)
     return raised
@@ -270,6 +271,28 @@ def test_a_worker_that_catches_every_exception_does_not_swallow_a_cancellation(p
     (error,) = interrupted(process, driver)
     assert str(error) == "actor.spin"
     assert driver.do(lambda: "next") == "next"
+
+
+def test_a_call_that_starts_threads_stops_and_the_threads_are_not_hit(process):
+    """As a rank that reads a model's files does while another rank finds that they are broken."""
+    driver = Driver(process)
+    worker, begun, ran = process._workers[driver.role], [], []
+
+    def start_threads():
+        while True:
+            begun.append(threading.Thread(target=lambda: ran.append(1)))
+            worker.started.set()
+            begun[-1].start()
+
+    worker.spin = start_threads
+    for turn in range(40):
+        (error,) = interrupted(process, driver, after_s=turn % 8 * 0.0004)
+        assert str(error) == "actor.spin"
+        worker.started.clear()
+    started = [thread for thread in begun if thread.ident is not None]
+    for thread in started:
+        thread.join(10)
+    assert len(ran) == len(started)
 
 
 def test_a_call_that_was_cancelled_before_it_began_never_does(process):
