@@ -29,6 +29,7 @@ row, or of a packed stream), V vocabulary, H heads, D head dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -87,20 +88,23 @@ class Carrier:
     """[B+1] int64: row b is tokens offsets[b] to offsets[b+1]."""
 
     def __post_init__(self) -> None:
-        if self.offsets.dim() != 1 or not len(self.offsets) or int(self.offsets[0]) or bool((self.lengths < 0).any()):
+        # One carrier is made for every prompt of a step: this is fast because it asks torch for little.
+        offsets = self.offsets.tolist() if self.offsets.dim() == 1 else []
+        if not offsets or offsets[0] or any(end < start for start, end in itertools.pairwise(offsets)):
             raise ValueError(f"{type(self).__name__}.offsets: expected 0 and then no decrease, found {self.offsets}")
-        num_tokens, num_rows = int(self.offsets[-1]), len(self)
+        expected = {"T": offsets[-1], "B": len(offsets) - 1}
         for name, axis in self._field_axes():
             value = cast("Tensor | None", getattr(self, name))
-            expected = num_tokens if axis == "T" else num_rows
-            if value is not None and tuple(value.shape) != (expected,):
+            if value is not None and value.shape != (expected[axis],):
                 raise ValueError(
-                    f"{type(self).__name__}.{name}: expected shape [{expected}] ({axis}), found {list(value.shape)}"
+                    f"{type(self).__name__}.{name}: expected shape [{expected[axis]}] ({axis}), "
+                    f"found {list(value.shape)}"
                 )
 
     @classmethod
-    def _field_axes(cls) -> list[tuple[str, str]]:
-        return [(f.name, f.metadata["axis"]) for f in dataclasses.fields(cls) if "axis" in f.metadata]
+    @functools.cache
+    def _field_axes(cls) -> tuple[tuple[str, str], ...]:
+        return tuple((f.name, f.metadata["axis"]) for f in dataclasses.fields(cls) if "axis" in f.metadata)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
