@@ -35,7 +35,7 @@ class UserFunction:
     path: str
     """Absolute; for messages, and for the files beside it where they are."""
     name: str
-    text: bytes
+    text: bytes = dataclasses.field(repr=False)
     """The whole file."""
     parameters: Mapping[str, Value] = dataclasses.field(default_factory=dict[str, Value])
     """Passed by name with every call."""
@@ -125,6 +125,52 @@ def written_signature(path: Path, name: str) -> inspect.Signature | None:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
         return _signature(node.args)
     return None
+
+
+def find_misfits(spec: str, argument: str, parameters: Mapping[str, Value]) -> Iterator[str]:
+    """Yield what is wrong with a function that is called with one argument, and parameters by name.
+
+    The text alone is read. Types are compared where an annotation is simple: `float`, `int | None`.
+
+    Args:
+        spec: `path/to/file.py:function`.
+        argument: the argument's name, for messages.
+        parameters: that a config has.
+    """
+    try:
+        signature = written_signature(*split(spec))
+    except UserCodeError as error:
+        yield str(error)
+        return
+    if signature is None:
+        return
+    try:
+        signature.bind(None, **parameters)
+    except TypeError as error:
+        taken, given = ", ".join(signature.parameters), ", ".join((argument, *parameters))
+        yield f"it takes ({taken}), but is called with ({given}): {error}"
+        return
+    for name, value in parameters.items():
+        parameter = signature.parameters.get(name)
+        if parameter is not None and not _fits(value, str(parameter.annotation)):
+            yield f"it has {name}: {parameter.annotation}, found {value!r}"
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
+
+def _fits(value: Value, annotation: str) -> bool:
+    """Whether a value is what an annotation says, as far as that is simple.
+
+    >>> _fits(1, "float | None"), _fits("1", "float"), _fits(True, "int"), _fits("x", "Literal['x']")
+    (True, False, False, True)
+    """
+    kinds = [kind.strip() for kind in annotation.strip("'\"").split("|")]
+    if not all(kind in {*_TYPES, "None"} for kind in kinds):
+        return True
+    if value is None or isinstance(value, bool):
+        return ("None" if value is None else "bool") in kinds
+    return any(isinstance(value, _TYPES.get(kind, ())) for kind in kinds)
 
 
 def own_signature(function: Callable[..., object]) -> inspect.Signature:

@@ -33,6 +33,7 @@ BROAD: dict[str, str] = {
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
+    "recipes/own_functions.py:check_own_functions": "the user's function may raise anything; all problems are listed",
     "user_code.py:_run": "the user's module may raise anything while it is imported",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }

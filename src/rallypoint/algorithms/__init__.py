@@ -18,7 +18,7 @@ from rallypoint.algorithms.advantages import (
 from rallypoint.algorithms.aggregation import Weights, aggregate
 from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
-from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage, OwnAdvantage, Rewards
+from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage, Rewards
 from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
 from rallypoint.algorithms.loss_functions import (
     ActorLoss,
@@ -28,9 +28,9 @@ from rallypoint.algorithms.loss_functions import (
     TokenOutputs,
 )
 from rallypoint.algorithms.losses import EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
+from rallypoint.algorithms.own import OwnAdvantage, OwnObjective
 from rallypoint.algorithms.policy_losses import (
     OBJECTIVES,
-    OwnObjective,
     PolicyLoss,
     PolicyObjective,
     PolicyTokens,

@@ -17,18 +17,6 @@ MIN_STD = 1e-6
 """A standard deviation is never taken for less than this: rounding noise is not a signal."""
 
 
-def by_token(x: object, num_tokens: int, what: str) -> Tensor:
-    """Return what a function of the user's returned, if it has one number for each token.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if isinstance(x, Tensor) and tuple(x.shape) == (num_tokens,):
-        return x
-    found = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-    raise ValueError(f"the {what} must be a tensor of shape [{num_tokens}], found {found}")
-
-
 def trained_tokens(
     loss_mask: Bool[Tensor, " T"], offsets: Int[Tensor, " B1"]
 ) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:

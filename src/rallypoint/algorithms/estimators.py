@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from rallypoint.algorithms._rows import (
     MIN_STD,
-    by_token,
     group_sums,
     normalized_in_groups,
     put_back,
@@ -353,22 +352,6 @@ def _chance_of_none(num: Float[Tensor, " B"], num_wrong: Float[Tensor, " B"], k:
     for drawn in range(k):
         chance = chance * ((num_wrong - drawn) / (num - drawn).clamp_min(1.0)).clamp_min(0.0)
     return chance
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnAdvantage(Advantage):
-    """A function of the user's."""
-
-    function: Callable[[Rewards], Tensor]
-    """Returns the advantage of each token, [T]; what it says of tokens that are not trained is not read."""
-
-    compares_group = False
-
-    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
-        """See `Advantage.estimate`."""
-        name = getattr(self.function, "__name__", "function")
-        advantages = by_token(self.function(rewards), len(rewards.loss_mask), f"advantages of {name}")
-        return torch.where(rewards.loss_mask, advantages, 0.0).to(rewards.token_rewards.dtype)
 
 
 ADVANTAGES: dict[str, type[Advantage]] = {

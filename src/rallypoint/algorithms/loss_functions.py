@@ -133,7 +133,9 @@ class ActorLoss:
         total = policy.sum
         if self.entropy_coef:  # a gradient of zeros would be another pass over all logits
             total = total - self.entropy_coef * entropy.sum
-        metrics = merge(policy.mean() if self.is_single_update else policy.metrics(), entropy.metrics(), gap)
+        metrics = merge(policy.metrics() if not self.is_single_update else policy.mean(), entropy.metrics(), gap)
+        if self.is_single_update and self.objective.is_watched_at_start:
+            metrics = merge(metrics, policy.noted())
         if self.kl is not None and rows.reference_logprobs is not None:
             reference = inputs.at_tokens(rows.reference_logprobs)
             corrected_from = old if self.kl.importance_corrected else None

@@ -24,16 +24,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rallypoint.algorithms._rows import by_token, row_sums
+from rallypoint.algorithms._rows import row_sums
 from rallypoint.algorithms.kl import MAX_LOG_RATIO, kl_penalty, log_ratio
-from rallypoint.types import Mean, Metrics, merge
+from rallypoint.types import Mean, Metric, Metrics, merge
 
 SMALLEST_REST = 1e-8
 """A probability of all other tokens is never taken for less: its logarithm must stay finite."""
@@ -65,6 +65,16 @@ class PolicyTokens:
             self, **{name: torch.where(self.loss_mask, getattr(self, name), 0.0) for name in names}
         )
 
+    @property
+    def log_ratio(self) -> Float[Tensor, " T"]:
+        """Log r, finite also where a model excludes a token."""
+        return log_ratio(self.logprobs, self.old_logprobs)
+
+    @property
+    def ratio(self) -> Float[Tensor, " T"]:
+        """r, with its logarithm cut off at +-20."""
+        return _ratio(self.log_ratio)[0]
+
     def row_means(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         """Return at each token the mean of x over the trained tokens of its row, in float64."""
         count = row_sums(self.loss_mask.double(), self.rows, self.num_rows).clamp_min(1.0)
@@ -75,8 +85,8 @@ class PolicyTokens:
         return row_sums(torch.where(self.loss_mask, x, 0.0), self.rows, self.num_rows)[self.rows]
 
 
-TokenLosses = tuple[Tensor, Mapping[str, Tensor]]
-"""The loss of each token, [T], and numbers worth watching by name, [T] each, of which the metrics show the means."""
+TokenLosses = tuple[Tensor, Mapping[str, Tensor | Metric]]
+"""The loss of each token, [T], and numbers worth watching by name: [T] each, whose means are metrics, or metrics."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,8 +101,8 @@ class PolicyLoss:
     """Trained tokens."""
     kl_sum: Float[Tensor, ""]
     """k3 estimate of KL(old || current): how far this update has moved."""
-    watched: Mapping[str, Tensor]
-    """Sums over trained tokens of the numbers that a loss wants to be watched."""
+    watched: Mapping[str, Tensor | Metric]
+    """Sums over trained tokens of the numbers that a loss wants to be watched, or metrics."""
 
     def mean(self) -> Metrics:
         """Return the mean of this part of the batch."""
@@ -100,14 +110,22 @@ class PolicyLoss:
 
     def metrics(self) -> Metrics:
         """Return that, and how far its ratios are from 1."""
-        weight = float(self.num_tokens)
-        watched = {name: Mean(float(total), weight) for name, total in self.watched.items()}
-        return merge(self.mean(), watched, {"approx_kl": Mean(float(self.kl_sum), weight)})
+        return merge(self.mean(), self.noted(), {"approx_kl": Mean(float(self.kl_sum), float(self.num_tokens))})
+
+    def noted(self) -> Metrics:
+        """Return what the loss wants to be watched."""
+        weight, found = float(self.num_tokens), self.watched.items()
+        return Metrics({name: Mean(float(x), weight) if isinstance(x, Tensor) else x for name, x in found})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyObjective(abc.ABC):
     """A policy loss with its parameters; picklable, and the same on every rank."""
+
+    needs_advantage: ClassVar[bool] = True
+    """Whether a token of advantage 0 has a loss of 0 without a gradient."""
+    is_watched_at_start: ClassVar[bool] = False
+    """Whether what it watches can differ from 0 while the policy is that of the start of the update."""
 
     @abc.abstractmethod
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
@@ -134,13 +152,17 @@ class PolicyObjective(abc.ABC):
         if weights is not None:
             losses = losses.double() * weights
         mask = tokens.loss_mask
-        moved = log_ratio(tokens.logprobs, tokens.old_logprobs).detach()
+
+        def total(x: Tensor) -> Tensor:
+            return torch.where(mask, x, 0).sum(dtype=torch.float64)
+
+        moved = tokens.log_ratio.detach()
         return PolicyLoss(
-            sum=torch.where(mask, losses, 0.0).sum(dtype=torch.float64),
-            weight=mask.sum() if weights is None else torch.where(mask, weights, 0.0).sum(dtype=torch.float64),
+            sum=total(losses),
+            weight=mask.sum() if weights is None else total(weights),
             num_tokens=mask.sum(),
             kl_sum=kl_penalty(torch.zeros_like(moved), moved, "k3").sum(dtype=torch.float64),
-            watched={name: torch.where(mask, x.detach(), 0).sum(dtype=torch.float64) for name, x in watched.items()},
+            watched={name: total(x.detach()) if isinstance(x, Tensor) else x for name, x in watched.items()},
         )
 
 
@@ -213,6 +235,8 @@ class Decoupled(Clip):
     max_weight: float | None
     """Cap of old / rollout; None for none."""
 
+    is_watched_at_start = True
+
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """See `PolicyObjective.by_token`."""
         losses, watched = super().by_token(tokens)
@@ -231,11 +255,18 @@ class PolicyGradient(PolicyObjective):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImportanceSampling(PolicyObjective):
-    """The surrogate without bounds: unbiased, and with a variance that grows as the policy moves away."""
+class Anchored(PolicyObjective):
+    """A loss whose ratio may compare with the sampler, where rollouts are of older weights."""
 
     anchor: Literal["old", "rollout"]
     """Which policy the ratio compares with: that of the start of the update, or the sampler."""
+
+    is_watched_at_start = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportanceSampling(Anchored):
+    """The surrogate without bounds: unbiased, and with a variance that grows as the policy moves away."""
 
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """See `PolicyObjective.by_token`."""
@@ -283,7 +314,7 @@ class GMPO(PolicyObjective):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CISPO(PolicyObjective):
+class CISPO(Anchored):
     """Clipped importance weights (MiniMax-M1, arXiv 2506.13585): a token that moved far still has its gradient.
 
     Bounds are offsets from 1; the paper has none below (`clip_low=1`).
@@ -293,8 +324,6 @@ class CISPO(PolicyObjective):
     """How far below 1 the weight may be."""
     clip_high: float
     """How far above 1 the weight may be."""
-    anchor: Literal["old", "rollout"]
-    """Which policy the weight compares with; the sampler where rollouts are of older weights."""
 
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """See `PolicyObjective.by_token`."""
@@ -322,12 +351,12 @@ class SAPO(PolicyObjective):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DPPO(PolicyObjective):
+class DPPO(Anchored):
     """PPO with a trust region of divergences (arXiv 2602.04879): of probabilities, where `clip` bounds their ratio.
 
     A rare token may change its ratio tenfold without changing the policy, and a common one hardly may. A token is
     dropped once it has left the region on the side that its advantage pushes to. The divergence is that of the two
-    outcomes "this token" and "another": total variation |p - q|, or KL(q || p), where q is the sampler's probability.
+    outcomes "this token" and "another": total variation |p - q|, or KL(q || p); the paper's anchor is the sampler.
     """
 
     divergence: Literal["tv", "kl"]
@@ -338,8 +367,6 @@ class DPPO(PolicyObjective):
     """The bound where A > 0."""
     max_ratio: float
     """Cap of the ratio."""
-    anchor: Literal["old", "rollout"]
-    """Whose probability q is; the paper has the sampler's."""
 
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """See `PolicyObjective.by_token`."""
@@ -357,24 +384,6 @@ class DPPO(PolicyObjective):
         outside = torch.where(pushes_up, (distance > self.clip_high) & (p > q), (distance > self.clip_low) & (p < q))
         weight = torch.where(outside, 0.0, ratio.clamp(max=self.max_ratio))
         return -weight * tokens.advantages * logprobs, {"clip_fraction": outside}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnObjective(PolicyObjective):
-    """A function of the user's."""
-
-    function: Callable[[PolicyTokens], Tensor | TokenLosses]
-    """Returns the loss of each token, [T], or that and a dictionary of numbers to watch, [T] each."""
-
-    def by_token(self, tokens: PolicyTokens) -> TokenLosses:
-        """See `PolicyObjective.by_token`."""
-        found = self.function(tokens)
-        nothing: Mapping[str, Tensor] = {}
-        losses, watched = found if isinstance(found, tuple) else (found, nothing)
-        name, num = getattr(self.function, "__name__", "function"), len(tokens.logprobs)
-        return by_token(losses, num, f"losses of {name}"), {
-            key: by_token(x, num, f"{key} of {name}") for key, x in watched.items()
-        }
 
 
 OBJECTIVES: dict[str, type[PolicyObjective]] = {

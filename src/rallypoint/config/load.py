@@ -7,6 +7,7 @@ contradictions between keys (`check.py`), then whatever the caller looks at, suc
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, cast, get_args
@@ -23,6 +24,7 @@ from rallypoint.config.source import COMMAND_LINE, Source, origin_of, read
 from rallypoint.config.suggest import foreign_keys, options_of, section_at, suggest_key, suggest_value, words_of
 from rallypoint.config.tree import RunConfig, names_in
 from rallypoint.errors import ConfigError
+from rallypoint.user_code import Value
 
 _MAX_LISTED = 12
 
@@ -168,6 +170,8 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
     known = leaves(RunConfig)
     owner = next((name for name in known if dotted == name or dotted.startswith(f"{name}.")), dotted)
     info = known.get(owner)
+    if owner != dotted and info is not None and dict in options_of(info):  # each type that a value may have complains
+        dotted = ".".join(parts[: owner.count(".") + 2])
     if detail["type"] == "missing" and len(parts) == len(detail["loc"]):
         meaning = f": {info.description.rstrip('.')}" if info and info.description else ""
         return {dotted: f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"}
@@ -218,11 +222,14 @@ def expected(info: FieldInfo) -> str:
     """
     options = options_of(info)
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    labels = "labels with their values, such as {zone: west}"
+    by_value: dict[object, str] = {
+        str: "labels with their values, such as {zone: west}",
+        Value: "names with numbers, texts, true, false or null, such as {floor: 0.1}",
+    }
     pools = "pool names with process counts, such as {main: [2]}"
     kinds |= {
         tuple: _items(info),
-        dict: labels if info.annotation == dict[str, str] else pools,
+        dict: by_value.get(get_args(info.annotation)[-1], pools) if dict in options else pools,
     }
     words = words_of(info)
     kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
@@ -244,8 +251,12 @@ def _expected_section(parts: Sequence[str], found: object) -> str:
     above, kind = section_at(parts[:-1]), section_at(parts)
     assert above is not None, "what is no leaf is a section"
     assert kind is not None, "what is no leaf is a section"
-    hint = ""
-    if type(None) in get_args(above.model_fields[parts[-1]].annotation):
+    hint, names = "", named_sections(above.model_fields[parts[-1]])
+    if isinstance(found, str) and (near := difflib.get_close_matches(found, names, n=1)):
+        hint = f"; did you mean {parts[-1]}.name={near[0]}?"
+    elif isinstance(found, str) and names and ":" in found:
+        hint = f"; did you mean {parts[-1]}.function={found}?"
+    elif type(None) in get_args(above.model_fields[parts[-1]].annotation):
         hint = "; {} switches it on as it is, null off"
     elif found is None:
         hint = "; leave it out for its defaults"

@@ -210,7 +210,7 @@ declare(
         page="rallypoint.recipes.grpo:GRPO",
         roles=("actor", "rollout"),
         optional_roles=("reward", "reference"),
-        advantages=(*COMPARES_GROUP, "reinforce_plus_plus"),
+        advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=_LEARNING,
         checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
     )

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import yaml
 
-from rallypoint.config.tree import of_other_names
+from rallypoint.config.tree import named_own, of_other_names
 from rallypoint.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -146,9 +146,9 @@ def read(name: str, overrides: Sequence[str] = ()) -> Source:
     together: dict[str, Any] = {}
     for part, _ in parts:
         _merge(together, part, {}, "")
-    _forget(values, together, origins)
+    _forget(values, named_own(together), origins)
     for part, part_origins in parts:
-        _merge(values, part, origins, "")
+        _merge(values, named_own(part), origins, "")
         origins |= part_origins
     name = path.absolute().parent.name if path.name == "config.yaml" else path.stem
     return Source(name, values, origins)
@@ -181,6 +181,7 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     values, origins = _plain(node, path.name, "", problems)
     if problems:
         raise ConfigError(tuple(problems))
+    values = named_own(values)
     base, origin = values.pop("base", None), origins.pop("base", path.name)
     if base is None:
         return Source(path.stem, values, origins)

@@ -14,7 +14,14 @@ from pydantic import AfterValidator, model_validator
 
 from rallypoint.config.fields import Section, key, named_section, named_sections, section
 from rallypoint.config.recipes import RECIPES, RoleName, unread_by
-from rallypoint.config.sections.algorithms import AdvantageConfig, AggregationName, CorrectionConfigs, LossConfig
+from rallypoint.config.sections.algorithms import (
+    AdvantageConfig,
+    AggregationName,
+    CorrectionConfigs,
+    LossConfig,
+    OwnAdvantageConfig,
+    OwnLossConfig,
+)
 from rallypoint.config.sections.frame import CheckConfig, CheckpointConfig, TrainerConfig
 from rallypoint.config.sections.learning import (
     ActorConfig,
@@ -44,8 +51,22 @@ def names_in(values: Mapping[str, object]) -> dict[str, object]:
         inner = values.get(section_name, {})
         if isinstance(inner, Mapping):
             own = cast("Mapping[str, object]", inner)
-            names[section_name] = own.get("name", usual)
+            names[section_name] = own.get("name", "own" if own.get("function") is not None else usual)
     return names
+
+
+def named_own(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values in which a function of the user's has the name `own`: it replaces what another file names.
+
+    >>> named_own({"loss": {"function": "mine.py:my_loss"}, "seed": 1})
+    {'loss': {'name': 'own', 'function': 'mine.py:my_loss'}, 'seed': 1}
+    """
+    found = dict(values)
+    for section_name in names_in({}):
+        inner = found.get(section_name)
+        if isinstance(inner, Mapping) and "function" in inner and inner["function"] is not None:
+            found[section_name] = {"name": "own", **cast("Mapping[str, object]", inner)}
+    return found
 
 
 def of_other_names(below: Mapping[str, object], over: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -141,6 +162,12 @@ class RunConfig(Section):
         """Paths of the models, other than the policy's, that roles of this run start from."""
         paths: dict[RoleName, str | None] = {"critic": self.critic.path, "reward": self.reward.path}
         return {role: path for role, path in paths.items() if path is not None and role in self.roles}
+
+    @property
+    def own_functions(self) -> dict[str, OwnAdvantageConfig | OwnLossConfig]:
+        """The sections that name a function of the user's instead of an algorithm."""
+        sections = {"advantage": self.advantage, "loss": self.loss}
+        return {name: own for name, own in sections.items() if own.name == "own"}
 
     @property
     def num_rows(self) -> int:

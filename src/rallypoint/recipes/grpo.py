@@ -6,7 +6,7 @@ import dataclasses
 from asyncio import gather
 from typing import Self
 
-from rallypoint.algorithms import weigh
+from rallypoint.algorithms import Advantage, weigh
 from rallypoint.observability import span
 from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_controller_of, mask_of
 from rallypoint.roles.actor import Actor
@@ -19,6 +19,8 @@ from rallypoint.types import Metrics, merge
 class GRPO(RolloutRecipe):
     """Actor, rollout and reference, and one step."""
 
+    advantage: Advantage
+
     @classmethod
     async def create(cls, setup: Setup) -> Self:
         """Start the roles; the actor minimises the loss that the config names."""
@@ -28,6 +30,7 @@ class GRPO(RolloutRecipe):
             source=await setup.open_source(),
             reference=await Reference.create(setup.placement),
             kl=kl_controller_of(setup.config),
+            advantage=advantage_of(setup.config),
         )
 
     async def train_step(self, step: int) -> Metrics:
@@ -41,8 +44,8 @@ class GRPO(RolloutRecipe):
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
-            advantage, kl, mask = advantage_of(self.config), self.kl.now, mask_of(self.config)
-            actor_batch = weigh(batch, advantage, kl=kl, aggregation=self.config.aggregation, mask=mask)
+            kl, mask = self.kl.now, mask_of(self.config)
+            actor_batch = weigh(batch, self.advantage, kl=kl, aggregation=self.config.aggregation, mask=mask)
 
         with span("learn"):
             learned = await self.actor.update(actor_batch, step)

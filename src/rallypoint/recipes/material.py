@@ -26,6 +26,7 @@ from rallypoint.plan import make_plan
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models
+from rallypoint.recipes.own_functions import check_own_functions
 from rallypoint.run.folder import RunFolder
 
 
@@ -76,10 +77,12 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
         DataError: a data set has bad rows, or prompts that are too long.
         ModelError: the model folder, that of the reward model, or a tokenizer of theirs cannot be used.
         RewardError: the reward function cannot be loaded.
+        ConfigError: a loss or an advantage of one's own breaks a rule.
     """
     quiet_transformers()
     if config.reward.function is not None and (problem := probe_reward(config.reward.function)) is not None:
         raise RewardError(problem)
+    check_own_functions(config)
     tokenizer, stops, limits = read_models(config)
     found = Found(tokenizer, stops, limits, None, None)
     if config.data.generate is not None:
@@ -180,6 +183,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     spec = config.reward.function
     if spec is not None:
         lines.append(f"reward         {spec}, which could be imported")
+    for section, own in config.own_functions.items():
+        lines.append(f"{section:13}  {own.function}, which keeps to every rule")
     return (*filter(None, lines), *found.notes)
 
 

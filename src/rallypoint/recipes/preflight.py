@@ -39,6 +39,7 @@ from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
 from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
 from rallypoint.run.trust import unsigned
+from rallypoint.user_code import find_misfits
 
 
 def load_checked(
@@ -89,13 +90,21 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             find_engine(config.rollout.engine)
         except EngineError as error:
             yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
-    function = config.reward.function
-    if function is not None and (problem := check_reward_spec(function)) is not None:
-        yield Problem(("reward.function",), f"reward.function={function!r}: {problem}")
+    yield from _functions(config)
     yield from _runs_dir(Path(config.trainer.runs_dir).expanduser())
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
         yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
+
+
+def _functions(config: RunConfig) -> Iterator[Problem]:
+    function = config.reward.function
+    if function is not None and (problem := check_reward_spec(function)) is not None:
+        yield Problem(("reward.function",), f"reward.function={function!r}: {problem}")
+    for section, own in config.own_functions.items():
+        for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
+            keys = (f"{section}.function", f"{section}.parameters")
+            yield Problem(keys, f"{section}.function={own.function!r}: {misfit}")
 
 
 def _runs_dir(runs: Path) -> Iterator[Problem]:

@@ -22,6 +22,9 @@ from rallypoint.algorithms import (
     ActorLoss,
     AdaptiveKL,
     Advantage,
+    OwnAdvantage,
+    OwnObjective,
+    PolicyObjective,
     RowMask,
 )
 from rallypoint.config import RECIPES, RunConfig
@@ -29,6 +32,7 @@ from rallypoint.config.fields import Section
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
+from rallypoint.recipes.own_functions import own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
@@ -205,6 +209,8 @@ def kl_controller_of(config: RunConfig) -> KLController:
 def advantage_of(config: RunConfig) -> Advantage:
     """Return the estimator that a config names."""
     section = config.advantage
+    if section.name == "own":
+        return OwnAdvantage(function=own_function(config, "advantage"), whiten=section.whiten)
     return ADVANTAGES[section.name](**_parameters(section))
 
 
@@ -224,7 +230,7 @@ def actor_loss_of(config: RunConfig) -> ActorLoss:
     """Return what the actor minimises, as the config sets it."""
     corrections = tuple(CORRECTIONS[section.name](**_parameters(section)) for section in config.correction)
     return ActorLoss(
-        objective=OBJECTIVES[config.loss.name](**_parameters(config.loss)),
+        objective=_objective_of(config),
         corrections=corrections,
         aggregation=config.aggregation,
         length=float(config.rollout.max_response_tokens),
@@ -232,6 +238,12 @@ def actor_loss_of(config: RunConfig) -> ActorLoss:
         kl=kl_of(config),
         is_single_update=config.updates_once,
     )
+
+
+def _objective_of(config: RunConfig) -> PolicyObjective:
+    if config.loss.name == "own":
+        return OwnObjective(function=own_function(config, "loss"))
+    return OBJECTIVES[config.loss.name](**_parameters(config.loss))
 
 
 def _parameters(section: Section) -> dict[str, Any]:

@@ -250,9 +250,11 @@ def anchored(config: RunConfig) -> RunConfig:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
     for name in ("train", "validation"):
         values["data"][name] = [_absolute(path) for path in values["data"][name]]
-    file, colon, function = (config.reward.function or "").rpartition(":")
-    if colon:
-        values["reward"]["function"] = f"{_absolute(file)}:{function}"
+    functions = {section: own.function for section, own in config.own_functions.items()}
+    for section, spec in {"reward": config.reward.function or "", **functions}.items():
+        file, colon, function = spec.rpartition(":")
+        if colon:
+            values[section]["function"] = f"{_absolute(file)}:{function}"
     return RunConfig.model_validate(values)
 
 

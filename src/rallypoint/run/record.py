@@ -117,9 +117,11 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
         # A hub model that is not in the cache is compared by name only.
         if path is not None and (files := _model(path)):
             yield key, files
-    file, colon, function = (config.reward.function or "").rpartition(":")
-    if colon:
-        yield "reward.function", {f"{Path(file).name}:{function}": _reader(Path(file))}
+    functions = {section: own.function for section, own in config.own_functions.items()}
+    for section, spec in {"reward": config.reward.function or "", **functions}.items():
+        file, colon, function = spec.rpartition(":")
+        if colon:
+            yield f"{section}.function", {f"{Path(file).name}:{function}": _reader(Path(file))}
 
 
 def _model(path: str) -> dict[str, Callable[[], str]]:

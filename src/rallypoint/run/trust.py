@@ -1,9 +1,9 @@
 """Which code a run folder may run on this machine: only code that this user has named.
 
-A config names code: a reward function, a model folder with Python in it, a cluster that exchanges pickles. A user who
-types a key, or passes a YAML file, has named the code. A run folder may come from anybody. So a run that is started
-here signs the code that it names with a key that only this user can read, and a folder is trusted if the signature is
-right. The key is made when it is first needed; nothing is sent anywhere.
+A config names code: a function for the reward, the loss or the advantage, a model folder with Python in it, a cluster
+that exchanges pickles. A user who types a key, or passes a YAML file, has named the code. A run folder may come from
+anybody. So a run that is started here signs the code that it names with a key that only this user can read, and a
+folder is trusted if the signature is right. The key is made when it is first needed; nothing is sent anywhere.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def code_named(config: RunConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     if config.reward.function is not None and config.reward.function not in SHIPPED:
         found["reward.function"] = config.reward.function
+    found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
     if config.model.trust_remote_code:
         models = (config.model.path, *config.own_models.values())
         found["model.trust_remote_code"] = " ".join(path for path in models if path is not None)

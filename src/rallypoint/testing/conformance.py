@@ -4,7 +4,8 @@
     arguments   not modified
     mask        numbers outside the mask, even NaN, change nothing; advantages there are 0
     order       rows in another order give the same numbers in that order
-    cuts        a loss of rows in two micro-batches is the sum of both losses, and so is its gradient
+    cuts        a loss of rows in two micro-batches is the sum of both losses, and so is its gradient; what is watched
+                adds up to the same, too
     packing     the trained tokens alone give what the whole rows give
     gradient    reaches logprobs, and nothing else
     formula     the numbers are those of a loop over tokens, and the gradient that of its differences
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import Advantage, Correction, PolicyObjective, PolicyTokens, Rewards, aggregate, correct
 from rallypoint.testing.cases import CASES, Case
+from rallypoint.types import Metrics, merge
 
 BatchT = TypeVar("BatchT", PolicyTokens, Rewards)
 ResultT = TypeVar("ResultT")
@@ -65,13 +67,17 @@ def check_objective(
     for name, case in cases.items():
         _check_tokens(objective, case, name)
         rows = range(len(case.lengths))
-        whole = _run(objective, case, rows)
+        whole, watched = _run(objective, case, rows), _watched(objective, case, rows)
         for order in _orders(len(rows)):
-            _expect_same(whole, _run(objective, case, order), name, f"its rows are in the order {order}")
+            _expect_same(whole, _run(objective, case, order), name, f"its rows are in the order {order}{_BY_ROW}")
         for parts in _cuts(len(rows)):
             cut = [_run(objective, case, part) for part in parts]
             together = sum(loss for loss, _ in cut), {row: g for _, by_row in cut for row, g in by_row.items()}
-            _expect_same(whole, together, name, f"rows are cut into the micro-batches {parts}")
+            _expect_same(whole, together, name, f"rows are cut into the micro-batches {parts}{_BY_ROW}")
+            merged = merge(*(_watched(objective, case, part) for part in parts)).scalars()
+            for metric, x in watched.scalars().items():
+                same = math.isclose(x, merged.get(metric, math.nan), rel_tol=1e-7, abs_tol=1e-7) or math.isnan(x)
+                _expect(same, name, f"the metric {metric} is {x}, but {merged.get(metric)} when rows are cut {parts}")
         _expect_same(whole, _run(objective, case.trained(), rows), name, "its trained tokens are passed alone")
         if formula is not None:
             _check_formula(objective, formula, case, name, by_row=by_row)
@@ -95,15 +101,21 @@ def check_advantage(
         found = _unmodified(lambda rewards=rewards: advantage(rewards), _tensors_of(rewards), name)
         _expect_shape(found, len(case.mask), name, "advantages")
         mask = rewards.loss_mask
-        _expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}")
+        _expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}{_FINITE}")
         _expect(not bool(found[~mask].any()), name, "an advantage of a token that is not trained is not 0")
         poisoned = advantage(_poisoned(rewards, mask, ("token_rewards", "earned", "values")))
-        _expect(torch.equal(poisoned, found), name, "NaN where no token is trained changes the advantages")
+        same = torch.equal(poisoned, found)
+        _expect(same, name, f"NaN where no token is trained changes the advantages{_MASKED}")
         for rows in _orders(len(case.lengths)):
             shuffled = advantage(case.picked(rows).earned())
             expected = found[_tokens_of(case, rows)]
             same = torch.allclose(shuffled, expected, rtol=1e-7, atol=1e-7)
-            _expect(same, name, f"rows in the order {rows} have other advantages: {shuffled} instead of {expected}")
+            _expect(
+                same,
+                name,
+                f"rows in the order {rows} have other advantages: {shuffled.tolist()} instead of {expected.tolist()}; "
+                "compare rows by `groups`, never by where they stand",
+            )
         if formula is not None:
             _expect_close(found.tolist(), formula(case), name, "the advantages")
 
@@ -138,6 +150,10 @@ def check_correction(
             _expect_close(trained.tolist(), formula(case), name, "the weights")
 
 
+_BY_ROW = "; what a token loses may depend on the tokens of its own row alone: see row_means and row_totals"
+_FINITE = "; divide by x.clamp(min=1e-6), and take tokens.ratio, which is cut off, for an exp of your own"
+_MASKED = "; read rewards.scores and lengths, or torch.where(rewards.loss_mask, x, 0), where they are left out"
+"""Remedies."""
 _NUMBERS = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
 
 
@@ -146,12 +162,17 @@ def _check_tokens(objective: PolicyObjective, case: Case, name: str) -> None:
     tokens = case.tokens()
     masked = tokens.masked()
     losses, watched = _unmodified(lambda: objective.by_token(masked), _tensors_of(masked), name)
-    for what, found in {"losses": losses, **watched}.items():
+    numbers = {what: x for what, x in watched.items() if isinstance(x, Tensor)}
+    for what, found in {"losses": losses, **numbers}.items():
         _expect_shape(found, len(case.mask), name, what)
         trained = found[tokens.loss_mask]
-        _expect(bool(trained.isfinite().all()), name, f"one of the {what} is not finite: {trained.tolist()}")
+        _expect(bool(trained.isfinite().all()), name, f"one of the {what} is not finite: {trained.tolist()}{_FINITE}")
     loss, gradient = _backward(objective, _poisoned(tokens, tokens.loss_mask, _NUMBERS))
-    _expect(gradient is not None, name, "the loss does not depend on logprobs: it has no gradient")
+    _expect(
+        gradient is not None,
+        name,
+        "the loss does not depend on logprobs: it has no gradient",
+    )
     assert gradient is not None, "as expected"
     outside = gradient[~tokens.loss_mask]
     _expect(not bool(outside.any()), name, "the gradient leaves the mask")
@@ -169,6 +190,12 @@ def _run(objective: PolicyObjective, case: Case, rows: Sequence[int], weights: T
     loss, gradient = _backward(objective, part.tokens(), weights)
     assert gradient is not None, "`_check_tokens` has seen one"
     return loss, {row: gradient[at].tolist() for row, at in zip(rows, part.rows, strict=True)}
+
+
+def _watched(objective: PolicyObjective, case: Case, rows: Sequence[int]) -> Metrics:
+    """Return what a loss wants to be watched of some rows of a batch."""
+    with torch.no_grad():
+        return objective(case.picked(rows).tokens()).noted()
 
 
 def _backward(
@@ -246,7 +273,9 @@ def _unmodified(call: Callable[[], ResultT], arguments: Mapping[str, Tensor], na
     result = call()
     for argument, x in arguments.items():
         same = torch.equal(torch.nan_to_num(before[argument]), torch.nan_to_num(x))
-        _expect(same, name, f"the argument {argument} was modified")
+        _expect(
+            same, name, f"the argument {argument} was modified; write x * 2 for x.mul_(2), and clone before x[0] = 1"
+        )
     return result
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rallypoint.algorithms import OwnAdvantage, OwnObjective
-from rallypoint.testing import check_advantage, check_objective
+from rallypoint.testing import CASES, check_advantage, check_objective
+from rallypoint.types import Maximum, Mean, Sum
 
 
 def good_loss(tokens):
@@ -19,6 +20,29 @@ def good_advantage(rewards):
 def test_good_functions_pass():
     check_objective(OwnObjective(function=good_loss))
     check_advantage(OwnAdvantage(function=good_advantage, whiten=True))
+
+
+def test_a_ratio_without_bounds_is_finite_where_a_policy_excludes_tokens():
+    check_objective(
+        OwnObjective(function=lambda tokens: -(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages)
+    )
+
+
+def test_metrics_of_any_kind_come_with_a_loss():
+    def watched(tokens):
+        ratio = tokens.ratio.detach()
+        return -tokens.ratio * tokens.advantages, {
+            "ratio": ratio,
+            "ratio_max": Maximum(float(ratio.max()) if len(ratio) else 0.0),
+            "num_far": Sum(int(((ratio - 1).abs() > 1)[tokens.loss_mask].sum())),
+        }
+
+    objective = OwnObjective(function=watched)
+    check_objective(objective)
+    found = objective(CASES["usual"].tokens()).metrics()
+    assert isinstance(found["ratio"], Mean)
+    assert isinstance(found["ratio_max"], Maximum)
+    assert found["ratio"].scalar < found["ratio_max"].scalar
 
 
 def in_place(tokens):
@@ -38,17 +62,21 @@ def by_position(tokens):
 LOSSES = {
     "must be a tensor of shape": lambda tokens: (-tokens.advantages * tokens.logprobs).sum(),
     "found NoneType": lambda tokens: (None, {}),
-    "is not finite": lambda tokens: -tokens.advantages * (tokens.logprobs - tokens.old_logprobs).exp(),
+    "is not finite": lambda tokens: -tokens.advantages * (tokens.logprobs - tokens.rollout_logprobs).exp(),
     "was modified": in_place,
     "it has no gradient": lambda tokens: -tokens.advantages,
     "cut into the micro-batches": over_the_micro_batch,
     "in the order": by_position,
+    "the metric share is": lambda tokens: (-tokens.ratio * tokens.advantages, {"share": Sum(1.0)}),
+    "the metric 'entropy' is one of every update": lambda tokens: (-tokens.ratio, {"entropy": tokens.ratio}),
+    "a dictionary of numbers to watch, found list": lambda tokens: (-tokens.ratio, [tokens.ratio]),
+    "the numbers to watch, 'share',": lambda tokens: (-tokens.ratio, {"share": tokens.ratio.mean()}),
 }
 
 
 @pytest.mark.parametrize("complaint", LOSSES)
 def test_a_loss_that_breaks_a_rule_is_named_with_the_rule(complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises((ValueError, TypeError), match=complaint):
         check_objective(OwnObjective(function=LOSSES[complaint]))
 
 

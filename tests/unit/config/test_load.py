@@ -160,7 +160,11 @@ def test_each_key_has_a_meaning_and_a_default_in_one_place():
         assert info.description, dotted
         assert info.description.endswith("."), dotted
         assert len(info.description) <= 120, dotted
-    assert {dotted for dotted, info in known.items() if info.is_required()} == {"recipe"}
+    assert {dotted for dotted, info in known.items() if info.is_required()} == {
+        "recipe",
+        "advantage.function",
+        "loss.function",
+    }
 
 
 def test_every_section_says_what_it_is_for():

@@ -20,6 +20,7 @@ CLASSES = {"advantage": ADVANTAGES, "loss": OBJECTIVES}
 @pytest.mark.parametrize("section", CLASSES)
 def test_sections_have_the_fields_of_the_classes_that_they_name(section):
     named = named_sections(RunConfig.model_fields[section])
+    assert {"function", "parameters"} <= set(named.pop("own").model_fields)
     for name, kind in named.items():
         fields = {field.name for field in dataclasses.fields(CLASSES[section][name])}
         assert set(kind.model_fields) - {"name"} == fields, name

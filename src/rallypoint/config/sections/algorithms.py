@@ -11,10 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from rallypoint.config.fields import Section, key
+from rallypoint.user_code import Value
 
 Anchor = Literal["old", "rollout"]
 AggregationName = Literal["token", "sequence", "fixed_length", "prompt"]
 
+_FUNCTION = "A function in a file, as file.py:function; see docs/algorithms.md."
+_PARAMETERS = "What the function takes by name, such as {floor: 0.1}."
 _WHITEN = "Scale the advantages of a step to mean 0 and deviation 1."
 _TOKEN_DISCOUNT = "Compare rewards token by token, and discount those after a token by this; null compares their sums."
 _CLIP_LOW, _CLIP_HIGH = "The ratio is clipped below 1 - clip_low.", "The ratio is clipped above 1 + clip_high."
@@ -105,6 +108,15 @@ class PassAtKConfig(Section):
     whiten: bool = key(False, help=_WHITEN)
 
 
+class OwnAdvantageConfig(Section):
+    """A function of your own."""
+
+    name: Literal["own"] = key("own", help="The estimator; own where there is a function.")
+    function: str = key(help=_FUNCTION)
+    parameters: dict[str, Value] = key({}, help=_PARAMETERS)
+    whiten: bool = key(False, help=_WHITEN)
+
+
 AdvantageConfig = Annotated[
     GAEConfig
     | GRPOConfig
@@ -115,7 +127,8 @@ AdvantageConfig = Annotated[
     | ReinforcePlusPlusBaselineConfig
     | MaxRLConfig
     | OPOConfig
-    | PassAtKConfig,
+    | PassAtKConfig
+    | OwnAdvantageConfig,
     Field(discriminator="name"),
 ]
 
@@ -197,6 +210,14 @@ class PolicyGradientConfig(Section):
     name: Literal["policy_gradient"] = key("policy_gradient", help="The policy loss.")
 
 
+class OwnLossConfig(Section):
+    """A function of your own."""
+
+    name: Literal["own"] = key("own", help="The policy loss; own where there is a function.")
+    function: str = key(help=_FUNCTION)
+    parameters: dict[str, Value] = key({}, help=_PARAMETERS)
+
+
 LossConfig = Annotated[
     ClipConfig
     | DecoupledConfig
@@ -206,7 +227,8 @@ LossConfig = Annotated[
     | SAPOConfig
     | DPPOConfig
     | ImportanceSamplingConfig
-    | PolicyGradientConfig,
+    | PolicyGradientConfig
+    | OwnLossConfig,
     Field(discriminator="name"),
 ]
 

@@ -1,0 +1,148 @@
+"""A loss and an advantage of one's own: from the config, checked before a start, trusted as a reward function is."""
+
+import pickle
+
+import pytest
+import torch
+from docs_blocks import blocks
+
+from rallypoint.config import load_config
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.material import examine_dry
+from rallypoint.recipes.own_functions import check_own_functions
+from rallypoint.recipes.preflight import load_checked, load_named
+from rallypoint.recipes.recipe import actor_loss_of, advantage_of
+from rallypoint.run.folder import anchored, create_run
+from rallypoint.run.record import external_inputs
+from rallypoint.testing import CASES
+
+BAD = """
+import torch
+
+def summed(tokens):
+    return -(tokens.ratio * tokens.advantages).sum()
+
+def by_micro_batch(tokens):
+    centred = tokens.advantages - tokens.advantages.sum() / max(1, len(tokens.advantages))
+    return -tokens.ratio * centred
+
+def in_place(tokens):
+    return -tokens.ratio * tokens.advantages.mul_(2)
+
+def raising(tokens):
+    return tokens.no_such_field
+
+def logarithm(rewards):
+    return rewards.spread(rewards.scores.log())
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with the files of docs/algorithms.md, and one of careless functions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "mine.py").write_text(next(block for block in blocks("algorithms", "python") if "# mine.py" in block))
+    (tmp_path / "mine.yaml").write_text(next(block for block in blocks("algorithms", "yaml") if "# mine.yaml" in block))
+    (tmp_path / "bad.py").write_text(BAD)
+    return tmp_path
+
+
+def test_the_files_of_the_docs_are_a_config_and_what_it_names_computes(here):
+    config = load_checked("mine.yaml", ["loss.parameters.floor=0.4"]).config
+    check_own_functions(config)
+    objective = pickle.loads(pickle.dumps(actor_loss_of(config))).objective
+    loss = objective(CASES["usual"].tokens())
+    assert loss.metrics().scalars().keys() == {"policy_loss", "approx_kl", "rare_fraction"}
+    assert 0 < loss.metrics().scalars()["rare_fraction"] < 1
+    advantages = advantage_of(config)(CASES["usual"].earned())
+    assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-9)
+    without = load_checked("mine.yaml", ["loss.parameters.floor=0.0"]).config
+    assert float(actor_loss_of(without).objective(CASES["usual"].tokens()).sum) != pytest.approx(float(loss.sum))
+
+
+def test_a_dry_run_holds_them_to_the_rules(here):
+    lines = examine_dry(load_checked("mine.yaml").config)
+    assert "loss           mine.py:my_loss, which keeps to every rule" in lines
+    assert "advantage      mine.py:my_advantage, which keeps to every rule" in lines
+
+
+def test_a_function_takes_the_place_of_a_name_and_a_name_that_of_a_function(here):
+    (here / "over.yaml").write_text("base: mine.yaml\nloss: {name: gspo}\n")
+    (here / "under.yaml").write_text("base: over.yaml\nloss: {function: 'mine.py:my_loss'}\n")
+    assert load_config("over.yaml").config.loss.model_dump() == {
+        "name": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": None,
+    }
+    for recipe, overrides in (("under.yaml", []), ("digits", ["loss.function=mine.py:my_loss"])):
+        assert load_config(recipe, overrides).config.loss.name == "own"
+
+
+COMPLAINTS = {
+    "loss.function=bad.py:summed": r"loss.function='bad.py:summed': .* shape \[18\], one number for each token",
+    "loss.function=bad.py:by_micro_batch": r"cut into the micro-batches .* tokens of its own row alone",
+    "loss.function=bad.py:in_place": "the argument advantages was modified; write",
+    "loss.function=bad.py:raising": r"it raised on a batch(?s:.*)bad.py(?s:.*)no attribute 'no_such_field'",
+    "advantage.function=bad.py:logarithm": "an advantage is not finite",
+}
+
+
+@pytest.mark.parametrize("override", COMPLAINTS)
+def test_what_breaks_a_rule_is_refused_before_anything_is_started(here, override):
+    config = load_checked("digits-grpo", [override]).config
+    with pytest.raises(ConfigError, match=COMPLAINTS[override]):
+        examine_dry(config)
+
+
+REFUSED = {
+    ("loss.function=mine.py:my_los",): r"has no function 'my_los'; did you mean 'my_loss'\? \(command line\)",
+    ("loss.function=nothing.py:f",): "nothing.py does not exist",
+    ("loss.function=mine.py:my_loss", "loss.parameters.flor=0.1"): r"takes \(tokens, floor\), but is called with",
+    ("loss.function=mine.py:my_loss", "loss.parameters.floor=low"): "it has floor: float, found 'low'",
+    ("loss.function=mine.py:my_loss", "loss.parameters.floor=[1]"): r"loss.parameters.floor=\[1\] .* expected names",
+    ("loss.name=own",): "loss.function: required, but not set",
+    ("loss=gspo",): r"did you mean loss.name=gspo\?",
+    ("loss=mine.py:my_loss",): r"did you mean loss.function=mine.py:my_loss\?",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_a_config_says_wrongly_of_a_function_is_seen_in_its_text(here, overrides):
+    with pytest.raises(ConfigError, match=REFUSED[overrides]) as raised:
+        load_checked("digits-grpo", overrides)
+    assert len(raised.value.problems) == 1
+
+
+def test_an_advantage_of_ones_own_is_not_for_a_recipe_with_a_critic(here):
+    with pytest.raises(ConfigError, match=r"advantage.name='own' is not computed by recipe=ppo: set recipe=grpo"):
+        load_checked("digits", ["advantage.function=mine.py:my_advantage"])
+
+
+def test_a_run_names_the_very_file_from_any_working_directory_and_records_its_content(here):
+    config = anchored(load_checked("mine.yaml").config)
+    assert config.own_functions["loss"].function == f"{here}/mine.py:my_loss"
+    before = external_inputs(config)
+    assert before["loss.function"].keys() == {"mine.py:my_loss"}
+    (here / "mine.py").write_text((here / "mine.py").read_text() + "# edited\n")
+    assert before["advantage.function"] != external_inputs(config)["advantage.function"]
+
+
+def test_the_functions_of_a_foreign_run_folder_are_not_run_unless_they_are_named(here, monkeypatch):
+    run = create_run(load_checked("mine.yaml"))
+    assert load_named(str(run.path), []).config.loss.name == "own"
+    monkeypatch.setenv("XDG_STATE_HOME", str(here / "of another user"))
+    with pytest.raises(ConfigError) as raised:
+        load_named(str(run.path), [])
+    said = str(raised.value)
+    assert f"loss.function ({here}/mine.py:my_loss) is code that {run.path} names" in said
+    assert f"advantage.function ({here}/mine.py:my_advantage) is code" in said
+    named = [f"{section}.function={here}/mine.py:my_{section}" for section in ("loss", "advantage")]
+    assert load_named(str(run.path), named).config.loss.name == "own"
+
+
+def test_a_loss_of_ones_own_may_learn_from_tokens_without_an_advantage(here):
+    config = load_checked("mine.yaml").config
+    assert not actor_loss_of(config).objective.needs_advantage
+    assert torch.is_tensor(actor_loss_of(config).objective(CASES["no advantage"].tokens()).sum)
