@@ -89,7 +89,7 @@ class Carrier:
 
     def __post_init__(self) -> None:
         # One carrier is made for every prompt of a step: this is fast because it asks torch for little.
-        offsets = self.offsets.tolist() if self.offsets.dim() == 1 else []
+        offsets = cast("list[int]", self.offsets.tolist()) if self.offsets.dim() == 1 else []  # pyright: ignore[reportUnknownMemberType]
         if not offsets or offsets[0] or any(end < start for start, end in itertools.pairwise(offsets)):
             raise ValueError(f"{type(self).__name__}.offsets: expected 0 and then no decrease, found {self.offsets}")
         expected = {"T": offsets[-1], "B": len(offsets) - 1}
