@@ -49,6 +49,10 @@ OF_FAMILIES = (
     ("sp2", "padded", "one micro-batch"),
 )
 """The cells that other families have too: an actor's, in float64. Several axes at a time know nothing of families."""
+BASE = ("1 process", "packed", "one micro-batch")
+"""The cell that others are compared with."""
+WHOLE = "whole"
+"""File that asks for the whole table."""
 NUM_STEPS = 3
 TEMPERATURE = 0.9
 LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8, 24, 24, 3)
@@ -69,10 +73,16 @@ class Case:
         return ", ".join(dataclasses.astuple(self))
 
 
-def cases() -> Iterator[Case]:
-    """Yield every cell."""
-    for cell in itertools.product(MESHES, ("packed", "padded"), CAPS, ("actor", "critic"), ("float64", "float32")):
-        yield Case(*cell)
+def cases(*, whole: bool) -> Iterator[Case]:
+    """Yield the cells of the table: every one of float64, and of float32, which rounds and does nothing else, a few.
+
+    Args:
+        whole: yield all of float32, too, which takes nearly as long again.
+    """
+    for cell in itertools.product(MESHES, ("packed", "padded"), CAPS, ("actor", "critic")):
+        yield Case(*cell, "float64")
+        if whole or cell[1:3] == ("packed", "many") or cell[:3] == BASE:
+            yield Case(*cell, "float32")
     for family, cell in itertools.product(FAMILIES, OF_FAMILIES):
         yield Case(*cell, "actor", "float64", family)
 
@@ -156,7 +166,9 @@ def run(case: Case, models: Models, part: ActorBatch | CriticBatch, denominator:
 def main(model_folder: str, folder: Path, rank: int) -> None:
     rendezvous = open_meeting(folder)
     # The largest meshes first: nobody waits for ranks that are busy with smaller ones.
-    ordered = sorted(cases(), key=lambda case: (-math.prod(MESHES[case.mesh].values()), case.mesh))
+    ordered = sorted(
+        cases(whole=(folder / WHOLE).exists()), key=lambda case: (-math.prod(MESHES[case.mesh].values()), case.mesh)
+    )
     for name, of_mesh in itertools.groupby(ordered, lambda case: case.mesh):
         grid = Mesh(MESHES[name] or {"dp": 1})
         if rank >= grid.size:

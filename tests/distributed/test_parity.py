@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from parity_rank import FAMILIES, MESHES, OF_FAMILIES, Case, cases
+from parity_rank import BASE, FAMILIES, MESHES, OF_FAMILIES, WHOLE, Case, cases
 from ranks import TOLERANCES, run_ranks
 from tiny_families import make_family_model
 from tiny_models import make_tiny_model
@@ -26,8 +26,10 @@ pytestmark = pytest.mark.timeout(400)
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
-def run_all(folder: Path) -> None:
+def run_all(folder: Path, *, whole: bool) -> None:
     """Have four ranks take the steps of every case, and write what each of them got into a folder."""
+    if whole:
+        (folder / WHOLE).touch()
     make_tiny_model(folder / "models" / "qwen3", architecture="qwen3")
     for family in FAMILIES:
         make_family_model(folder / "models" / family, family)
@@ -39,7 +41,7 @@ def error_of(folder: Path, case: Case) -> dict[str, float]:
 
     Under "loss", "grad_norm" and "weights"; ranks that hold copies must hold the same bits.
     """
-    base = Case("1 process", "packed", "one micro-batch", case.role, case.dtype, case.family)
+    base = Case(*BASE, case.role, case.dtype, case.family)
     expected = safetensors.torch.load_file(folder / f"{base}, 0.safetensors")
     grid = Mesh({axis: MESHES[case.mesh].get(axis, 1) for axis in AXES})
     ranks = [safetensors.torch.load_file(folder / f"{case}, {rank}.safetensors") for rank in range(grid.size)]
@@ -62,15 +64,27 @@ def error_of(folder: Path, case: Case) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
-    run_all(folder)
+    run_all(folder, whole=False)
     return folder
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", list(cases(whole=False)), ids=str)
 def test_loss_gradient_norm_and_weights_after_three_steps_are_those_of_one_process(folder, case):
+    check(folder, case)
+
+
+@pytest.mark.slow
+def test_the_whole_table(tmp_path):
+    run_all(tmp_path, whole=True)
+    for case in cases(whole=True):
+        check(tmp_path, case)
+
+
+def check(folder: Path, case: Case) -> None:
+    """Compare a case with one process."""
     errors = error_of(folder, case)
     assert errors.keys() == {"loss", "grad_norm", "weights"}
-    assert max(errors.values()) <= TOLERANCES[case.dtype], errors
+    assert max(errors.values()) <= TOLERANCES[case.dtype], f"{case}: {errors}"
 
 
 def write_page(folder: Path) -> str:
@@ -122,5 +136,5 @@ def write_page(folder: Path) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        run_all(Path(name))
+        run_all(Path(name), whole=True)
         PAGE.write_text(write_page(Path(name)), encoding="utf-8")

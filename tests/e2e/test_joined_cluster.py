@@ -37,7 +37,9 @@ def train(overrides: list[str], environment: dict[str, str], cwd: Path) -> subpr
     )
 
 
-@pytest.mark.parametrize(("rendezvous", "weights"), [("auto", "auto"), ("tcp", "folder")])
+@pytest.mark.parametrize(
+    ("rendezvous", "weights"), [("auto", "auto"), pytest.param("tcp", "folder", marks=pytest.mark.slow)]
+)
 def test_a_run_over_two_nodes_gives_the_weights_of_one_in_this_process(
     two_nodes, runs, weights_of, tmp_path, rendezvous, weights
 ):
