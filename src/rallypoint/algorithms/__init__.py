@@ -36,6 +36,7 @@ from rallypoint.algorithms.policy_losses import (
     PolicyTokens,
 )
 from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, has_signal, overlong_penalty, rows_that_learn
+from rallypoint.algorithms.supervised import BradleyTerry, CrossEntropy, PreferenceLoss
 from rallypoint.algorithms.weigh import weigh, weigh_valued
 
 __all__ = [
@@ -47,8 +48,10 @@ __all__ = [
     "ActorLoss",
     "AdaptiveKL",
     "Advantage",
+    "BradleyTerry",
     "ClippedValueLoss",
     "Correction",
+    "CrossEntropy",
     "EntropyBonus",
     "KLEstimator",
     "KLLoss",
@@ -60,6 +63,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyObjective",
     "PolicyTokens",
+    "PreferenceLoss",
     "Rewards",
     "RowMask",
     "TokenOutputs",

@@ -115,10 +115,15 @@ def _read(config: RunConfig) -> Sequence[str]:
 
 def _batches(loaded: LoadedConfig, plan: RunPlan) -> tuple[str, list[str]]:
     config = loaded.config
+    what, longest = (
+        f"prompts x {plan.group_size}",
+        f"({config.data.max_prompt_tokens} + {config.rollout.max_response_tokens})",
+    )
+    if config.trains_on_files:
+        what, longest = f"examples x {plan.group_size}", f"{config.data.max_row_tokens:,}"
     lines = [
-        f"rollouts       {plan.num_prompts} prompts x {plan.group_size} = {plan.num_rows} rows",
-        f"tokens         at most {plan.num_rows} x ({config.data.max_prompt_tokens} + "
-        f"{config.rollout.max_response_tokens}) = {plan.max_tokens:,}",
+        f"{'rows' if config.trains_on_files else 'rollouts':13}  {plan.num_prompts} {what} = {plan.num_rows} rows",
+        f"tokens         at most {plan.num_rows} x {longest} = {plan.max_tokens:,}",
     ]
     for role, (num_updates, num_rows, num_micro_batches) in plan.updates.items():
         ranks = config.num_parts(role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int
         loaded = load_checked(recipe, overrides, choose=choices)
         folder = None
     found = _examine(loaded, console)
+    loaded = dataclasses.replace(loaded, config=found.settled(loaded.config))
     folder = folder or create_run(loaded)
     try:
         finished = _run(loaded, folder, console, found, resume=resume, from_step=from_step)

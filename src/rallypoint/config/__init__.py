@@ -21,7 +21,7 @@ from rallypoint.config.sections.material import (
 )
 from rallypoint.config.sections.sampling import RolloutConfig
 from rallypoint.config.source import COMMAND_LINE, describe, read, shipped_recipes, to_yaml
-from rallypoint.config.tree import RunConfig, unread_sections, why_unread
+from rallypoint.config.tree import RunConfig, row_limit, unread_sections, why_unread
 
 __all__ = [
     "COMMAND_LINE",
@@ -48,6 +48,7 @@ __all__ = [
     "leaves",
     "load_config",
     "read",
+    "row_limit",
     "shipped_recipes",
     "shown",
     "to_yaml",

@@ -11,7 +11,7 @@ from rallypoint.config.recipes import RECIPES
 from rallypoint.config.sections.material import LoRAConfig
 from rallypoint.config.shape import shape_of
 from rallypoint.config.source import COMMAND_LINE
-from rallypoint.config.tree import RunConfig, unread_sections, why_unread
+from rallypoint.config.tree import RunConfig, row_limit, unread_sections, why_unread
 
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims that vLLM's attention takes on CPUs."""
@@ -71,6 +71,12 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: "
             "add data.generate=null",
         )
+    if data.generate is not None and config.trains_on_files and not data.train:
+        yield Problem(
+            ("data.generate", "recipe"),
+            f"data.generate makes prompts for rewards, and recipe={config.recipe} trains on answers as they are: set "
+            "data.train, and data.generate=null",
+        )
     if data.validation and data.generate is not None and not data.train:
         yield Problem(
             ("data.validation", "data.generate"),
@@ -97,21 +103,24 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
-    rows = config.num_rows
+    rollout, num_units, keys = config.rollout, config.num_rows, ("rollout.num_prompts", "rollout.group_size")
+    of_step = f"rows of a step (rollout.num_prompts={rollout.num_prompts} x rollout.group_size={rollout.group_size})"
+    if config.trains_on_files:
+        num_units, keys, of_step = config.num_examples, ("data.num_examples",), "examples of a step (data.num_examples)"
     for role, learner in config.learners.items():
-        if (num_mini_batches := learner.num_mini_batches) > rows:
+        if (num_mini_batches := learner.num_mini_batches) > num_units:
             yield Problem(
-                (f"{role}.num_mini_batches", "rollout.num_prompts", "rollout.group_size"),
-                f"{role}.num_mini_batches={num_mini_batches} is more than the {rows} rows of a step "
-                f"(rollout.num_prompts={config.rollout.num_prompts} x rollout.group_size={config.rollout.group_size})",
+                (f"{role}.num_mini_batches", *keys),
+                f"{role}.num_mini_batches={num_mini_batches} is more than the {num_units} {of_step}",
             )
-    cap = config.engine.max_tokens_per_micro_batch
-    if cap < config.max_row_tokens:
+    cap, together = config.engine.max_tokens_per_micro_batch, config.group_size if config.trains_on_files else 1
+    if cap < together * config.max_row_tokens:
+        keys, made_of = row_limit(config)
+        whole = "one row can have" if together == 1 else "a pair can have, whose rows are computed together"
         yield Problem(
-            ("engine.max_tokens_per_micro_batch", "data.max_prompt_tokens", "rollout.max_response_tokens"),
-            f"engine.max_tokens_per_micro_batch={cap} is less than one row can have: expected at least "
-            f"{config.max_row_tokens} (data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens})",
+            ("engine.max_tokens_per_micro_batch", *keys),
+            f"engine.max_tokens_per_micro_batch={cap} is less than {whole}: expected at least "
+            f"{together * config.max_row_tokens} ({made_of if together == 1 else f'{together} x {made_of}'})",
         )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rallypoint.config.tree import RunConfig
 
 RoleName = Literal["actor", "rollout", "reward", "reference", "critic"]
+Examples = Literal["prompts", "conversations", "pairs"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class RecipeSpec:
     """Roles of every run of it."""
     optional_roles: tuple[RoleName, ...] = ()
     """Roles of a run whose config turns them on: `reward` by reward.path, `reference` by kl."""
+    examples: Examples = "prompts"
+    """What a row of its data is: a prompt to be answered, a conversation, or a prompt with a chosen and a rejected
+    answer. All but prompts come from files, and a step trains on them as they are."""
     advantages: tuple[str, ...] = ()
     """Names of the advantages that it can compute; the first is its default."""
     sections: tuple[str, ...] = ()
@@ -40,6 +44,11 @@ class RecipeSpec:
     def reads(self, name: str) -> bool:
         """Whether it reads a section that not all recipes read."""
         return name in (*self.sections, *self.roles, *self.optional_roles)
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows that a row of its data becomes, where nothing is sampled."""
+        return 2 if self.examples == "pairs" else 1
 
 
 COMPARES_GROUP = (
@@ -215,3 +224,4 @@ declare(
         checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
     )
 )
+declare(RecipeSpec(name="sft", page="rallypoint.recipes.sft:SFT", roles=("actor",), examples="conversations"))

@@ -170,14 +170,41 @@ class RunConfig(Section):
         return {name: own for name, own in sections.items() if own.name == "own"}
 
     @property
+    def trains_on_files(self) -> bool:
+        """Whether rows come from files as they are trained, and not from prompts."""
+        return RECIPES[self.recipe].examples != "prompts"
+
+    @property
+    def num_examples(self) -> int:
+        """P: rows of the data that a training step takes: prompts, conversations or pairs."""
+        return self.data.num_examples if self.trains_on_files else self.rollout.num_prompts
+
+    @property
+    def group_size(self) -> int:
+        """G: rows that each of them becomes."""
+        return RECIPES[self.recipe].rows_per_example if self.trains_on_files else self.rollout.group_size
+
+    @property
     def num_rows(self) -> int:
-        """B: rollouts per training step."""
-        return self.rollout.num_prompts * self.rollout.group_size
+        """B: rows per training step."""
+        return self.num_examples * self.group_size
 
     @property
     def max_row_tokens(self) -> int:
         """The longest row there can be, in tokens."""
+        if self.trains_on_files:
+            return self.data.max_row_tokens
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The most tokens of a row that are not trained; 0 where nothing bounds them."""
+        return 0 if self.trains_on_files else self.data.max_prompt_tokens
+
+    @property
+    def temperature(self) -> float:
+        """What the policy's logits are divided by, in training as in sampling."""
+        return 1.0 if self.trains_on_files else self.rollout.temperature
 
     @property
     def checkpoint_every_steps(self) -> int:
@@ -265,9 +292,34 @@ class RunConfig(Section):
         return sizes["dp_replicate"] * sizes["dp_shard"]
 
 
+def row_limit(config: RunConfig) -> tuple[tuple[str, ...], str]:
+    """Return the keys that `max_row_tokens` follows from, and how, in words."""
+    data, rollout = config.data, config.rollout
+    if config.trains_on_files:
+        return ("data.max_row_tokens",), f"data.max_row_tokens={data.max_row_tokens}"
+    return ("data.max_prompt_tokens", "rollout.max_response_tokens"), (
+        f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_response_tokens={rollout.max_response_tokens}"
+    )
+
+
+_OF_PROMPTS = (
+    "data.max_prompt_tokens",
+    "actor.entropy_coef",
+    "validation.temperature",
+    "checks",
+    "trainer.num_logged_rollouts",
+)
+_OF_FILES = ("data.max_row_tokens", "data.num_examples")
+"""Keys that only recipes with prompts read, and only those that train on files as they are."""
+
+
 def unread_sections(config: RunConfig) -> dict[str, str]:
     """Return the sections and keys that nothing reads in this run, each with the setting that makes it so."""
     unread = dict.fromkeys(unread_by(config.recipe), f"recipe={config.recipe}")
+    others = _OF_PROMPTS if config.trains_on_files else _OF_FILES
+    unread |= dict.fromkeys(others, f"recipe={config.recipe}")
+    if config.trainer.num_epochs is not None:
+        unread["trainer.num_steps"] = f"trainer.num_epochs={config.trainer.num_epochs}"
     if config.kl is None:
         unread["reference"] = "kl=null"
     if config.reward.path is None:

@@ -6,17 +6,22 @@ Importing this package imports neither torch nor transformers nor pyarrow; they 
 that needs them.
 """
 
+from rallypoint.data.conversations import Conversation, Conversations, load_conversations
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.files import check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_prompts
+from rallypoint.data.rows import EncodedRows, encode_rows
 from rallypoint.data.stream import PromptStream
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
 
 __all__ = [
+    "Conversation",
+    "Conversations",
     "Dataset",
     "DigitsTask",
     "EncodedPrompts",
+    "EncodedRows",
     "Example",
     "JSONValue",
     "Message",
@@ -24,6 +29,8 @@ __all__ = [
     "check_dataset_path",
     "decoder",
     "encode_prompts",
+    "encode_rows",
+    "load_conversations",
     "load_dataset",
     "load_tokenizer",
     "make_digits",

@@ -124,7 +124,7 @@ def load_dataset(
     problems = Problems()
     examples: list[Example] = []
     is_part = False
-    for path, label in zip(paths, _labels(paths), strict=True):
+    for path, label in zip(paths, labels(paths), strict=True):
         problem = check_dataset_path(path)
         if problem is not None:
             problems.add(problem)
@@ -141,7 +141,7 @@ def load_dataset(
     return Dataset(tuple(examples), is_part)
 
 
-def _labels(paths: Sequence[str | Path]) -> list[str]:
+def labels(paths: Sequence[str | Path]) -> list[str]:
     """Name files by their last part, or as they were given where two distinct paths share it."""
     shared = Counter(Path(path).name for path in {str(path) for path in paths})
     return [str(path) if shared[Path(path).name] > 1 else Path(path).name for path in paths]
@@ -202,7 +202,7 @@ class _RowReader:
         if not hint and (elsewhere := next((name for name in _ELSEWHERE[column] if name in names), None)):
             own = "ground_truth" if column == "reward_model" else column
             hint = f"; {elsewhere!r} may be it: write the file with {own!r} in its place (docs/data.md shows how)"
-        return f"{where}: column '{column}' is missing{hint or f'; found {_quoted(names)}'}"
+        return f"{where}: column '{column}' is missing{hint or f'; found {quoted(names)}'}"
 
     def _find_lookalikes(self, names: Sequence[str], where: str) -> None:
         strangers = [name for name in names if name not in _COLUMNS]
@@ -293,7 +293,7 @@ class _RowReader:
 def _read_prompt(value: object, problems: list[tuple[str, str]]) -> tuple[Message, ...]:
     if isinstance(value, str):
         if not value.strip():
-            problems.append(("prompt", _no_text(value)))
+            problems.append(("prompt", no_text(value)))
         elif value.lstrip().startswith(("[{", "{")) and '"role"' in value:
             problems.append(("prompt", f"expected a list of messages, found the same written as {found(value)}"))
         return (Message("user", value),)
@@ -303,7 +303,7 @@ def _read_prompt(value: object, problems: list[tuple[str, str]]) -> tuple[Messag
     values = cast("list[object]", value)
     messages: list[Message] = []
     for index, entry in enumerate(values):
-        problem = _find_message_problem(entry)
+        problem = message_problem(entry)
         if problem is not None:
             part, text = problem
             problems.append((f"prompt[{index}]{part}", text))
@@ -316,7 +316,7 @@ def _read_prompt(value: object, problems: list[tuple[str, str]]) -> tuple[Messag
     return tuple(messages)
 
 
-def _find_message_problem(message: object) -> tuple[str, str] | None:
+def message_problem(message: object) -> tuple[str, str] | None:
     """Return which part of a message is wrong, and how."""
     if not isinstance(message, dict):
         return "", f"expected an object with 'role' and 'content', found {found(message)}"
@@ -330,13 +330,14 @@ def _find_message_problem(message: object) -> tuple[str, str] | None:
     if role not in ROLES:
         return ".role", f"expected one of {', '.join(ROLES)}, found {role!r}{suggestion(role.lower(), ROLES)}"
     if not content.strip():
-        return ".content", _no_text(content)
+        return ".content", no_text(content)
     # A chat template may show these; dropped in silence, the prompt would be another one.
     strangers = [name for name, field in fields.items() if name not in ("role", "content") and field is not None]
     return (f".{strangers[0]}", "expected only 'role' and 'content' in a message") if strangers else None
 
 
-def _no_text(text: str) -> str:
+def no_text(text: str) -> str:
+    """Say what a text without anything to read is."""
     return f"expected text, found {'only blanks' if text else 'empty text'}"
 
 
@@ -357,5 +358,6 @@ def _not_finite(value: JSONValue) -> str:
     return found(value) if isinstance(value, float) else f"{found(value)} with a NaN or an infinity in it"
 
 
-def _quoted(names: Sequence[str]) -> str:
+def quoted(names: Sequence[str]) -> str:
+    """List names of columns."""
     return ", ".join(map(repr, names)) or "no column"

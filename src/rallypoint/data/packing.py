@@ -48,34 +48,45 @@ def pack_rows(lengths: Sequence[int], max_tokens: int, costs: Sequence[float] | 
     return [sorted(part) for part in parts if part]
 
 
-def pack_groups(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> list[list[int]]:
+def pack_groups(
+    lengths: Sequence[int], groups: Sequence[int], max_tokens: int, *, whole: bool = False
+) -> list[list[int]]:
     """Cut rows into micro-batches as `pack_rows` does, with the rows of a group together where the cap allows it.
 
     Args:
         lengths: tokens of each row.
         groups: of each row, any number.
         max_tokens: the cap; never exceeded.
+        whole: whether the rows of a group must be together.
 
     Returns:
         As `pack_rows`.
 
     Raises:
-        RowTooLongError: one row alone exceeds the cap.
+        RowTooLongError: one row alone exceeds the cap; with `whole`, one group.
 
     >>> pack_groups([4, 4, 4, 4], groups=[1, 2, 2, 1], max_tokens=8)
     [[0, 3], [1, 2]]
     >>> pack_groups([4, 4, 4, 1], groups=[1, 1, 1, 2], max_tokens=8)
     [[0, 2], [1, 3]]
+    >>> pack_groups([4, 1, 1, 4], groups=[1, 1, 2, 2], max_tokens=8, whole=True)
+    [[0, 1], [2, 3]]
     """
     _check_longest(lengths, max_tokens)
     of_group: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         of_group.setdefault(group, []).append(row)
-    together = [
-        [rows[index] for index in part]
-        for rows in of_group.values()
-        for part in pack_rows([lengths[row] for row in rows], max_tokens)
-    ]
+    together = list(of_group.values())
+    if whole:
+        for rows in together:
+            if (length := sum(lengths[row] for row in rows)) > max_tokens:
+                raise RowTooLongError(rows[0], length, max_tokens)
+    else:
+        together = [
+            [rows[index] for index in part]
+            for rows in together
+            for part in pack_rows([lengths[row] for row in rows], max_tokens)
+        ]
     packed = pack_rows([sum(lengths[row] for row in rows) for rows in together], max_tokens)
     return [sorted(row for index in part for row in together[index]) for part in packed]
 
@@ -198,7 +209,12 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def balance_groups(
-    costs: Sequence[float], groups: Sequence[int], shared: Sequence[float], num_parts: int
+    costs: Sequence[float],
+    groups: Sequence[int],
+    shared: Sequence[float],
+    num_parts: int,
+    *,
+    whole: bool = False,
 ) -> list[list[int]]:
     """Assign rows as `balance` does, if rows of a group cost less together.
 
@@ -210,6 +226,7 @@ def balance_groups(
         groups: of each row, any number.
         shared: what each row saves beside another one of its group.
         num_parts: at least 1.
+        whole: whether the rows of a group must be together.
 
     Returns:
         As `balance`.
@@ -227,11 +244,13 @@ def balance_groups(
         return cost_together(rows, costs, groups, shared)
 
     units = list(of_group.values())
-    whole = [
+    in_groups = [
         sorted(row for unit in part for row in units[unit])
         for part in balance([together(rows) for rows in units], num_parts)
     ]
-    return min((whole, balance(costs, num_parts)), key=lambda parts: max(together(rows) for rows in parts))
+    if whole:
+        return in_groups
+    return min((in_groups, balance(costs, num_parts)), key=lambda parts: max(together(rows) for rows in parts))
 
 
 def cost_together(rows: Sequence[int], costs: Sequence[float], groups: Sequence[int], shared: Sequence[float]) -> float:

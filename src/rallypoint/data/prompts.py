@@ -35,6 +35,13 @@ class EncodedPrompts:
     is_part: bool = False
     """Whether there are more prompts than were read."""
 
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def counts(self) -> dict[str, float]:
+        """Return what there is to know of them, for the metrics."""
+        return {"data/num_prompts": len(self), "data/num_distinct": self.num_distinct}
+
     @property
     def num_distinct(self) -> int:
         """Number of prompts with distinct tokens."""

@@ -188,7 +188,8 @@ class TrainingEngine(Generic[BatchT]):
         """Name the rows whose own loss is not finite; all rows if only their sum is not, or if ranks share passes."""
         if self._mesh.shard.size > 1:
             return _name_rows(batch, rows)
-        alone = [batch.rows([row]) for row in rows]
+        groups = batch.prompt_index.tolist() if batch.rows_together > 1 else range(len(batch))
+        alone = [batch.rows([other for other in rows if groups[other] == groups[row]]) for row in rows]
         guilty = [
             row
             for row, part in zip(rows, alone, strict=True)
@@ -229,9 +230,11 @@ class TrainingEngine(Generic[BatchT]):
             positions = trained_positions(batch)
             check_tokens(batch, self.model.config.get_text_config().vocab_size)
             if self._padded:
+                assert batch.rows_together == 1, "the parity table has none that are padded"
                 micro_batches = pad_rows(lengths, self._max_tokens)
             else:
-                micro_batches = pack_groups(lengths, batch.prompt_index.tolist(), self._max_tokens)
+                groups = batch.prompt_index.tolist()
+                micro_batches = pack_groups(lengths, groups, self._max_tokens, whole=batch.rows_together > 1)
         except RowTooLongError as error:
             self._sharding.agree(None)
             raise error.of_rollout(int(batch.prompt_index[error.row]), int(batch.sample_index[error.row])) from None

@@ -92,7 +92,7 @@ def _possible(config: RunConfig, num_cores: int) -> Iterator[int]:
     """Yield numbers of processes that all have something to do in every part of a step."""
     learners = [getattr(config, role) for role in ("actor", "critic") if role in config.roles]
     rows = min((config.num_rows // learner.num_mini_batches for learner in learners), default=config.num_rows)
-    yield from range(1, 1 + min(num_cores, _MOST_PROCESSES, config.rollout.num_prompts, rows // _LEAST_ROWS))
+    yield from range(1, 1 + min(num_cores, _MOST_PROCESSES, config.num_examples, rows // _LEAST_ROWS))
 
 
 def _divides(config: RunConfig) -> bool:

@@ -249,14 +249,14 @@ def _full_pass(config: RunConfig, shape: ModelShape, role: RoleName, *, num_part
     num_rows = -(-config.num_rows // num_parts // num_ranks)
     most = max(1, config.engine.max_tokens_per_micro_batch // row)
     # Rows of a prompt stay together where there are prompts enough for all mini-batches and ranks.
-    together = min(config.rollout.group_size, num_rows, most)
+    together = min(config.group_size, num_rows, most)
     num_units = -(-num_rows // together)
     units = -(-num_units // -(-num_units // (most // together)))
     sp, row_tokens = config.mesh(role)["sp"], row if is_reward else row - 1
     num_rows, num_prompts = -(-units * together // sp), -(-units // sp)
-    num_outputs = num_rows * (1 if is_reward else row - config.data.max_prompt_tokens)
+    num_outputs = num_rows * (1 if is_reward else row - config.max_prompt_tokens)
     scores = _scores(config, shape, row_tokens)
-    return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.data.max_prompt_tokens, *scores)
+    return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.max_prompt_tokens, *scores)
 
 
 def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int, int]:

@@ -91,8 +91,8 @@ def make_plan(config: RunConfig) -> RunPlan:
     shapes: dict[RoleName, ModelShape | None] = {role: role_shape(config, role) for role in config.roles}
     memory = tuple(role_memory(config, role, shape) for role, shape in shapes.items() if shape is not None)
     return RunPlan(
-        num_prompts=config.rollout.num_prompts,
-        group_size=config.rollout.group_size,
+        num_prompts=config.num_examples,
+        group_size=config.group_size,
         num_rows=config.num_rows,
         max_tokens=config.num_rows * row,
         updates=updates,

@@ -38,6 +38,7 @@ from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_met
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder, Start, anchored, write_config
 from rallypoint.run.metrics_log import STEP
+from rallypoint.run.reports import VALIDATION
 from rallypoint.run.resume import Beginning, Record
 from rallypoint.types import merge
 
@@ -74,6 +75,10 @@ def train(
     torch.set_num_threads(1)
     with folder.locked():
         config = anchored(loaded.config)
+        if config.trainer.num_epochs is not None:
+            found = found or read_material(config)
+            config = found.settled(config)
+            write_config(folder, config)
         beginning = Beginning(0, config)
         if resume:
             progress.waiting("comparing the checkpoint with its manifest")
@@ -274,15 +279,16 @@ class _Run:
             self.folder.log(f"rollout and old logprobs: {found}")
 
     async def _validate(self, step: int) -> None:
-        score = None
+        measured = None
         with collect_spans() as spans, span("validate"):
             try:
-                score = await self.recipe.validate()
+                measured = await self.recipe.validate()
             except AbandonedError as error:
                 self.setup.say(f"the validation after step {step} is left out: {error}")
-        if score is not None:
-            self.log.write(step, {"validation/score": score, **spans.scalars()})
-            self.progress.validation(step, score)
+        if measured is not None:
+            scalars = measured.prefixed("validation").scalars()
+            self.log.write(step, {**scalars, **spans.scalars()})
+            self.progress.validation(step, scalars[VALIDATION])
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint, which is visible when it is whole, and remove older ones.

@@ -7,16 +7,20 @@ folders, by the headers of their files; tokenizer, chat template, prompts and re
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import OnTooLong, RunConfig
+from rallypoint.config import RECIPES, OnTooLong, RunConfig
 from rallypoint.data import (
     EncodedPrompts,
+    EncodedRows,
     Example,
     encode_prompts,
+    encode_rows,
+    load_conversations,
     load_dataset,
 )
 from rallypoint.environments.pool import probe_reward
@@ -38,32 +42,54 @@ class Found:
     stop_tokens: tuple[int, ...]
     limits: tuple[RowLimits, ...]
     """Limits of every model that reads the rows."""
-    train: EncodedPrompts | None
-    """Training prompts; None if data.generate makes them."""
-    validation: EncodedPrompts | None
+    train: EncodedPrompts | EncodedRows | None
+    """What is trained on; None if data.generate makes it."""
+    validation: EncodedPrompts | EncodedRows | None
     notes: tuple[str, ...] = ()
     """Notes on the prompts, a line each."""
 
     def encode(
         self, config: RunConfig, paths: Sequence[str | Path], say: Callable[[str], None], max_rows: int | None = None
-    ) -> EncodedPrompts:
-        """Read files of prompts and encode them for the models of a run.
+    ) -> EncodedPrompts | EncodedRows:
+        """Read files of prompts, or of conversations or pairs, and encode them for the models of a run.
 
         Raises:
-            DataError: they have bad rows, or prompts that are too long.
+            DataError: they have bad rows, or some that are too long.
             ModelError: a model does not support rows of the length that the config asks for.
         """
         num_ids = [each.num_ids for each in self.limits if each.num_ids is not None]
+        most = min(each.max_data_tokens(config) for each in self.limits)
+        kind = RECIPES[config.recipe].examples
+        if kind != "prompts":
+            found = encode_rows(
+                self.tokenizer,
+                load_conversations(paths, kind, max_rows=max_rows),
+                stop_tokens=self.stop_tokens,
+                max_row_tokens=most,
+                on_too_long=config.data.on_too_long,
+                num_ids=min(num_ids, default=None),
+            )
+            _say_fates(found, "examples", most, "cut at their end", say)
+            return found
         rows = load_dataset(paths, max_rows=max_rows)
         encoded = encode_all(
             self.tokenizer,
             rows,
-            max_prompt_tokens=min(each.max_prompt_tokens(config) for each in self.limits),
+            max_prompt_tokens=most,
             on_too_long=config.data.on_too_long,
             num_ids=min(num_ids, default=None),
             say=say,
         )
         return dataclasses.replace(encoded, is_part=rows.is_part)
+
+    def settled(self, config: RunConfig) -> RunConfig:
+        """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key."""
+        trainer, made = config.trainer, config.data.generate
+        num = made.num_train_prompts if made is not None else 0 if self.train is None else len(self.train)
+        if trainer.num_epochs is None:
+            return config
+        num_steps = max(1, math.ceil(trainer.num_epochs * num / config.num_examples))
+        return config.model_copy(update={"trainer": trainer.model_copy(update={"num_steps": num_steps})})
 
 
 def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
@@ -103,19 +129,18 @@ class Material:
     model_path: str
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[int, ...]
-    train: EncodedPrompts
-    validation: EncodedPrompts | None
+    train: EncodedPrompts | EncodedRows
+    validation: EncodedPrompts | EncodedRows | None
 
     def token_text(self, token: int) -> str:
         """Return the text of a token; of a special one its name."""
         return str(self.tokenizer.decode([token]))
 
     def counts(self) -> dict[str, float]:
-        """Return how many prompts there are, and how many of them were too long."""
+        """Return how many examples there are, and how many of them were too long."""
         sets = [encoded for encoded in (self.train, self.validation) if encoded is not None]
         return {
-            "data/num_prompts": len(self.train.examples),
-            "data/num_distinct": self.train.num_distinct,
+            **self.train.counts(),
             "data/num_dropped": sum(len(encoded.dropped) for encoded in sets),
             "data/num_truncated": sum(len(encoded.truncated) for encoded in sets),
         }
@@ -188,15 +213,13 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     return (*filter(None, lines), *found.notes)
 
 
-def _described(name: str, prompts: EncodedPrompts | None, config: RunConfig) -> str:
-    if prompts is None:
+def _described(name: str, data: EncodedPrompts | EncodedRows | None, config: RunConfig) -> str:
+    if data is None:
         return ""
-    part = f"the first {len(prompts.examples):,} prompts alone were read" if prompts.is_part else ""
-    whole = part or f"{len(prompts.examples):,} prompts"
-    return (
-        f"{name:13}  {whole}, the longest of {prompts.max_tokens:,} tokens "
-        f"(data.max_prompt_tokens={config.data.max_prompt_tokens})"
-    )
+    what, key = ("examples", "data.max_row_tokens") if config.trains_on_files else ("prompts", "data.max_prompt_tokens")
+    whole = f"the first {len(data):,} {what} alone were read" if data.is_part else f"{len(data):,} {what}"
+    most = config.data.max_row_tokens if config.trains_on_files else config.data.max_prompt_tokens
+    return f"{name:13}  {whole}, the longest of {data.max_tokens:,} tokens ({key}={most})"
 
 
 def encode_all(
@@ -212,15 +235,23 @@ def encode_all(
     found = encode_prompts(
         tokenizer, examples, max_prompt_tokens=max_prompt_tokens, on_too_long=on_too_long, num_ids=num_ids
     )
-    for names, fate in ((found.dropped, "dropped"), (found.truncated, "cut at their beginning")):
-        if names:
-            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-            say(f"{len(names)} prompts are longer than {max_prompt_tokens} tokens and were {fate}: {shown}")
+    _say_fates(found, "prompts", max_prompt_tokens, "cut at their beginning", say)
     return found
 
 
-def repetitions(config: RunConfig, train: EncodedPrompts, validation: EncodedPrompts | None) -> Iterator[str]:
+def _say_fates(found: EncodedPrompts | EncodedRows, what: str, most: int, cut: str, say: Callable[[str], None]) -> None:
+    for names, fate in ((found.dropped, "dropped"), (found.truncated, cut)):
+        if names:
+            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            say(f"{len(names)} {what} are longer than {most} tokens and were {fate}: {shown}")
+
+
+def repetitions(
+    config: RunConfig, train: EncodedPrompts | EncodedRows, validation: EncodedPrompts | EncodedRows | None
+) -> Iterator[str]:
     """Yield notes on prompts that occur twice in the data or a step, or in training and validation."""
+    if not isinstance(train, EncodedPrompts):
+        return
     wanted, repeats = config.rollout.num_prompts, train.repeats()
     if repeats and config.data.generate is None:  # a small task is repeated on purpose
         (first, again), others = repeats[0], sum(one.ground_truth != before.ground_truth for before, one in repeats)
@@ -234,7 +265,7 @@ def repetitions(config: RunConfig, train: EncodedPrompts, validation: EncodedPro
             f"differ: every step samples the same ones {-(-wanted // train.num_distinct)} times; lower "
             "rollout.num_prompts and raise rollout.group_size, or add data"
         )
-    if validation is not None and (shared := set(validation.token_ids) & set(train.token_ids)):
+    if isinstance(validation, EncodedPrompts) and (shared := set(validation.token_ids) & set(train.token_ids)):
         num_rows = sum(ids in shared for ids in validation.token_ids)
         yield (
             f"{num_rows:,} of {len(validation.examples):,} validation prompts are trained on too: validation/score "

@@ -11,7 +11,7 @@ from typing import cast
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from rallypoint.config import RunConfig
+from rallypoint.config import RunConfig, row_limit
 from rallypoint.data import (
     load_tokenizer,
     make_digits_tokenizer,
@@ -90,19 +90,21 @@ class RowLimits:
         """Read them from a config that transformers has loaded."""
         return cls(getattr(model, "vocab_size", None), getattr(model, "max_position_embeddings", None), whose)
 
-    def max_prompt_tokens(self, config: RunConfig) -> int:
-        """Return the longest prompt: as configured, or shorter if longer ones are dropped or truncated.
+    def max_data_tokens(self, config: RunConfig) -> int:
+        """Return the longest prompt (or row, if the data are rows): as configured, or shorter if longer ones go.
 
         Raises:
             ModelError: the model does not support rows of the length that the config asks for.
         """
-        wanted, most = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        most = 0 if config.trains_on_files else config.rollout.max_response_tokens
+        wanted = config.max_row_tokens - most
         if self.max_positions is None or config.max_row_tokens <= self.max_positions:
             return wanted
         if config.data.on_too_long == "error" or most >= self.max_positions:
+            keys, _ = row_limit(config)
             raise ModelError(
-                f"{self.whose} supports rows of {self.max_positions} tokens, but data.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {config.max_row_tokens}; lower one of them"
+                f"{self.whose} supports rows of {self.max_positions} tokens, but {' + '.join(keys)} = "
+                f"{config.max_row_tokens}; lower {'it' if len(keys) == 1 else 'one of them'}"
             )
         return self.max_positions - most
 

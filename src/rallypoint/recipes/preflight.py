@@ -25,6 +25,7 @@ from rallypoint.config import (
     TrainerConfig,
     load_config,
     read,
+    row_limit,
     shown,
     values_of,
 )
@@ -193,12 +194,13 @@ def _positions(name: str, path: str, config: RunConfig) -> Iterator[Problem]:
     except (OSError, ValueError, AttributeError, RecursionError):
         return
     # Prompts that may be dropped or cut are measured against what the model supports, one by one.
-    needed = config.max_row_tokens if config.data.on_too_long == "error" else config.rollout.max_response_tokens + 1
+    least = 2 if config.trains_on_files else config.rollout.max_response_tokens + 1
+    needed = config.max_row_tokens if config.data.on_too_long == "error" else least
     if isinstance(longest, int) and longest < needed:
+        keys, made_of = row_limit(config)
         yield Problem(
-            ("data.max_prompt_tokens", "rollout.max_response_tokens", name),
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens} make rows of up to {config.max_row_tokens} tokens; expected at most "
+            (*keys, name),
+            f"{made_of} make{'s' * (len(keys) == 1)} rows of up to {config.max_row_tokens} tokens; expected at most "
             f"{longest}, which is what {name}={path!r} supports, or data.on_too_long=drop or truncate",
         )
 
@@ -206,7 +208,7 @@ def _positions(name: str, path: str, config: RunConfig) -> Iterator[Problem]:
 def _generated(config: RunConfig) -> Iterator[Problem]:
     """Compare the digit tasks with their number and with the limits; the digits tokenizer has a token a character."""
     made = config.data.generate
-    if made is None:
+    if made is None or config.trains_on_files:
         return
     task = make_task(made.task, num_digits=made.num_digits)
     last = task.prompt(task.num_prompts - 1)
@@ -234,6 +236,8 @@ def _generated(config: RunConfig) -> Iterator[Problem]:
 
 def _cache(config: RunConfig) -> Iterator[Problem]:
     """Compare the KV cache of a process with the memory of this machine, if that is where it will be."""
+    if "rollout" not in config.roles:
+        return
     num_tokens, shape = config.rollout.cache_tokens, shape_of(config)
     is_here = config.cluster.address is None and config.cluster.device == "cpu"
     if num_tokens is None or shape is None or not is_here:

@@ -29,11 +29,13 @@ from rallypoint.algorithms import (
 )
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
+from rallypoint.data import EncodedPrompts, EncodedRows
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import own_function
 from rallypoint.roles.actor import Actor
+from rallypoint.roles.examples import ExampleSource
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
@@ -42,7 +44,7 @@ from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampled import RolloutRecord
 from rallypoint.roles.source import RolloutSource
-from rallypoint.types import Metrics
+from rallypoint.types import Last, Metrics
 
 
 class Source(Protocol):
@@ -74,20 +76,30 @@ class Setup:
 
     async def open_source(self) -> RolloutSource:
         """Start the rollout role, and the reward model if there is one; the actor has been started."""
+        train, validation = self.material.train, self.material.validation
+        assert isinstance(train, EncodedPrompts), "the recipe is declared with prompts"
+        assert isinstance(validation, EncodedPrompts | None), "likewise"
         rollouts = await Rollouts.create(self.placement)
         if weights_way(self.config) is None:
             self.say(f"published weights: {describe_way(rollouts.way)}")
         return RolloutSource(
             self.config,
             rollouts,
-            train=self.material.train,
-            validation=self.material.validation,
+            train=train,
+            validation=validation,
             tokenizer=self.material.tokenizer,
             stop_tokens=self.material.stop_tokens,
             grader=self.grader,
             reward_model=await RewardModel.create(self.placement),
             say=self.say,
         )
+
+    def examples(self) -> ExampleSource:
+        """Return what is trained on as it is in the files."""
+        train, validation = self.material.train, self.material.validation
+        assert isinstance(train, EncodedRows), "the recipe is declared with conversations or pairs"
+        assert isinstance(validation, EncodedRows | None), "likewise"
+        return ExampleSource(self.config, train, validation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,8 +144,8 @@ class Recipe(abc.ABC):
         for learner in self.learners:
             await learner.restore(folder)
 
-    async def validate(self) -> float | None:
-        """Return the score of the policy on the validation set; None without one."""
+    async def validate(self) -> Metrics | None:
+        """Return what is measured on the validation set, with `score`, which should rise; None without one."""
         return None
 
     def hurry(self) -> None:  # noqa: B027 - nothing takes long in a recipe without rewards
@@ -170,10 +182,10 @@ class RolloutRecipe(Recipe):
         await self.reference.restore(folder)
         self.kl.restore(folder)
 
-    async def validate(self) -> float | None:
+    async def validate(self) -> Metrics | None:
         """Return the mean reward of one rollout for each validation prompt."""
         sampled = await self.source.validate()
-        return None if sampled is None else sampled.metrics.scalars()["reward/mean"]
+        return None if sampled is None else Metrics({"score": Last(sampled.metrics.scalars()["reward/mean"])})
 
     def hurry(self) -> None:
         """See `RolloutSource.hurry`."""

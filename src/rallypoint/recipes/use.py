@@ -159,7 +159,7 @@ def evaluate(
         encoded = encode_all(
             tokenizer,
             examples,
-            max_prompt_tokens=limits.max_prompt_tokens(config) if config else 4096,
+            max_prompt_tokens=limits.max_data_tokens(config) if config else 4096,
             on_too_long=config.data.on_too_long if config else "error",
             num_ids=limits.num_ids,
             say=say,
@@ -191,6 +191,8 @@ def _reward_of(trained: Trained) -> str:
     if trained.config is None:
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
     spec = trained.config.reward.function
+    if "rollout" not in trained.config.roles:
+        raise RewardError(f"the run of {trained.path} had no rewards; name one: --reward file.py:function")
     if spec is None:
         raise RewardError(
             f"the run of {trained.path} has a reward model, which is asked in training only, and no function; "

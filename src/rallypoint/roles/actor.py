@@ -102,7 +102,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def forward(self, rows: Sequences, at: Tensor) -> TokenOutputs:
         """Return logprobs and entropies at the temperature of the rollouts."""
-        return policy_outputs(self.engine.shard, rows, at, self.config.rollout.temperature)
+        return policy_outputs(self.engine.shard, rows, at, self.config.temperature)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
         """Compare rollouts, in the first pass over them, with the pass that judged; if none did, with the sampler."""

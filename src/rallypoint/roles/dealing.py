@@ -34,7 +34,8 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
         The parts, and [B] where each row of the batch stands when they are joined.
     """
     costs = row_costs(batch.lengths.tolist(), attention_cost)
-    dealt = balance_groups(costs, batch.prompt_index.tolist(), batch.num_prompt_tokens.tolist(), num_parts)
+    shared = batch.num_prompt_tokens.tolist()
+    dealt = balance_groups(costs, batch.prompt_index.tolist(), shared, num_parts, whole=batch.rows_together > 1)
     order = torch.tensor([row for rows in dealt for row in rows], dtype=torch.int64)
     return [batch.rows(rows) for rows in dealt], order.argsort()
 

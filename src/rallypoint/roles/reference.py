@@ -33,7 +33,7 @@ class ReferenceWorker(FrozenWorker):
     role = "reference"
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
-        self._shares_actor, self._temperature = shares_actor, spec.config.rollout.temperature
+        self._shares_actor, self._temperature = shares_actor, spec.config.temperature
         self._path = spec.model_path
         super().__init__(context, spec)
 

@@ -20,6 +20,7 @@ A worked example. A prompt of two tokens (5 6) was answered with 7 8 <eos>:
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,6 +72,16 @@ class Sequences(Carrier):
         """Return the ids that the policy sampled in one row."""
         part = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return self.tokens[part][self.loss_mask[part]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PairBatch(Sequences):
+    """Two answers to each prompt, neighbours: the chosen one (sample 0), then the rejected one (sample 1)."""
+
+    reference_logprobs: Tensor | None = per_row(optional=True)
+    """[B] float64: logprob of each answer by the reference; None where there is none."""
+
+    rows_together: ClassVar[int] = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

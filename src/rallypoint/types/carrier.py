@@ -33,7 +33,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -86,6 +86,9 @@ class Carrier:
 
     offsets: Tensor
     """[B+1] int64: row b is tokens offsets[b] to offsets[b+1]."""
+
+    rows_together: ClassVar[int] = 1
+    """Neighbours of a group that a loss compares: they are in one mini-batch, on one rank, in one pass."""
 
     def __post_init__(self) -> None:
         # One carrier is made for every prompt of a step: this is fast because it asks torch for little.
@@ -154,8 +157,9 @@ class Carrier:
         return dataclasses.replace(self, **wider)
 
     def split(self, num_parts: int) -> list[Self]:
-        """Cut into consecutive parts whose row counts differ by at most one; some may be empty."""
-        borders = [len(self) * part // num_parts for part in range(num_parts + 1)]
+        """Cut into consecutive parts whose row counts differ as little as they can; some may be empty."""
+        together = self.rows_together
+        borders = [together * (len(self) // together * part // num_parts) for part in range(num_parts + 1)]
         return [self.rows(range(start, stop)) for start, stop in itertools.pairwise(borders)]
 
     @classmethod

@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "range: unit": ("cluster.object_store_gib=0", ("object_store_gib=0", "from 0.1 to 1024 (GiB)")),
     "range: dual clip": ("loss.dual_clip=0.5", ("loss.dual_clip=0.5", "above 1 or null")),
     # Words that are none.
-    "word: algorithm": ("recipe=pppo", ("recipe='pppo'", "one of ppo, grpo; did you mean ppo?")),
+    "word: algorithm": ("recipe=pppo", ("recipe='pppo'", "one of ppo, grpo, sft; did you mean ppo?")),
     "word: runtime": ("cluster.runtime=slurm", ("cluster.runtime='slurm'", "one of ray, inline")),
     "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
     # Keys that do not fit together.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.data.packing import pack_rows, pad_rows, row_costs
+from rallypoint.data.packing import balance_groups, pack_groups, pack_rows, pad_rows, row_costs
 from rallypoint.errors import RowTooLongError
 
 # Caps of one to four rows: where they nearly fit is where a cap is exceeded.
@@ -108,3 +108,23 @@ def test_a_row_that_alone_exceeds_the_cap_is_named_when_padded_too():
     with pytest.raises(RowTooLongError) as caught:
         pad_rows([3, 11, 12], 10)
     assert caught.value.args[0] == 2
+
+
+def test_groups_that_must_be_whole_are_and_one_that_does_not_fit_is_named():
+    lengths, groups = [3, 1, 4, 1, 5, 2], [7, 7, 3, 3, 9, 9]
+    for cap in (7, 8, 11, 16):
+        parts = pack_groups(lengths, groups, cap, whole=True)
+        assert sorted(row for part in parts for row in part) == list(range(6))
+        assert all(sum(lengths[row] for row in part) <= cap for part in parts)
+        assert all(
+            len({place for place, part in enumerate(parts) if row in part or row + 1 in part}) == 1 for row in (0, 2, 4)
+        )
+    with pytest.raises(RowTooLongError, match="7"):
+        pack_groups(lengths, groups, 6, whole=True)
+
+
+def test_ranks_get_whole_groups_even_where_single_rows_would_balance_better():
+    costs, groups = [9, 9, 1, 1], [0, 0, 1, 1]
+    assert balance_groups(costs, groups, [0] * 4, 2) == [[0, 2], [1, 3]]
+    assert balance_groups(costs, groups, [0] * 4, 2, whole=True) == [[0, 1], [2, 3]]
+    assert balance_groups(costs, groups, [0] * 4, 3, whole=True) == [[0, 1], [2, 3], []]

@@ -56,14 +56,21 @@ class GenerateDataConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: exactly one of train and generate."""
+    """Rows of the data: exactly one of train and generate."""
 
     train: Texts = key((), help="Parquet or jsonl files, or one such file.")
     validation: Texts = key((), help="The same for validation; empty for none.")
     generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
+    num_examples: int = key(
+        64, at_least=1, at_most=2**20, unit="examples", help="Conversations or pairs of a step, where none are sampled."
+    )
+    max_row_tokens: int = key(
+        2048, at_least=2, unit="tokens", help="Longest conversation, or prompt with an answer, chat template included."
+    )
     max_prompt_tokens: int = key(512, at_least=1, unit="tokens", help="Longest prompt, chat template included.")
     on_too_long: OnTooLong = key(
-        "error", help="What happens to a longer prompt: truncate cuts its beginning off; both are counted."
+        "error",
+        help="What happens to longer ones: truncate cuts a prompt's beginning, or a row's end; both are counted.",
     )
     shuffle: bool = key(True, help="A new order in every epoch, from the seed; false keeps the file's order.")
 

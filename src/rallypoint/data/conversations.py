@@ -1,0 +1,204 @@
+"""Conversations to be trained on as they are, and pairs of them of which one is preferred, checked when loaded.
+
+Owns: the columns, and which messages are trained. Must not know: tokenizers, tensors.
+
+| an example is  | columns                 | what                                                                   |
+|----------------|-------------------------|------------------------------------------------------------------------|
+| a conversation | `messages`              | a list of {role, content}; every turn of the assistant is trained      |
+|                | `prompt`, `completion`  | each text (a message of the user, of the assistant) or messages        |
+| a pair         | `prompt`, `chosen`,     | the same, with two completions                                         |
+|                | `rejected`              |                                                                        |
+|                | `chosen`, `rejected`    | two whole lists of messages, which begin alike; what differs is judged |
+
+Turns of the assistant in a prompt, or in what a pair begins with, are not trained. Other columns are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+from rallypoint.data.dataset import Message, Role, labels, message_problem, no_text, quoted
+from rallypoint.data.files import (
+    Problems,
+    Row,
+    check_dataset_path,
+    found,
+    parquet_columns,
+    read_jsonl,
+    read_parquet,
+    suggestion,
+)
+
+Kind = Literal["conversations", "pairs"]
+_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+_FORMS: dict[Kind, tuple[tuple[str, ...], ...]] = {
+    "conversations": (("messages",), ("prompt", "completion")),
+    "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+}
+"""Columns of each form, the one that is looked for first in front."""
+_ELSEWHERE = {
+    "messages": ("conversations", "conversation", "dialog", "turns"),
+    "completion": ("response", "output", "answer", "solution", "target", "text"),
+    "chosen": ("preferred", "win", "better", "response_chosen", "answer_chosen"),
+    "rejected": ("dispreferred", "lose", "worse", "response_rejected", "answer_rejected"),
+}
+"""Names of these columns in other data sets."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that end with a turn of the assistant."""
+
+    messages: tuple[Message, ...]
+    first_trained: int = 0
+    """Index of the first message whose turn may be trained; turns of the assistant before it are context."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversations:
+    """Examples in the order of their files: a conversation each, or the chosen and the rejected one."""
+
+    names: tuple[str, ...]
+    """File and row of each, as in `train.parquet:17`."""
+    examples: tuple[tuple[Conversation, ...], ...]
+    is_part: bool = False
+    """Whether its files have more rows than were read."""
+
+
+def load_conversations(paths: Sequence[str | Path], kind: Kind, *, max_rows: int | None = None) -> Conversations:
+    """Read .parquet and .jsonl files, one after another.
+
+    Args:
+        paths: the files; `~` is the home folder.
+        kind: what an example is.
+        max_rows: most good rows to read; None for all.
+
+    Raises:
+        DataError: the problems of all the files together, each with its file, row and column.
+    """
+    problems, is_part = Problems(), False
+    read: list[tuple[str, tuple[Conversation, ...]]] = []
+    for path, label in zip(paths, labels(paths), strict=True):
+        if problem := check_dataset_path(path):
+            problems.add(problem)
+            continue
+        before, total = len(read), problems.total
+        rows = _load_file(Path(path).expanduser(), label, kind, problems)
+        read += itertools.islice(rows, None if max_rows is None else max_rows - len(read))
+        has_more = len(read) == max_rows and next(rows, None) is not None
+        is_part = is_part or has_more
+        if len(read) == before and not has_more and problems.total == total:
+            problems.add(f"{path} has no rows")
+    problems.raise_any()
+    return Conversations(tuple(name for name, _ in read), tuple(example for _, example in read), is_part)
+
+
+def _load_file(
+    path: Path, label: str, kind: Kind, problems: Problems
+) -> Generator[tuple[str, tuple[Conversation, ...]], None, None]:
+    if path.suffix == ".parquet":
+        names = parquet_columns(path, label, problems)
+        if names is None or _form(names, kind, label, problems) is None:
+            return
+        unit, rows = "row", read_parquet(path, [name for name in _COLUMNS if name in names], label, problems)
+    else:
+        unit, rows = "line", read_jsonl(path, label, problems)
+    for number, row in rows:
+        where = f"{label}, {unit} {number}"
+        present = [name for name, value in row.items() if value is not None]
+        form = _form(present, kind, where, problems)
+        if form is None:
+            continue
+        wrong: list[tuple[str, str]] = []
+        example = _read_conversation(row, form, wrong) if kind == "conversations" else _read_pair(row, form, wrong)
+        for column, problem in wrong:
+            problems.add(f"{where}, column {column}: {problem}")
+        if not wrong:
+            yield f"{label}:{number}", example
+
+
+def _form(names: Sequence[str], kind: Kind, where: str, problems: Problems) -> tuple[str, ...] | None:
+    """Return which columns are read; report it if none of the forms is whole."""
+    for form in _FORMS[kind]:
+        if set(form) <= set(names):
+            return form
+    # The form of which most is there is the one that was meant.
+    meant = max(_FORMS[kind], key=lambda form: len(set(form) & set(names)))
+    missing = next(name for name in meant if name not in names)
+    other = next((name for name in _ELSEWHERE.get(missing, ()) if name in names), None)
+    hint = suggestion(missing, [name for name in names if name not in _COLUMNS])
+    if not hint and other is not None:
+        hint = f"; {other!r} may be it: write the file with {missing!r} in its place (docs/finetune.md shows how)"
+    forms = " or ".join(" and ".join(map(repr, form)) for form in _FORMS[kind])
+    problems.add(f"{where}: column '{missing}' is missing{hint or f'; expected {forms}, found {quoted(names)}'}")
+    return None
+
+
+def _read_conversation(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:
+    if form == ("messages",):
+        messages = _read_messages(row["messages"], "messages", "user", wrong)
+        if not wrong and not any(message.role == "assistant" for message in messages):
+            wrong.append(("messages", "expected a turn of the assistant, which is what is trained; found none"))
+        return (Conversation(messages),)
+    prompt = _read_messages(row["prompt"], "prompt", "user", wrong)
+    completion = _read_messages(row["completion"], "completion", "assistant", wrong)
+    _check_answer(completion, "completion", wrong)
+    return (Conversation((*prompt, *completion), len(prompt)),)
+
+
+def _read_pair(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:
+    answers = [_read_messages(row[name], name, "assistant", wrong) for name in ("chosen", "rejected")]
+    if wrong:
+        return ()
+    are_whole = [answer[0].role in ("system", "user") for answer in answers]
+    if all(are_whole):
+        chosen, rejected = answers
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+        prompt, num = (), sum(1 for _ in alike)
+    elif any(are_whole):
+        wrong.append(("rejected", "expected whole conversations in both of 'chosen' and 'rejected', or in none"))
+        return ()
+    elif "prompt" not in form:
+        wrong.append(("chosen", "expected messages that begin with the user's, or a column 'prompt' beside it"))
+        return ()
+    else:
+        prompt = _read_messages(row["prompt"], "prompt", "user", wrong)
+        num = len(prompt)
+    whole = [(*prompt, *answer) for answer in answers]
+    if whole[0] == whole[1]:
+        wrong.append(("rejected", "expected another answer than that in 'chosen', found the same"))
+    for name, messages in zip(("chosen", "rejected"), whole, strict=True):
+        _check_answer(messages[num:], name, wrong)
+    return tuple(Conversation(messages, num) for messages in whole)
+
+
+def _check_answer(messages: Sequence[Message], name: str, wrong: list[tuple[str, str]]) -> None:
+    if not wrong and (not messages or messages[-1].role != "assistant"):
+        role = repr(messages[-1].role) if messages else "nothing but what both begin with"
+        wrong.append((name, f"expected an answer that ends with a turn of the assistant, found {role}"))
+
+
+def _read_messages(value: object, column: str, role: Role, wrong: list[tuple[str, str]]) -> tuple[Message, ...]:
+    """Return a list of messages; text is one message of a role."""
+    if isinstance(value, str):
+        if not value.strip():
+            wrong.append((column, no_text(value)))
+        elif value.lstrip().startswith(("[{", "{")) and '"role"' in value:
+            wrong.append((column, f"expected a list of messages, found the same written as {found(value)}"))
+        return (Message(role, value),)
+    if not isinstance(value, list) or not value:
+        wrong.append((column, f"expected a list of messages or text, found {found(value)}"))
+        return ()
+    messages: list[Message] = []
+    for index, entry in enumerate(cast("list[object]", value)):
+        if (problem := message_problem(entry)) is not None:
+            wrong.append((f"{column}[{index}]{problem[0]}", problem[1]))
+        else:
+            fields = cast("dict[str, str]", entry)
+            messages.append(Message(cast("Role", sys.intern(fields["role"])), fields["content"]))
+    return tuple(messages)

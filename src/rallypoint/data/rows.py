@@ -1,0 +1,271 @@
+"""Conversations as token ids, with the tokens that are trained: the turns of the assistant, and nothing else.
+
+Owns: which tokens those are. Must not know: models, tensors.
+
+    <user> 2 + 2 = ? <assistant> 4 <eos> <user> and + 1 ? <assistant> 5 <eos>
+                                 ------                               -------  trained
+
+A turn begins behind the cue that the template puts before it when an answer is asked for, and ends with the token that
+ends a response; what the template writes behind that, such as a line break, is context. A template with
+`{% generation %}` says itself what is the assistant's. The row ends with its last trained token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rallypoint.data.conversations import Conversation, Conversations
+from rallypoint.data.files import Problems
+from rallypoint.data.legible import Legibility
+from rallypoint.data.tokenizer import template_errors
+from rallypoint.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PER_CALL = 1024
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What a template says that its author has marked the assistant's turns with."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """Rows of token ids end to end; an example is one of them, or the chosen and the rejected one."""
+
+    tokens: NDArray[np.int32]
+    """[T]."""
+    is_trained: NDArray[np.bool_]
+    """[T]."""
+    offsets: NDArray[np.int64]
+    """[B + 1]: row b is tokens offsets[b] to offsets[b + 1]."""
+    names: tuple[str, ...]
+    """Of the examples."""
+    rows_per_example: int
+    dropped: tuple[str, ...]
+    """Names of the examples that were too long, with on_too_long="drop", or had no trained token left."""
+    truncated: tuple[str, ...]
+    """Names of the examples whose end was cut off, with on_too_long="truncate"."""
+    is_part: bool = False
+    """Whether there are more examples than were read."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return int(np.diff(self.offsets).max())
+
+    def counts(self) -> dict[str, float]:
+        """Return what there is to know of them, for the metrics."""
+        return {
+            "data/num_examples": len(self),
+            "data/num_tokens": len(self.tokens),
+            "data/num_trained_tokens": int(self.is_trained.sum()),
+        }
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Conversations,
+    *,
+    stop_tokens: Sequence[int],
+    max_row_tokens: int,
+    on_too_long: Literal["error", "drop", "truncate"] = "error",
+    num_ids: int | None = None,
+) -> EncodedRows:
+    """Write every conversation in the tokenizer's chat template, as token ids.
+
+    Args:
+        tokenizer: the model's own.
+        conversations: the examples, at least one.
+        stop_tokens: ids that end a response.
+        max_row_tokens: the longest that a row may be, template included.
+        on_too_long: what happens to longer ones; "truncate" keeps their first tokens.
+        num_ids: token ids that the model has; None to skip that check.
+
+    Raises:
+        DataError: all examples with a problem together; or none is left.
+    """
+    problems, writer = Problems(), _Writer(tokenizer, frozenset(stop_tokens))
+    texts = (message.content for rows in conversations.examples for row in rows for message in row.messages)
+    legibility = Legibility.of(tokenizer, texts)
+    kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+    names, dropped, truncated = list[str](), list[str](), list[str]()
+    for name, rows, written in _written(writer, conversations, problems):
+        longest = max(len(ids) for ids, _ in written)
+        wrong = (_problem(row, ids, legibility, num_ids) for row, (ids, _) in zip(rows, written, strict=True))
+        if problem := next(filter(None, wrong), None):
+            problems.add(f"{name}: {problem}")
+            continue
+        if longest > max_row_tokens and on_too_long == "error":
+            problems.add(
+                f"{name}: the row has {longest} tokens, but data.max_row_tokens is {max_row_tokens}; raise it, or drop "
+                "or truncate such rows (data.on_too_long)"
+            )
+            continue
+        cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
+        if (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut):
+            dropped.append(name)
+            continue
+        names.append(name)
+        kept += cut
+        truncated += [name] * (longest > max_row_tokens)
+    problems.raise_any()
+    if not kept:
+        raise DataError(f"no example is left: all {len(dropped)} are longer than {max_row_tokens} tokens")
+    return EncodedRows(
+        tokens=np.concatenate([ids for ids, _ in kept]),
+        is_trained=np.concatenate([trained for _, trained in kept]),
+        offsets=np.array([0, *(len(ids) for ids, _ in kept)]).cumsum(),
+        names=tuple(names),
+        rows_per_example=len(conversations.examples[0]),
+        dropped=tuple(dropped),
+        truncated=tuple(truncated),
+        is_part=conversations.is_part,
+    )
+
+
+def _problem(row: Conversation, ids: NDArray[np.int32], legibility: Legibility, num_ids: int | None) -> str | None:
+    if problem := legibility.problem(_as_template_takes(row), ids.tolist()):
+        return problem
+    if num_ids is not None and int(ids.max()) >= num_ids:
+        place = int((ids >= num_ids).argmax())
+        return (
+            f"token {place} of the row has the id {ids[place]}, but the model knows 0 to {num_ids - 1}; use the "
+            "tokenizer that the model was trained with"
+        )
+    return None
+
+
+_Written = tuple["NDArray[np.int32]", "NDArray[np.bool_]"]
+
+
+def _written(
+    writer: _Writer, conversations: Conversations, problems: Problems
+) -> Iterator[tuple[str, tuple[Conversation, ...], list[_Written]]]:
+    """Yield every example that fits the template: its name, its conversations, and what they were written as."""
+    for start in range(0, len(conversations.names), _PER_CALL):
+        part = slice(start, start + _PER_CALL)
+        spans: list[tuple[str, tuple[Conversation, ...], list[_Turns]]] = []
+        for name, rows in zip(conversations.names[part], conversations.examples[part], strict=True):
+            try:
+                spans.append((name, rows, [writer.turns(row) for row in rows]))
+            except template_errors() as error:
+                problems.add(f"{name}: it does not fit the chat template: {error}")
+        encoded = iter(writer.encode([turns for _, _, each in spans for turns in each]))
+        for name, rows, each in spans:
+            found = [next(encoded) for _ in each]
+            wrong = next((problem for problem in found if isinstance(problem, str)), None)
+            if wrong is not None:
+                problems.add(f"{name}: {wrong}")
+            else:
+                yield name, rows, cast("list[_Written]", found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Turns:
+    """A conversation in the template, and where in its text the turns to train begin and end."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class _Writer:
+    """Writes conversations, and finds the turns of the assistant in them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_tokens: frozenset[int]) -> None:
+        self._tokenizer, self._stops = tokenizer, stop_tokens
+        self._is_marked = bool(_MARKED.search(str(tokenizer.chat_template)))
+        if not tokenizer.is_fast:
+            raise DataError(
+                "the tokenizer does not say where in a text its tokens are (it is not a fast one), so that the turns "
+                "of the assistant cannot be found; save it as tokenizer.json"
+            )
+
+    def turns(self, row: Conversation) -> _Turns:
+        """Write a conversation.
+
+        Raises:
+            ValueError: the template writes what is before a turn in another way when an answer is asked for.
+        """
+        messages = _as_template_takes(row)
+        if self._is_marked:
+            begin = len(self._text(messages[: row.first_trained], cue=True)) if row.first_trained else 0
+            text, marked = _render_marked(self._tokenizer, messages)
+            return _Turns(text, tuple(span for span in marked if span[0] >= begin))
+        text, starts = self._text(messages, cue=False), list[int]()
+        for index, message in enumerate(row.messages):
+            if message.role != "assistant" or index < row.first_trained:
+                continue
+            before = self._text(messages[:index], cue=True)
+            if not text.startswith(before):
+                raise ValueError(
+                    f"what is before message {index} is written in another way when an answer is asked for, so that it "
+                    "cannot be found where the turn begins; mark the assistant's turns in the template with "
+                    "{% generation %} and {% endgeneration %}"
+                )
+            starts.append(len(before))
+        return _Turns(text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)))
+
+    def encode(self, rows: Sequence[_Turns]) -> Iterator[_Written | str]:
+        """Yield the ids of each row and which are trained, to its last trained one; or what is wrong."""
+        if not rows:
+            return
+        encoded = self._tokenizer([row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True)
+        all_ids = cast("list[list[int]]", encoded["input_ids"])
+        for row, ids, places in zip(rows, all_ids, cast("Any", encoded["offset_mapping"]), strict=True):
+            begins = np.array([start for start, _ in places], dtype=np.int64)
+            trained, problem = np.zeros(len(ids), dtype=np.bool_), None
+            for start, stop in row.spans:
+                first, last = np.searchsorted(begins, (start, stop))
+                if not self._is_marked:
+                    ends = [place for place in range(int(first), int(last)) if ids[place] in self._stops]
+                    if not ends:
+                        problem = self._unended(ids[int(first) : int(last)])
+                        break
+                    last = ends[0] + 1
+                trained[first:last] = True
+            trained[:1] = False  # nothing precedes it
+            length = int(trained.nonzero()[0].max(initial=-1)) + 1
+            yield problem or (np.array(ids[:length], dtype=np.int32), trained[:length])
+
+    def _unended(self, ids: Sequence[int]) -> str:
+        ends = ", ".join(repr(str(self._tokenizer.decode([token]))) for token in sorted(self._stops))
+        return (
+            f"the chat template does not end a turn of the assistant with {ends}, but writes "
+            f"{str(self._tokenizer.decode(list(ids)))[-40:]!r}: a model trained on it would never end its answer; put "
+            "eos_token behind the content of the assistant's messages there"
+        )
+
+    def _text(self, messages: list[dict[str, str]], *, cue: bool) -> str:
+        written = self._tokenizer.apply_chat_template(messages, add_generation_prompt=cue, tokenize=False)
+        return cast("str", written)
+
+
+def _render_marked(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text, and where the template says that the assistant speaks."""
+    from transformers.utils import chat_template_utils
+
+    render = cast(
+        "Callable[..., tuple[list[str], list[list[tuple[int, int]]]]]", chat_template_utils.render_jinja_template
+    )
+    texts, marked = render(
+        conversations=[messages],
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return texts[0], marked[0]
+
+
+def _as_template_takes(row: Conversation) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in row.messages]

@@ -1,0 +1,63 @@
+"""Rows of files as batches: every example once an epoch, in an order that follows from the seed.
+
+Owns: which examples a step takes. Must not know: what is learned from them. There is no state but their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rallypoint.config import RunConfig
+from rallypoint.data import EncodedRows, PromptStream
+from rallypoint.types import Last, Metrics, Sequences, Sum, offsets_from_lengths
+
+
+class ExampleSource:
+    """The examples of a run, a step's worth at a time."""
+
+    def __init__(self, config: RunConfig, train: EncodedRows, validation: EncodedRows | None) -> None:
+        self.num_admitted = 0
+        """Examples that were taken so far."""
+        self.train, self._config = train, config
+        self._stream = PromptStream(len(train), config.seed, config.data.shuffle)
+        self.validation = None
+        """The validation set; None without one."""
+        if validation is not None:
+            num = min(len(validation), config.validation.max_prompts or len(validation))
+            self.validation = rows_of(validation, range(num))
+
+    def take(self) -> tuple[int, ...]:
+        """Return the numbers of the next step's examples, among those that are trained on."""
+        first, self.num_admitted = self.num_admitted, self.num_admitted + self._config.num_examples
+        return tuple(map(self._stream.example_index, range(first, self.num_admitted)))
+
+    def next_batch(self) -> tuple[Sequences, Metrics]:
+        """Return the rows of the next step, and what to watch of them."""
+        first, taken = self.num_admitted, self.take()
+        batch = rows_of(self.train, taken, first=first)
+        epoch = self.num_admitted / len(self.train)
+        return batch, Metrics({"data/epoch": Last(epoch), "data/num_tokens": Sum(batch.num_tokens)})
+
+
+def rows_of(data: EncodedRows, examples: Sequence[int], *, first: int = 0) -> Sequences:
+    """Return the rows of some examples; those of one are neighbours, and a group.
+
+    Args:
+        data: all rows.
+        examples: numbers of examples, which may repeat.
+        first: index of the first of them in the run.
+    """
+    num, chosen = data.rows_per_example, np.asarray(examples, dtype=np.int64)
+    rows = (chosen[:, None] * num + np.arange(num)).ravel()
+    starts, stops = data.offsets[rows], data.offsets[rows + 1]
+    places = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+    return Sequences(
+        offsets=offsets_from_lengths(torch.from_numpy(stops - starts)),
+        tokens=torch.from_numpy(data.tokens[places].astype(np.int64)),
+        loss_mask=torch.from_numpy(data.is_trained[places]),
+        prompt_index=first + torch.arange(len(chosen)).repeat_interleave(num),
+        sample_index=torch.arange(num).repeat(len(chosen)),
+    )

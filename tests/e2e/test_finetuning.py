@@ -1,0 +1,115 @@
+"""Training on answers as they are: fine-tuning, on every mesh, killed and resumed."""
+
+import json
+import random
+
+import pytest
+from tiny_runs import Runs, weights_of
+
+from rallypoint.display import Silent
+from rallypoint.recipes.loop import train
+from rallypoint.recipes.preflight import load_checked
+from rallypoint.run import read_metrics
+
+MODEL = "{hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 32}"
+TINY = f"""\
+model: {{create: {MODEL}}}
+actor: {{optimizer: {{lr: 1e-2, schedule: constant, warmup_ratio: 0}}}}
+trainer: {{num_steps: 4}}
+validation: {{every_steps: 2}}
+cluster: {{runtime: inline, pools: {{main: [1]}}}}
+"""
+
+
+def sorted_digits(num, seed):
+    """Yield digits and the same in order."""
+    draw = random.Random(seed)
+    for _ in range(num):
+        digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(2, 4)))
+        yield digits, "".join(sorted(digits))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def sft(tmp_path):
+    """Runs of a recipe that learns to sort, from conversations of one turn and of two."""
+    rows = []
+    for name, num in (("train", 60), ("validation", 12)):
+        turns = [
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            for asked, answer in sorted_digits(num, name)
+        ]
+        rows = [{"messages": turn} for turn in turns[::2]]
+        rows += [{"messages": [*first, *second]} for first, second in zip(turns[1::4], turns[3::4], strict=True)]
+        write(tmp_path / f"{name}.jsonl", rows)
+    files = f"train: {tmp_path}/train.jsonl, validation: {tmp_path}/validation.jsonl"
+    data = f"data: {{{files}, num_examples: 8, max_row_tokens: 24}}\n"
+    (tmp_path / "mine.yaml").write_text(f"base: sft\n{TINY}{data}")
+    return Runs(tmp_path / "runs")
+
+
+def start(runs, name, *more):
+    own = (f"trainer.runs_dir={runs.folder}", f"trainer.name={name}")
+    return runs.run_with(str(runs.folder.parent / "mine.yaml"), [*own, *more])
+
+
+def column(run, name):
+    return [record[name] for record in read_metrics(run.metrics) if name in record]
+
+
+def test_sft_learns_for_whole_epochs_and_validation_says_so(sft):
+    run = start(sft, "run", "trainer.num_epochs=3")
+    losses = column(run, "actor/loss")
+    assert len(losses) == 17, "45 examples, three times, eight at a time"
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.5
+    assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0] - 0.5
+    assert column(run, "validation/score") == [-loss for loss in column(run, "validation/loss")]
+    assert column(run, "data/epoch")[-1] == 17 * 8 / 45
+    counted = next(record for record in read_metrics(run.metrics) if "data/num_examples" in record)
+    assert counted["data/num_examples"] == 45
+    assert 2.9 * counted["data/num_trained_tokens"] < sum(column(run, "actor/num_tokens"))
+    assert "num_steps: 17" in (run.path / "config.yaml").read_text()
+
+
+def test_a_killed_run_of_sft_ends_with_the_same_bits(sft):
+    whole = start(sft, "whole", "checkpoint={every_steps: 2, keep: 9}", "actor.num_mini_batches=2")
+    wanted, losses = weights_of(whole), column(whole, "actor/loss")
+    assert {name.partition("/")[0] for name in wanted} == {"model.safetensors", "training"}
+    assert train(load_checked(str(whole.path)), whole, Silent(), resume=True, from_step=2)
+    assert weights_of(whole) == wanted
+    assert column(whole, "actor/loss") == losses
+
+
+def test_sft_trains_adapters(sft):
+    run = start(sft, "run", "model.lora={rank: 4}")
+    assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0]
+    assert "adapter_model.safetensors" in weights_of(run)
+
+
+MESHES = [("inline", "{dp_shard: 1}"), ("inline", "{sp: 2}"), ("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")]
+
+
+@pytest.mark.parametrize(("runtime", "mesh"), MESHES)
+def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, runtime, mesh):
+    alone = start(sft, "alone")
+    cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=30")
+    found = start(sft, "cut", *cut, f"actor.mesh={mesh}")
+    for name in ("actor/loss", "actor/grad_norm", "validation/loss"):
+        assert column(found, name) == pytest.approx(column(alone, name), rel=2e-5), name
+
+
+def test_what_sft_does_not_read_is_refused_on_the_command_line(sft):
+    name = str(sft.folder.parent / "mine.yaml")
+    with pytest.raises(ValueError, match=r"data.max_prompt_tokens=7 has no effect: with recipe=sft nothing reads it"):
+        load_checked(name, ["data.max_prompt_tokens=7"])
+    with pytest.raises(ValueError, match=r"data.generate makes prompts for rewards, and recipe=sft trains on answers"):
+        load_checked("sft", ["model.create={}", "data.generate={}"])
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=8 is less than one row .* 24 \(data.max_row_tok"):
+        load_checked(name, ["engine.max_tokens_per_micro_batch=8"])
+    with pytest.raises(ValueError, match=r"num_mini_batches=9 is more than the 8 examples of a step \(data.num_examp"):
+        load_checked(name, ["actor.num_mini_batches=9"])
+    assert load_checked("ppo", draft=True).config.num_rows == 512

@@ -1,0 +1,102 @@
+"""Conversations and pairs, as people have them: what is read, and what is refused."""
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rallypoint.data import Conversation, Message, load_conversations
+from rallypoint.errors import DataError
+
+ASKED, ANSWERED = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def refusal(path, kind="conversations"):
+    with pytest.raises(DataError) as raised:
+        load_conversations([path], kind)
+    return str(raised.value)
+
+
+def test_messages_and_a_prompt_with_a_completion_become_conversations(tmp_path):
+    rows = {"messages": [ASKED, ANSWERED]}, {"prompt": "2+2", "completion": "4"}, {"prompt": [ASKED], "completion": "4"}
+    found = load_conversations([write(tmp_path / "a.jsonl", *rows)], "conversations")
+    messages = Message("user", "2+2"), Message("assistant", "4")
+    assert found.names == ("a.jsonl:1", "a.jsonl:2", "a.jsonl:3")
+    assert found.examples == ((Conversation(messages, 0),), (Conversation(messages, 1),), (Conversation(messages, 1),))
+
+
+def test_parquet_has_the_same_rows_and_a_null_is_no_column(tmp_path):
+    pq.write_table(pa.Table.from_pylist([{"messages": [ASKED, ANSWERED], "id": 7}] * 2), tmp_path / "a.parquet")
+    found = load_conversations([tmp_path / "a.parquet"], "conversations", max_rows=1)
+    assert found.names == ("a.parquet:0",)
+    assert found.is_part
+    mixed = {"messages": None, "prompt": "2+2", "completion": "4"}, {"messages": [ASKED, ANSWERED]}
+    assert len(load_conversations([write(tmp_path / "b.jsonl", *mixed)], "conversations").names) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [WRONG]},
+        {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG]},
+        {"prompt": "2+2", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG]},
+    ],
+)
+def test_every_way_to_write_a_pair_gives_the_same_pair(tmp_path, row):
+    found = load_conversations([write(tmp_path / "a.jsonl", row)], "pairs")
+    asked = Message("user", "2+2")
+    ((chosen, rejected),) = found.examples
+    assert chosen == Conversation((asked, Message("assistant", "4")), 1)
+    assert rejected == Conversation((asked, Message("assistant", "5")), 1)
+
+
+def test_what_two_whole_conversations_begin_with_is_context(tmp_path):
+    again = {"role": "user", "content": "and 3+3"}
+    row = {"chosen": [ASKED, ANSWERED, again, ANSWERED], "rejected": [ASKED, ANSWERED, again, WRONG]}
+    ((chosen, rejected),) = load_conversations([write(tmp_path / "a.jsonl", row)], "pairs").examples
+    assert chosen.first_trained == rejected.first_trained == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        ("conversations", {"messages": [ASKED]}, "line 1, column messages: expected a turn of the assistant"),
+        ("conversations", {"message": [ASKED]}, "column 'messages' is missing; did you mean 'message'?"),
+        ("conversations", {"conversations": []}, "'conversations' may be it: write the file with 'messages'"),
+        ("conversations", {"prompt": "2+2", "response": "4"}, "'response' may be it: write the file with 'completion'"),
+        ("conversations", {"prompt": "2+2", "completion": " "}, "column completion: expected text, found only blanks"),
+        ("conversations", {"messages": [ASKED, {"role": "bot", "content": "4"}]}, "messages[1].role: expected one of"),
+        ("conversations", {"messages": [ASKED, {"role": "assistant"}]}, "messages[1]: expected 'content', found"),
+        ("conversations", {"prompt": "2+2", "completion": [ASKED]}, "ends with a turn of the assistant, found 'user'"),
+        ("pairs", {"prompt": "2+2", "chosen": "4"}, "column 'rejected' is missing"),
+        ("pairs", {"prompt": "2+2", "chosen": "4", "rejected": "4"}, "expected another answer than that in 'chosen'"),
+        ("pairs", {"chosen": "4", "rejected": "5"}, "column chosen: expected messages that begin with the user's"),
+        ("pairs", {"prompt": "2+2", "chosen": "4", "rejected": [ASKED, WRONG]}, "in both of 'chosen' and 'rejected'"),
+        (
+            "pairs",
+            {"chosen": [ASKED, ANSWERED, ASKED, WRONG], "rejected": [ASKED, ANSWERED]},
+            "found nothing but what both begin with",
+        ),
+        ("pairs", {"prompt": "2+2", "chosen": json.dumps([ANSWERED]), "rejected": "5"}, "found the same written as"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named_with_its_column(tmp_path, kind, row, expected):
+    assert expected in refusal(write(tmp_path / "a.jsonl", row), kind)
+
+
+def test_all_bad_rows_of_all_files_are_reported_together(tmp_path):
+    first = write(tmp_path / "a.jsonl", {"messages": []}, {"messages": [ASKED, ANSWERED]}, {"messages": 3})
+    with pytest.raises(DataError, match="4 problems") as raised:
+        load_conversations(
+            [first, write(tmp_path / "b.jsonl", {"text": "x"}), tmp_path / "none.jsonl"], "conversations"
+        )
+    assert len(re.findall(r"^  - ", str(raised.value), re.M)) == 4

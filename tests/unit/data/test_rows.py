@@ -1,0 +1,133 @@
+"""Which tokens of a conversation are trained: the assistant's, to the token that ends a response."""
+
+import numpy as np
+import pytest
+
+from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
+from rallypoint.errors import DataError
+
+MARKED = """\
+{%- for message in messages -%}
+    {{- "<" + message.role + ">" -}}
+    {%- if message.role == "assistant" -%}
+        {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
+    {%- else -%}{{- message.content -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
+"""
+FORGETFUL = """\
+{%- for message in messages -%}
+    {%- if not (message.role == "assistant" and not loop.last) -%}
+        {{- "<" + message.role + ">" + message.content -}}
+        {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "=<assistant>" -}}{%- endif -%}
+"""
+
+
+def tokenizer_with(template=None):
+    tokenizer = make_digits_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def talk(*contents, first_trained=0, system=None):
+    roles = ("user", "assistant") * len(contents)
+    messages = tuple(Message(role, content) for role, content in zip(roles, contents, strict=False))
+    return Conversation((*((Message("system", system),) if system else ()), *messages), first_trained)
+
+
+def encoded(*rows, template=None, max_row_tokens=99, stop_tokens=None, **options):
+    examples = tuple(row if isinstance(row, tuple) else (row,) for row in rows)
+    tokenizer = tokenizer_with(template)
+    stops = (tokenizer.eos_token_id,) if stop_tokens is None else stop_tokens
+    names = tuple(f"a.jsonl:{place}" for place in range(len(examples)))
+    given = Conversations(names, examples)
+    return encode_rows(tokenizer, given, stop_tokens=stops, max_row_tokens=max_row_tokens, **options)
+
+
+def shown(rows, row=0):
+    """Write a row, with its trained tokens in brackets."""
+    part = slice(rows.offsets[row], rows.offsets[row + 1])
+    words = make_digits_tokenizer().convert_ids_to_tokens(rows.tokens[part].tolist())
+    return "".join(f"[{word}]" if trained else word for word, trained in zip(words, rows.is_trained[part], strict=True))
+
+
+@pytest.mark.parametrize("template", [None, MARKED], ids=["without marks", "with marks"])
+def test_every_turn_of_the_assistant_is_trained_with_its_end_and_nothing_else(template):
+    rows = encoded(talk("31", "13", "2", "2", system="="), talk("7", "7"), template=template)
+    assert shown(rows, 0) == "<system>=<user>31<assistant>[1][3][<eos>]<user>2<assistant>[2][<eos>]"
+    assert shown(rows, 1) == "<user>7<assistant>[7][<eos>]"
+    assert len(rows) == rows.rows_per_example + 1 == 2
+    assert rows.max_tokens == 14
+    assert rows.counts() == {"data/num_examples": 2, "data/num_tokens": 19, "data/num_trained_tokens": 7}
+
+
+@pytest.mark.parametrize("template", [None, MARKED], ids=["without marks", "with marks"])
+def test_turns_of_a_prompt_are_context(template):
+    rows = encoded(talk("31", "13", "2", "2", first_trained=3), template=template)
+    assert shown(rows) == "<user>31<assistant>13<eos><user>2<assistant>[2][<eos>]"
+
+
+def test_a_row_ends_with_its_last_trained_token():
+    after = MARKED.replace("{%- endgeneration -%}", '{%- endgeneration -%}{{- "=" -}}')
+    assert shown(encoded(talk("1", "2", "3", "4"), template=after)) == (
+        "<user>1<assistant>[2][<eos>]=<user>3<assistant>[4][<eos>]"
+    )
+    unmarked = after.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    assert shown(encoded(talk("1", "2"), template=unmarked)) == "<user>1<assistant>[2][<eos>]"
+    asked_last = Conversation((*talk("1", "2").messages, Message("user", "3")))
+    assert shown(encoded(asked_last)) == "<user>1<assistant>[2][<eos>]"
+
+
+def test_both_rows_of_a_pair_are_neighbours():
+    rows = encoded((talk("31", "13", first_trained=1), talk("31", "1", first_trained=1)))
+    assert (len(rows), rows.rows_per_example, rows.offsets.tolist()) == (1, 2, [0, 7, 13])
+    assert shown(rows, 1) == "<user>31<assistant>[1][<eos>]"
+
+
+def test_a_template_that_does_not_end_a_turn_is_refused():
+    endless = tokenizer_with().chat_template.replace("{{- eos_token -}}", "")
+    with pytest.raises(DataError, match=r"does not end a turn of the assistant with '<eos>', but writes '13'"):
+        encoded(talk("31", "13"), template=endless)
+
+
+def test_a_template_in_which_a_turn_cannot_be_found_is_refused_and_the_marks_are_the_remedy():
+    with pytest.raises(DataError, match=r"a.jsonl:0: .* mark the assistant's turns in the template with"):
+        encoded(talk("31", "13", "2", "2"), template=FORGETFUL)
+
+
+def test_long_rows_are_refused_dropped_or_cut_at_their_end():
+    rows = talk("1", "2"), talk("31", "13579"), talk("123456", "1")
+    with pytest.raises(DataError, match=r"a.jsonl:1: the row has 10 tokens, but data.max_row_tokens is 7"):
+        encoded(*rows, max_row_tokens=7)
+    dropped = encoded(*rows, max_row_tokens=7, on_too_long="drop")
+    assert (dropped.names, dropped.dropped, dropped.truncated) == (("a.jsonl:0",), ("a.jsonl:1", "a.jsonl:2"), ())
+    cut = encoded(*rows, max_row_tokens=7, on_too_long="truncate")
+    assert (cut.names, cut.truncated, cut.dropped) == (("a.jsonl:0", "a.jsonl:1"), ("a.jsonl:1",), ("a.jsonl:2",))
+    assert shown(cut, 1) == "<user>31<assistant>[1][3][5]"
+    with pytest.raises(DataError, match="no example is left: all 3 are longer than 3 tokens"):
+        encoded(*rows, max_row_tokens=3, on_too_long="drop")
+
+
+def test_text_that_the_tokens_do_not_represent_is_refused_as_in_prompts():
+    with pytest.raises(DataError, match=r"a.jsonl:0: the tokenizer knows no token for 'a'"):
+        encoded(talk("1", "a"))
+    with pytest.raises(DataError, match=r"the text of message 1 has '<eos>', which is a control token"):
+        encoded(talk("1", "2<eos>"))
+    with pytest.raises(DataError, match=r"a.jsonl:0: token 3 of the row has the id 7, but the model knows 0 to 6"):
+        encoded(talk("1", "2"), num_ids=7)
+
+
+def test_the_template_may_refuse_a_row_and_the_others_are_named_too():
+    odd = Conversation((Message("tool", "1"), Message("assistant", "2")))
+    with pytest.raises(
+        DataError, match=r"2 problems(.|\n)*a.jsonl:0: it does not fit the chat template(.|\n)*a.jsonl:1"
+    ):
+        encoded(odd, talk("1", "b"))
+
+
+def test_the_numbers_take_four_bytes_a_token():
+    assert encoded(talk("1", "2")).tokens.dtype == np.int32
