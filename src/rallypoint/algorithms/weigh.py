@@ -83,7 +83,15 @@ def _earned(batch: JudgedBatch, kl: KL | None, values: Tensor | None) -> Rewards
         offsets=batch.offsets,
         groups=batch.prompt_index,
         values=values,
+        components=_components(batch),
     )
+
+
+def _components(batch: JudgedBatch) -> dict[str, Tensor]:
+    """Return the scores of each row by the name of the reward, where there are several."""
+    if batch.reward_parts is None:
+        return {}
+    return dict(zip(batch.part_names, batch.reward_parts.unbind(1), strict=True))
 
 
 def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:

@@ -101,12 +101,12 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
 
 def _read(config: RunConfig) -> Sequence[str]:
     """Read the user's own data, model and reward, if there are any."""
-    generate, function = config.data.generate, config.reward.function
+    generate, functions = config.data.generate, [one.function for one in config.reward.all_functions]
     is_own = bool(config.model.path or config.own_models or config.data.train)
-    if generate is not None and not is_own and function in SHIPPED:
+    if generate is not None and not is_own and SHIPPED.keys() >= set(functions):
         return [
             f"prompts        {generate.num_train_prompts:,}, made when the run starts",
-            f"reward         {function}, which ships with rallypoint",
+            f"reward         {', '.join(functions)}, which ships with rallypoint",
         ]
     from rallypoint.recipes.material import examine_dry  # only now torch, and the seconds that it takes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.environments.scoring import describe_failures
+from rallypoint.environments.failures import describe_failures
 from rallypoint.errors import ModelError
 from rallypoint.recipes.export import export as export_to
 from rallypoint.recipes.use import Conversation, find_trained

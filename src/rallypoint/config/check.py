@@ -88,11 +88,12 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
 def _reward(config: RunConfig) -> Iterator[Problem]:
     if "rollout" not in config.roles:
         return
-    if config.reward.function is None and config.reward.path is None:
+    yield from (Problem(("reward.functions",), problem) for problem in config.reward.problems())
+    if not config.reward.all_functions and config.reward.path is None:
         yield Problem(
             ("reward.function", "reward.path"),
-            "reward.function: required, but not set; expected `file.py:compute_score`, or reward.path=FOLDER for a "
-            "reward model",
+            "reward.function: required, but not set; expected `file.py:compute_score`, or several in "
+            "reward.functions, or reward.path=FOLDER for a reward model",
             is_missing=True,
         )
     if config.reward.function == "digits" and config.data.generate is None:

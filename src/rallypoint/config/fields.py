@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
@@ -87,6 +87,8 @@ def section_of(info: FieldInfo) -> type[Section] | None:
     Of a section that has other keys for each `name` it is the first; `named_sections` has all.
     """
     annotation: Any = info.annotation
+    if get_origin(annotation) is tuple:  # a list of sections is a leaf
+        return None
     for candidate in (annotation, *cast("tuple[Any, ...]", getattr(annotation, "__args__", ()))):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate

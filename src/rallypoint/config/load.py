@@ -225,6 +225,7 @@ def expected(info: FieldInfo) -> str:
     by_value: dict[object, str] = {
         str: "labels with their values, such as {zone: west}",
         Value: "names with numbers, texts, true, false or null, such as {floor: 0.1}",
+        Any: "arguments by name, such as {tag: answer}",
     }
     pools = "pool names with process counts, such as {main: [2]}"
     kinds |= {

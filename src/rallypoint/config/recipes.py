@@ -53,6 +53,7 @@ class RecipeSpec:
 
 COMPARES_GROUP = (
     "grpo",
+    "gdpo",
     "dr_grpo",
     "lite_ppo",
     "rloo",
@@ -100,6 +101,24 @@ def _check_advantage(config: RunConfig) -> Iterator[Problem]:
             ("rollout.group_size", "advantage.name"),
             f"rollout.group_size=1: advantage.name={name!r} compares the rollouts of a group, and a group of one has "
             "nothing to compare; expected at least 2, usually 8, or advantage.name=reinforce_plus_plus",
+        )
+    elif name == "gdpo" and len(config.reward.weights) < 2:
+        yield Problem(
+            ("reward.functions", "advantage.name"),
+            f"advantage.name=gdpo normalises several rewards apart, and the run has {len(config.reward.weights)}; "
+            "expected at least 2 in reward.functions, or one beside reward.path; with one take advantage.name=grpo",
+        )
+    elif name == "gdpo" and config.kl is not None and config.kl.placement == "reward":
+        yield Problem(
+            ("kl.placement", "advantage.name"),
+            "kl.placement=reward has no effect with advantage.name=gdpo, which takes the rewards apart; expected "
+            "kl.placement=loss",
+        )
+    elif name == "gdpo" and config.reward.overlong is not None:
+        yield Problem(
+            ("reward.overlong", "advantage.name"),
+            "reward.overlong has no effect with advantage.name=gdpo, which takes the rewards apart; expected null, and "
+            "a function of the length among reward.functions",
         )
     elif config.advantage.name == "pass_at_k" and config.advantage.k > size:
         yield Problem(

@@ -22,11 +22,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, is_ours, timed_out
-from rallypoint.environments.worker import DUMP_SIGNAL, from_json
+from rallypoint.environments.reward import Wants
+from rallypoint.environments.worker import DUMP_SIGNAL, Work, from_json
 from rallypoint.errors import RewardError
 
 _LOAD_TIMEOUT_S = 120.0
@@ -40,11 +42,11 @@ _LOOK_S = 0.1
 class Child:
     """One process, and the driver's end of its connection. Only one thread at a time uses it; any may `kill` it."""
 
-    def __init__(self, spec: str, timeout_s: float, log: Path | None) -> None:
+    def __init__(self, work: Work, log: Path | None) -> None:
         """Start it; `load` comes next."""
-        self._spec, self._timeout_s = spec, timeout_s
-        self.wanted: tuple[str, ...] = ()
-        """Arguments about tokens that the function names; known once it was loaded."""
+        self._work, self._num_calls = work, 0
+        self.wants = Wants()
+        """What the function is called with; known once it was loaded."""
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         ours, theirs = socket.socketpair()
         with theirs, contextlib.nullcontext(2) if log is None else log.open("ab") as output:
@@ -64,9 +66,9 @@ class Child:
         Raises:
             RewardError: it could not, and has ended.
         """
-        spec = self._spec
+        spec = self._work.spec
         try:
-            self._channel.send_bytes(pickle.dumps((spec, self._timeout_s)))
+            self._channel.send_bytes(pickle.dumps(self._work))
             answer = self._receive(_LOAD_TIMEOUT_S)
         except (EOFError, OSError):
             died = self._death()
@@ -79,26 +81,32 @@ class Child:
         if "problem" in loaded:
             self.end()
             raise RewardError(loaded["problem"])
-        self.wanted = tuple(loaded["wanted"])
+        self.wants = Wants(loaded["scope"], tuple(loaded["more"]))
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked again."""
+        """Whether there is a process."""
         return self._process.returncode is None
 
-    def ask(self, call: RewardCall) -> Outcome:
-        """Return what became of a call; after a crash or a timeout the process has been ended."""
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether it can be asked again, and was not asked as often as it may be."""
+        return self.is_alive and (self._work.max_calls is None or self._num_calls < self._work.max_calls)
+
+    def ask(self, calls: Sequence[RewardCall]) -> list[Outcome]:
+        """Return what became of calls that the function is given at once; after a crash or a timeout it has ended."""
+        self._num_calls += 1
         try:
-            self._channel.send_bytes(pickle.dumps(call))
-            answer = self._receive(self._timeout_s + _GRACE_S)
+            self._channel.send_bytes(pickle.dumps(calls))
+            answer = self._receive(self._work.timeout_s + _GRACE_S)
         except (EOFError, OSError):
             died = self._death()
-            return Failure("crashed", f"the process of the reward function {died}", self.end())
+            return [Failure("crashed", f"the process of the reward function {died}", self.end())] * len(calls)
         if answer is None:
             where = self._where()
             self.end()
-            return timed_out(self._timeout_s, where)
-        return from_json(json.loads(answer))
+            return [timed_out(self._work.timeout_s, where)] * len(calls)
+        return [from_json(each) for each in json.loads(answer)]
 
     def end(self) -> str:
         """End the process and what it has started; return where it was when it died of a fatal signal."""

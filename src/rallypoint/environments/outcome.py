@@ -1,4 +1,4 @@
-"""One call of a reward function, and what became of it: scores, or a failure of one of five kinds.
+"""Calls of a reward function, and what became of each: scores, or a failure of one of five kinds.
 
 Owns: what a result of a reward function means. Must not know: batches, processes. Every process that scores imports
 this, so it needs the standard library only.
@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
+from rallypoint.environments.reward import PARAMETERS, PLURAL_PARAMETERS, Wants
 from rallypoint.user_code import format_user_traceback
 
 FailureKind = Literal["timeout", "crashed", "raised", "nonfinite", "malformed"]
@@ -54,21 +55,34 @@ class RewardCall:
     extra_info: Any
     token_ids: tuple[int, ...]
     """Of the whole response, special tokens and the one that ended it included."""
-    tokens: tuple[str, ...] | None = None
-    """The text of each; None if the function does not want it."""
     ended: bool
     """Whether the last token is the one that ended the response by itself."""
+    group: int = 0
+    """The prompt's index in the run."""
+    tokens: tuple[str, ...] = ()
+    """The text of each token; this and what follows is left out if the function does not want it."""
+    logprobs: tuple[float, ...] = ()
+    """Log-probability of each token, as sampled."""
+    messages: tuple[dict[str, str], ...] = ()
+    """The prompt: role and content of each message."""
 
-    def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
-        """Return the arguments by name, those about tokens only where they are wanted."""
+    def arguments(self, more: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments by name, further ones only where they are wanted."""
         usual = {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
             "ground_truth": self.ground_truth,
             "extra_info": self.extra_info,
         }
-        tokens = {"token_ids": list(self.token_ids), "tokens": list(self.tokens or ())}
-        return usual | {name: tokens[name] for name in wanted}
+        further = {
+            "token_ids": list(self.token_ids),
+            "tokens": list(self.tokens),
+            "logprobs": list(self.logprobs),
+            "messages": list(self.messages),
+            "finish_reason": "stop" if self.ended else "length",
+            "groups": self.group,
+        }
+        return usual | {name: further[name] for name in more}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +93,8 @@ class Scores:
     """One for each token."""
     extras: dict[str, float]
     """Other finite numbers that it returned, by name."""
+    parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Sum of the scores by each of several rewards, by its name, before they are weighed; empty where there is one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,27 +113,42 @@ Outcome = Scores | Failure
 
 def call_reward(
     function: Callable[..., object],
-    call: RewardCall,
-    wanted: Sequence[str],
+    calls: Sequence[RewardCall],
+    wants: Wants,
     wait: Callable[[Awaitable[object]], object] | None = None,
-) -> Outcome:
-    """Call a function and read its result; an exception becomes a failure.
+) -> list[Outcome]:
+    """Call a function once and read its result for each response; an exception becomes a failure.
 
     Args:
         function: of the user's.
-        call: what it is asked.
-        wanted: which of the arguments about tokens it names.
+        calls: what it is asked, one response or several as its scope says.
+        wants: what it is called with.
         wait: what awaits the result of an async function; None where none can come.
     """
+    arguments = [call.arguments(wants.more) for call in calls]
     try:
-        value = function(**call.arguments(wanted))
+        value = function(**(arguments[0] if wants.scope == "response" else _plural(arguments, wants.more)))
         if wait is not None and inspect.isawaitable(value):
             value = wait(value)
     except DeadlineError as error:
-        return timed_out(error.timeout_s, error.where)
+        return [timed_out(error.timeout_s, error.where)] * len(calls)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
-        return raised(error)
-    return read_result(value, len(call.token_ids), call.ended)
+        return [raised(error)] * len(calls)
+    if wants.scope == "response":
+        return [read_result(value, len(calls[0].token_ids), calls[0].ended)]
+    values = _unwrap(value)
+    if not isinstance(values, list | tuple) or len(cast("Sequence[object]", values)) != len(calls):
+        found = f"{len(cast('list[object]', values))}" if isinstance(values, list | tuple) else type(values).__name__
+        reason = f"expected a list of {len(calls)} results, one for each response, found {found}"
+        return [Failure("malformed", reason)] * len(calls)
+    pairs = zip(cast("Sequence[object]", values), calls, strict=True)
+    return [read_result(each, len(call.token_ids), call.ended) for each, call in pairs]
+
+
+def _plural(arguments: Sequence[dict[str, Any]], more: Sequence[str]) -> dict[str, Any]:
+    """Return one argument of each name, a list with an entry for each response."""
+    named = dict(zip(PARAMETERS, PLURAL_PARAMETERS, strict=True)) | {name: name for name in more}
+    return {name: [each[own] for each in arguments] for own, name in named.items()}
 
 
 class DeadlineError(Exception):

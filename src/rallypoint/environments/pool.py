@@ -1,4 +1,4 @@
-"""Reward functions at work: a user's file in processes that can be ended, a function that ships in this one.
+"""Reward functions at work, in processes that can be ended; several of them become one score.
 
 Owns: how many processes there are, and which call goes to which. Must not know: batches, tensors. It needs the standard
 library only, so that a config can be checked with it before torch is there.
@@ -12,21 +12,26 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from rallypoint.environments.child import Child
-from rallypoint.environments.outcome import Outcome, RewardCall, call_reward
-from rallypoint.environments.reward import SHIPPED, RewardFunction, load_reward, no_function, wanted_tokens
+from rallypoint.environments.futures import dealt, joined
+from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores, call_reward, too_large
+from rallypoint.environments.reward import RewardFunction, Scope, Wants, load_reward, no_function, wants_of
+from rallypoint.environments.worker import Work
 from rallypoint.errors import RewardError
 
 if TYPE_CHECKING:
     from rallypoint.config import RewardConfig
+    from rallypoint.config.sections.material import RewardFunctionConfig
 
 _MAX_PROCESSES = 16
 """More are started only by `reward.num_processes`."""
@@ -36,8 +41,8 @@ class Grader(Protocol):
     """Asks a reward function about many responses."""
 
     @property
-    def wanted(self) -> tuple[str, ...]:
-        """Which of the arguments about tokens the function names; known once it was loaded."""
+    def wants(self) -> Wants:
+        """What the function is called with; known once it was loaded."""
         ...
 
     def load(self) -> None:
@@ -48,10 +53,14 @@ class Grader(Protocol):
         """
         ...
 
-    def submit(self, call: RewardCall) -> Future[Outcome]:
-        """Ask about a response; after `load`, from any thread. Returns at once where the function may take long.
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """Ask about responses; after `load`, from any thread. Returns at once where the function may take long.
 
-        The result raises RewardError where the user's file could not be imported a second time.
+        Args:
+            calls: those of whole groups; all of a step where `wants.scope` is "batch".
+
+        Returns:
+            What will become of each. It raises RewardError where the user's file could not be imported a second time.
         """
         ...
 
@@ -76,16 +85,19 @@ class Inline:
     """
 
     def __init__(self, function: RewardFunction) -> None:
-        self.wanted = wanted_tokens(function)
+        self.wants = wants_of(function)
         self._function = function
 
     def load(self) -> None:
         """It is there."""
 
-    def submit(self, call: RewardCall) -> Future[Outcome]:
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
         """Call the function, and return what became of it."""
-        done: Future[Outcome] = Future()
-        done.set_result(call_reward(self._function, _copied(call), self.wanted))
+        done: list[Future[Outcome]] = []
+        for unit in _units(calls, self.wants):
+            for outcome in call_reward(self._function, [_copied(call) for call in unit], self.wants):
+                done.append(Future())
+                done[-1].set_result(outcome)
         return done
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
@@ -103,8 +115,17 @@ def _copied(call: RewardCall) -> RewardCall:
     return dataclasses.replace(call, ground_truth=ground_truth, extra_info=extra_info)
 
 
+def _units(calls: Sequence[RewardCall], wants: Wants) -> list[Sequence[RewardCall]]:
+    """Cut calls into those that the function is given at once."""
+    if wants.scope == "response":
+        return [(call,) for call in calls]
+    if wants.scope == "batch":
+        return [calls]
+    return [tuple(group) for _, group in itertools.groupby(calls, key=lambda call: call.group)]
+
+
 class Pool:
-    """A function in a file of the user's, in processes of its own; each call has a deadline.
+    """A function in processes of its own; each call has a deadline.
 
     Consumes: calls. Produces: outcomes; whatever a call does to its process, the others are not affected. Waits for:
     the processes. Unblocked by: their answers, their deadlines, `close`.
@@ -112,22 +133,19 @@ class Pool:
     A process is started when there is a call for it, and anew after one that was ended.
     """
 
-    def __init__(
-        self, spec: str, *, timeout_s: float, num_processes: int | None = None, log: Path | None = None
-    ) -> None:
+    def __init__(self, work: Work, *, num_processes: int | None = None, log: Path | None = None) -> None:
         """Take note of what to start.
 
         Args:
-            spec: `path/to/file.py:function`.
-            timeout_s: seconds that one call may take.
+            work: the function, and its limits.
             num_processes: how many at most; None for one a core, up to 16.
             log: receives what the function prints; None for standard error.
         """
         from rallypoint.cluster.capacity import num_cores  # here, because a process that scores imports this module
 
-        self.wanted: tuple[str, ...] = ()
+        self.wants = Wants()
         self._is_loaded = False
-        self._new = functools.partial(Child, spec, timeout_s, log)
+        self._new = functools.partial(Child, work, log)
         # The kernel ends a process with the thread that started it, so these threads live as long as the pool.
         self._threads = ThreadPoolExecutor(num_processes or min(num_cores(), _MAX_PROCESSES), "reward")
         self._lock = threading.Lock()
@@ -141,13 +159,14 @@ class Pool:
         if self._is_loaded:
             return
         first = self._threads.submit(self._take).result()
-        self.wanted, self._is_loaded = first.wanted, True
+        self.wants, self._is_loaded = first.wants, True
         with self._lock:
             self._idle.append(first)
 
-    def submit(self, call: RewardCall) -> Future[Outcome]:
-        """See `Grader.submit`; the call waits for a process that is free."""
-        return self._threads.submit(self._ask, call)
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """See `Grader.submit`; a call waits for a process that is free."""
+        asked = [(self._threads.submit(self._ask, unit), len(unit)) for unit in _units(calls, self.wants)]
+        return [outcome for answer, size in asked for outcome in dealt(answer, size)]
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
         """See `Grader.complain`."""
@@ -166,20 +185,20 @@ class Pool:
             child.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, call: RewardCall) -> Outcome:
+    def _ask(self, calls: Sequence[RewardCall]) -> Sequence[Outcome]:
         child = self._take()
         with self._lock:
-            self._busy[child] = _Busy(call.name)
+            self._busy[child] = _Busy(calls[0].name)
             if self._is_closed:  # by a `close` that did not see this child, neither idle nor busy
                 child.kill()
-        outcome = child.ask(call)
+        outcomes = child.ask(calls)
         with self._lock:
             del self._busy[child]
-            if child.is_alive and not self._is_closed:
+            if child.may_be_asked and not self._is_closed:
                 self._idle.append(child)
             elif child.is_alive:
                 child.end()
-        return outcome
+        return outcomes
 
     def _take(self) -> Child:
         """Return a process that waits for a call, or a new one."""
@@ -218,34 +237,92 @@ class _Busy:
         return max(0.0, self.since + (self.num_warnings + 1) * warn_after_s - time.monotonic())
 
 
-def open_grader(spec: str | None, settings: RewardConfig, log: Path | None = None) -> Grader:
-    """Return what asks the reward function of that name; None stands for a score of 0.
+class Several:
+    """Several functions that are asked about every response. Its score is their weighed sum, token by token.
+
+    A response that one of them has no score for has none.
+    """
+
+    def __init__(self, graders: Mapping[str, Grader], weights: Mapping[str, float]) -> None:
+        """Ask graders by their names, each with a weight."""
+        self._graders, self._weights = graders, weights
+
+    @property
+    def wants(self) -> Wants:
+        """What any of them is called with; those of a group wait for the step if another needs all of it."""
+        all_wants = [grader.wants for grader in self._graders.values()]
+        scopes: tuple[Scope, ...] = get_args(Scope)
+        widest = max(scopes.index(wants.scope) for wants in all_wants)
+        return Wants(scopes[widest], tuple({name: None for wants in all_wants for name in wants.more}))
+
+    def load(self) -> None:
+        """See `Grader.load`."""
+        for grader in self._graders.values():
+            grader.load()
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """See `Grader.submit`."""
+        asked = [grader.submit(calls) for grader in self._graders.values()]
+        return [joined(of_one, self._weighed) for of_one in zip(*asked, strict=True)]
+
+    def _weighed(self, outcomes: Sequence[Outcome]) -> Outcome:
+        named = dict(zip(self._graders, outcomes, strict=True))
+        for name, outcome in named.items():
+            if isinstance(outcome, Failure):
+                return dataclasses.replace(outcome, reason=f"{name}: {outcome.reason}")
+        found = {name: outcome for name, outcome in named.items() if isinstance(outcome, Scores)}
+        weighed = [[self._weights[name] * score for score in each.token_scores] for name, each in found.items()]
+        scores = tuple(map(math.fsum, zip(*weighed, strict=True)))
+        if problem := too_large(scores):
+            return Failure("malformed", f"the weighed sum of the rewards {problem}")
+        return Scores(
+            scores,
+            {f"{name}/{extra}": number for name, each in found.items() for extra, number in each.extras.items()},
+            {name: math.fsum(each.token_scores) for name, each in found.items()},
+        )
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """See `Grader.complain`."""
+        return min(grader.complain(warn, warn_after_s) for grader in self._graders.values())
+
+    def close(self) -> None:
+        """End what was started."""
+        for grader in self._graders.values():
+            grader.close()
+
+
+def open_grader(settings: RewardConfig, log: Path | None = None) -> Grader:
+    """Return what asks the reward functions of a run; without one every score is 0.
 
     Args:
-        spec: a shipped function's name or `path/to/file.py:function`; that of `settings`, or another.
-        settings: how many processes may run a user's function, and how long a call may take.
-        log: receives what it prints; None for standard error.
-
-    Raises:
-        RewardError: no function ships under that name.
+        settings: the functions, how many processes may run each, and their limits.
+        log: receives what they print; None for standard error.
     """
-    if spec is None:
+    functions = settings.all_functions
+    graders = {one.name: _open(one, settings, log) for one in functions}
+    if not functions:
         return Inline(no_function)
-    if spec in SHIPPED:
-        return Inline(load_reward(spec))
-    return Pool(spec, timeout_s=settings.timeout_s, num_processes=settings.num_processes, log=log)
+    if settings.functions:
+        return Several(graders, {one.name: one.weight for one in functions})
+    return graders[functions[0].name]
 
 
-def probe_reward(spec: str) -> str | None:
-    """Say why a reward function cannot be used; None if it can. A user's file is imported in a process of its own.
+def _open(one: RewardFunctionConfig, settings: RewardConfig, log: Path | None) -> Grader:
+    if one.function == "digits":
+        return Inline(load_reward(one.function, one.parameters))
+    work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib)
+    return Pool(work, num_processes=settings.num_processes, log=log)
 
-    Nothing that the file does at its import can harm this process: it may raise, hang or exit.
+
+def probe_rewards(settings: RewardConfig) -> str | None:
+    """Say why a reward function cannot be used; None if all can. Each is imported in a process of its own.
+
+    Nothing that a user's file does at its import can harm this process: it may raise, hang or exit.
     """
-    if spec in SHIPPED:
-        return None
+    once = settings.model_copy(update={"num_processes": 1})
     try:
-        with contextlib.closing(Pool(spec, timeout_s=1.0, num_processes=1, log=Path(os.devnull))) as pool:
-            pool.load()
+        with contextlib.closing(open_grader(once, Path(os.devnull))) as grader:
+            grader.load()
     except RewardError as error:
         return str(error)
     return None

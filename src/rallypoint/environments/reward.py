@@ -6,23 +6,42 @@ that scores imports this, so it needs the standard library only.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
-from rallypoint.errors import RewardError, UserCodeError
+from rallypoint.errors import RewardError, UserCodeError, how_to_install
 from rallypoint.user_code import UserFunction, own_signature, split, written_signature
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every function is called with, by name."""
-TOKEN_PARAMETERS = ("token_ids", "tokens")
-"""What a function is called with besides if it names them."""
-_SIGNATURE = f"({', '.join(PARAMETERS[:-1])}, extra_info=None), and {' and '.join(TOKEN_PARAMETERS)} if it wants them"
+PLURAL_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
+"""What a function of several responses is called with, each a list with an entry for each response."""
+MORE_PARAMETERS = ("token_ids", "tokens", "logprobs", "messages", "finish_reason", "groups")
+"""What a function is called with besides if it names them; `groups` makes one of several responses that of a batch."""
+_SIGNATURE = f"({', '.join(PARAMETERS[:-1])}, extra_info=None), and any of {', '.join(MORE_PARAMETERS[:-1])}"
+
+Scope = Literal["response", "group", "batch"]
+"""What a function is called with at once: one response, those of one prompt, or all of a step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wants:
+    """What a function is to be called with, as its parameters say."""
+
+    scope: Scope = "response"
+    more: tuple[str, ...] = ()
+    """Those of MORE_PARAMETERS that it names."""
 
 
 class RewardFunction(Protocol):
-    """Scores one response; it is called with all arguments by name, those of TOKEN_PARAMETERS included that it names.
+    """Scores one response; it is called with all arguments by name, those of MORE_PARAMETERS included that it names.
 
     Returns a number, an object with a number under "score" (other numbers in it become metrics), or a list
     with one score for each token of the response; or, if it is async, one of these after it was awaited.
@@ -45,73 +64,102 @@ def no_function(*, data_source: str, solution_str: str, ground_truth: Any, extra
     return 0.0
 
 
-def _digits() -> RewardFunction:
-    from rallypoint.data.digits import score_digits  # its package brings numpy along
+_HERE = "rallypoint.environments.shipped"
+SHIPPED: dict[str, str] = {
+    "digits": "rallypoint.data.digits:score_digits",
+}
+"""Module and function of every reward that ships, by its name; docs/reward.md says what each does."""
+_NEEDS: dict[str, tuple[str, str]] = {}
+"""Module that a shipped reward needs besides, and the extra that installs it."""
 
-    return score_digits
 
+def check_reward_spec(spec: str, parameters: Mapping[str, object] | None = None) -> str | None:
+    """Say what is wrong with a reward's name or parameters, from the file's text alone; None when nothing can be seen.
 
-SHIPPED: dict[str, Callable[[], RewardFunction]] = {"digits": _digits}
-
-
-def check_reward_spec(spec: str) -> str | None:
-    """Say what is wrong with a reward's name, from the file's text alone; None when nothing can be seen.
-
-    Nothing is run or imported, so that it is quick, and safe at any time.
+    Nothing of the user's is run or imported, so that it is quick, and safe at any time.
     """
     if spec in SHIPPED:
-        return None
+        if spec in _NEEDS and importlib.util.find_spec(_NEEDS[spec][0]) is None:
+            return f"it needs the package {_NEEDS[spec][0]}; {how_to_install(_NEEDS[spec][1])}"
+        return _find_signature_problem(spec, own_signature(_import_shipped(spec)), parameters or {})
     try:
         signature = written_signature(*_split(spec))
     except UserCodeError as error:
         return str(error)
-    return None if signature is None else _find_signature_problem(spec, signature)
+    return None if signature is None else _find_signature_problem(spec, signature, parameters or {})
 
 
-def load_reward(spec: str) -> RewardFunction:
-    """Return the reward function that `spec` names: "digits", or "path/to/file.py:function".
+def load_reward(spec: str, parameters: Mapping[str, object] | None = None) -> RewardFunction:
+    """Return the reward function that `spec` names: one that ships, or "path/to/file.py:function".
 
     A file is imported into this process, where it may do anything, or never end: `child.py` starts a process for it.
 
+    Args:
+        spec: of the function.
+        parameters: further arguments of it, by name.
+
     Raises:
         RewardError: there is no such file or function, the file raises while it is imported, or the function
-            cannot be called with (data_source, solution_str, ground_truth, extra_info).
+            cannot be called with (data_source, solution_str, ground_truth, extra_info) and the parameters.
     """
-    if spec in SHIPPED:
-        return SHIPPED[spec]()
+    function = _import_shipped(spec) if spec in SHIPPED else _load_own(spec)
+    if problem := _find_signature_problem(spec, own_signature(function), parameters or {}):
+        raise RewardError(problem)
+    return cast("RewardFunction", functools.partial(function, **parameters) if parameters else function)
+
+
+def _import_shipped(spec: str) -> Callable[..., object]:
+    module, _, name = SHIPPED[spec].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _load_own(spec: str) -> Callable[..., object]:
     try:
         _split(spec)
-        function = UserFunction.read(spec, {}).load()
+        return UserFunction.read(spec, {}).load()
     except UserCodeError as error:
         raise RewardError(str(error)) from error.__cause__
-    problem = _find_signature_problem(spec, own_signature(function))
-    if problem is not None:
-        raise RewardError(problem)
-    return cast("RewardFunction", function)
 
 
-def wanted_tokens(function: Callable[..., object]) -> tuple[str, ...]:
-    """Return which of the arguments about tokens a function names.
+def wants_of(function: Callable[..., object]) -> Wants:
+    """Return what a function is to be called with.
 
-    >>> wanted_tokens(lambda solution_str, tokens, **others: 0.0)
-    ('tokens',)
+    >>> wants_of(lambda solution_str, tokens, **others: 0.0)
+    Wants(scope='response', more=('tokens',))
+    >>> wants_of(lambda data_sources, solution_strs, ground_truths, extra_infos: [0.0]).scope
+    'group'
     """
-    return _named_tokens(own_signature(function))
+    return _wants(own_signature(function))
 
 
 def _split(spec: str) -> tuple[Path, str]:
     return split(spec, shipped=SHIPPED, usual_name="compute_score")
 
 
-def _named_tokens(signature: inspect.Signature) -> tuple[str, ...]:
+def _wants(signature: inspect.Signature) -> Wants:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = signature.parameters
-    return tuple(name for name in TOKEN_PARAMETERS if name in parameters and parameters[name].kind in by_name)
+    named = {name for name, parameter in signature.parameters.items() if parameter.kind in by_name}
+    if "solution_strs" not in named:
+        return Wants("response", tuple(name for name in MORE_PARAMETERS[:-1] if name in named))
+    return Wants("batch" if "groups" in named else "group", tuple(name for name in MORE_PARAMETERS if name in named))
 
 
-def _find_signature_problem(spec: str, signature: inspect.Signature) -> str | None:
+def _find_signature_problem(spec: str, signature: inspect.Signature, parameters: Mapping[str, object]) -> str | None:
+    wants = _wants(signature)
+    given = [*(PARAMETERS if wants.scope == "response" else PLURAL_PARAMETERS), *wants.more]
+    if taken := sorted(parameters.keys() & {*given, *MORE_PARAMETERS}):
+        return f"the parameter {taken[0]!r} of {spec} is an argument that every call gives: take another name"
+    own = [name for name in signature.parameters if name not in given]
     try:
-        signature.bind(**dict.fromkeys([*PARAMETERS, *_named_tokens(signature)]))
+        signature.bind(**dict.fromkeys([*given, *parameters]))
     except TypeError as error:
+        if strangers := [name for name in parameters if name not in own]:
+            near = difflib.get_close_matches(strangers[0], own, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'none'}"
+            return f"{spec} has no parameter {strangers[0]!r}; {hint}"
+        declared = signature.parameters.values()
+        missing = [one.name for one in declared if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+        if needed := [name for name in missing if name not in (*given, *parameters)]:
+            return f"{spec} needs the parameter {needed[0]!r}: set reward.parameters={{{needed[0]}: ...}}"
         return f"{spec} takes ({', '.join(signature.parameters)}), expected {_SIGNATURE}: {error}"
     return None

@@ -17,45 +17,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from rallypoint.data.dataset import Example
+from rallypoint.environments.failures import RewardFailure, check_failures, most_failures
 from rallypoint.environments.outcome import (
     FAILURE_KINDS,
     NO_TOKEN,
     Failure,
-    FailureKind,
     Outcome,
     RewardCall,
     Scores,
     too_large,
 )
 from rallypoint.environments.pool import Grader
-from rallypoint.errors import RewardError
 from rallypoint.types.batch import RolloutBatch, ScoredBatch
 from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, Sum, merge
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RewardFailure:
-    """A rollout that has no score, and why."""
-
-    name: str
-    """Of the example: `train.parquet:17`."""
-    row: int
-    """Of the batch that was to be scored."""
-    sample_index: int
-    """Which of the G rollouts of the prompt."""
-    kind: FailureKind
-    reason: str
-    """One line."""
-    traceback: str
-    """The reward function's own frames; empty when it returned something that is no score."""
-
-    def __str__(self) -> str:
-        return f"{self.name}, sample {self.sample_index}: {self.reason}"
+if TYPE_CHECKING:
+    from rallypoint.config import RewardConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +47,15 @@ class ModelScores:
 
     scores: Tensor
     """[B] floats; not finite where it failed."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+    is_alone: bool = False
+    """Whether there is no function beside it."""
+
+    @classmethod
+    def of(cls, scores: Tensor, settings: RewardConfig) -> Self:
+        """Return scores with what a config says of them."""
+        return cls(scores, settings.path_weight, is_alone=not settings.all_functions)
 
     def metrics(self) -> Metrics:
         """Return mean, smallest and largest of the finite scores; nothing without one."""
@@ -91,10 +83,6 @@ class Scored:
     metrics: Metrics
     """`reward/...`: how many rows have a score, and how many failed in which way; the other finite numbers that the
     function returned, averaged over the rows kept; and what the reward model said, if there is one."""
-
-
-class TooManyFailuresError(RewardError):
-    """More rollouts have no score than `reward.max_failed` allows."""
 
 
 class Scoring:
@@ -131,6 +119,7 @@ class Scoring:
         self._warn, self._warn_after_s = warn, warn_after_s
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._groups: dict[int, ScoredGroup] = {}
+        self._held: list[tuple[ScoredGroup, list[RewardCall]]] = []
         self._calls: dict[Future[Outcome], tuple[ScoredGroup, int]] = {}
         self._is_complete = False
         self._num_failures = 0
@@ -168,21 +157,33 @@ class Scoring:
                 pause_s = self._grader.complain(self._warn, self._warn_after_s)
                 with contextlib.suppress(Empty):
                     self._events.get(timeout=pause_s)()
-                if self._num_failures > _most_failures(self._max_failed, self._num_rows):
+                if self._num_failures > most_failures(self._max_failed, self._num_rows):
                     break
         finally:
             self._abandon()
         groups = [self._groups[index] for index in sorted(self._groups)]
-        _check_failures(_failures_of(groups), self._num_rows, self._max_failed)
+        check_failures(_failures_of(groups), self._num_rows, self._max_failed)
         return groups
 
     def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
         responses = [rows.response(row).tolist() for row in range(len(rows))]
         texts = self._decode(responses) if responses else []
         group = self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [None] * len(rows))
-        tokens = self._token_texts if "tokens" in self._grader.wanted else None
-        for row, (example, text) in enumerate(zip(examples, texts, strict=True)):
-            call = self._grader.submit(_call(rows, row, example, text, tokens))
+        wants = self._grader.wants
+        calls = [
+            _call(rows, row, example, text, wants.more, self._token_texts)
+            for row, (example, text) in enumerate(zip(examples, texts, strict=True))
+        ]
+        self._held.append((group, calls))
+        if wants.scope != "batch":
+            self._ask()
+
+    def _ask(self) -> None:
+        """Submit the calls that are held."""
+        held, self._held = self._held, []
+        rows = [(group, row) for group, calls in held for row in range(len(calls))]
+        asked = self._grader.submit([call for _, calls in held for call in calls]) if rows else []
+        for (group, row), call in zip(rows, asked, strict=True):
             if call.done():
                 self._take(group, row, call.result())
                 continue
@@ -200,6 +201,7 @@ class Scoring:
 
     def _complete(self) -> None:
         self._is_complete = True
+        self._ask()
 
     def _abandon(self) -> None:
         self._is_complete = True
@@ -220,10 +222,10 @@ class ScoredGroup:
     outcomes: list[Outcome | None]
     """What became of each row; None where the function was not asked any more."""
 
-    def with_model(self, scores: Sequence[float]) -> ScoredGroup:
-        """Return the group with a reward model's score of each row added."""
+    def with_model(self, scores: Sequence[float], model: ModelScores) -> ScoredGroup:
+        """Return the group with its rows' scores of a reward model added."""
         pairs = zip(self.outcomes, scores, strict=True)
-        outcomes = [_add_model_score(one, score) if isinstance(one, Scores) else one for one, score in pairs]
+        outcomes = [_add_model_score(one, score, model) if isinstance(one, Scores) else one for one, score in pairs]
         return dataclasses.replace(self, outcomes=outcomes)
 
 
@@ -240,49 +242,23 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: Mo
     """
     if model is not None:
         parts = model.scores.split([len(group.rows) for group in groups])
-        groups = [group.with_model(scores.tolist()) for group, scores in zip(groups, parts, strict=True)]
+        groups = [group.with_model(scores.tolist(), model) for group, scores in zip(groups, parts, strict=True)]
     batch = RolloutBatch.join([group.rows for group in groups])
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     results = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Scores)}
     failures = _failures_of(groups)
-    _check_failures(failures, len(batch), max_failed)
+    check_failures(failures, len(batch), max_failed)
     kept = batch.rows(list(results))
     token_rewards = torch.zeros(kept.num_tokens, dtype=torch.float32)
     token_rewards[kept.loss_mask] = _join_scores(list(results.values()))
+    names = tuple(next((each.parts for each in results.values()), {}))
+    parts = torch.tensor([[each.parts[name] for name in names] for each in results.values()], dtype=torch.float64)
     return Scored(
-        batch=kept.scored(token_rewards),
+        batch=kept.scored(token_rewards, parts, names) if names else kept.scored(token_rewards),
         kept_rows=tuple(results),
         failures=tuple(failures),
         metrics=_measure(list(results.values()), failures, model),
     )
-
-
-def _most_failures(max_failed: float, num_rows: int) -> int:
-    return math.floor(max_failed * num_rows + 1e-9)
-
-
-def _check_failures(failures: Sequence[RewardFailure], num_rows: int, max_failed: float) -> None:
-    if len(failures) > _most_failures(max_failed, num_rows):
-        raise TooManyFailuresError(_advise(failures, num_rows, max_failed))
-
-
-def count_failures(failures: Sequence[RewardFailure]) -> str:
-    """Say how many rollouts have no score, and why, in a few words."""
-    kinds = Counter(failure.kind for failure in failures)
-    noun = "rollout has" if len(failures) == 1 else "rollouts have"
-    return f"{len(failures)} {noun} no score ({', '.join(f'{kinds[kind]} {kind}' for kind in kinds)})"
-
-
-def describe_failures(failures: Sequence[RewardFailure], limit: int = 3) -> str:
-    """Say in a few lines which rollouts have no score and why, with the first traceback."""
-    lines = [f"{count_failures(failures)}, the first is {failures[0]}"]
-    lines += [f"  - {failure}" for failure in failures[1:limit]]
-    if len(failures) > limit:
-        lines.append(f"  - and {len(failures) - limit} more")
-    first = next((failure for failure in failures if failure.traceback), None)
-    if first is not None:
-        lines += [f"the reward function's traceback for {first.name}:", first.traceback]
-    return "\n".join(lines)
 
 
 def _failures_of(groups: Sequence[ScoredGroup]) -> list[RewardFailure]:
@@ -298,24 +274,18 @@ def _failures_of(groups: Sequence[ScoredGroup]) -> list[RewardFailure]:
     ]
 
 
-def _advise(failures: Sequence[RewardFailure], num_rows: int, max_failed: float) -> str:
-    """Say why a step that has so few scores is not trained on, and what to do."""
-    return (
-        f"of {num_rows} rollouts more than reward.max_failed={max_failed:g} have no score, so the rest says little of "
-        "the policy. Mend what is said below. A response that the function cannot read is usually a wrong one: "
-        "return 0 for it instead of raising. If so many failures are right, raise reward.max_failed.\n"
-        f"{describe_failures(failures)}"
-    )
-
-
 def _call(
     batch: RolloutBatch,
     row: int,
     example: Example,
     text: str,
-    token_texts: Callable[[Sequence[int]], Sequence[str]] | None,
+    more: Sequence[str],
+    token_texts: Callable[[Sequence[int]], Sequence[str]],
 ) -> RewardCall:
     token_ids = tuple(batch.response(row).tolist())
+    part = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
+    logprobs = batch.rollout_logprobs[part][batch.loss_mask[part]].tolist() if "logprobs" in more else ()
+    messages = [{"role": each.role, "content": each.content} for each in example.prompt] if "messages" in more else ()
     return RewardCall(
         name=f"{example.name}, sample {int(batch.sample_index[row])}",
         data_source=example.data_source,
@@ -323,22 +293,27 @@ def _call(
         ground_truth=example.ground_truth,
         extra_info=example.extra_info,
         token_ids=token_ids,
-        tokens=tuple(token_texts(token_ids)) if token_texts is not None else None,
         ended=not bool(batch.truncated[row]),
+        group=int(batch.prompt_index[row]),
+        tokens=tuple(token_texts(token_ids)) if "tokens" in more else (),
+        logprobs=tuple(logprobs),
+        messages=tuple(messages),
     )
 
 
-def _add_model_score(result: Scores, score: float) -> Outcome:
+def _add_model_score(result: Scores, score: float, model: ModelScores) -> Outcome:
     """Return the result with a reward model's score on the last token, or why it has none."""
     if not math.isfinite(score):
         return Failure("nonfinite", f"the reward model's score is {score}, expected a finite number")
     if not result.token_scores:
         return Failure("malformed", NO_TOKEN)
     *before, last = result.token_scores
-    scores = (*before, last + score)
+    scores = (*before, last + model.weight * score)
     if problem := too_large(scores):
         return Failure("malformed", f"the score with that of the reward model {problem}")
-    return dataclasses.replace(result, token_scores=scores)
+    others = result.parts or {"function": math.fsum(result.token_scores)}
+    parts = {"model": score} if model.is_alone else others | {"model": score}
+    return dataclasses.replace(result, token_scores=scores, parts=parts)
 
 
 def _measure(results: list[Scores], failures: Sequence[RewardFailure], model: ModelScores | None) -> Metrics:
@@ -346,7 +321,18 @@ def _measure(results: list[Scores], failures: Sequence[RewardFailure], model: Mo
     counts = {"num_scored": len(results), "failed": len(failures)}
     counts |= {f"failed_{kind}": kinds[kind] for kind in FAILURE_KINDS}
     counted = Metrics({f"reward/{name}": Sum(count) for name, count in counts.items()})
-    return merge(counted, _average_extras(results), model.metrics() if model is not None else {})
+    return merge(counted, _average_extras(results), _parts(results), model.metrics() if model is not None else {})
+
+
+def _parts(results: list[Scores]) -> Metrics:
+    """Return mean and deviation of each of several functions."""
+    names = [name for name in next((each.parts for each in results), {}) if name != "model"]
+    found: dict[str, Mean] = {}
+    for name in names:
+        scores = torch.tensor([each.parts[name] for each in results], dtype=torch.float64)
+        found[f"reward/{name}/mean"] = Mean(float(scores.sum()), len(scores))
+        found[f"reward/{name}/std"] = Mean(float(scores.std(correction=0)) * len(scores), len(scores))
+    return Metrics(found)
 
 
 def _join_scores(results: list[Scores]) -> Tensor:

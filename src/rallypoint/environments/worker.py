@@ -1,6 +1,6 @@
 """The program of a process that scores: it imports the user's file, answers calls, and ends with its driver.
 
-Consumes: the name of a reward function, then calls, pickled. Produces: an answer to each, as JSON, since what comes
+Consumes: what to do (`Work`), then calls, pickled. Produces: an answer to each, as JSON, since what comes
 from here may one day be written by somebody who is not to be trusted. Waits for: the next call. Unblocked by: it, or
 by the end of the driver, which closes the connection; a worker that is busy then is ended by the kernel.
 """
@@ -16,7 +16,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from rallypoint.environments.outcome import (
     is_ours,
     raised,
 )
-from rallypoint.environments.reward import load_reward, wanted_tokens
+from rallypoint.environments.reward import load_reward, wants_of
 from rallypoint.errors import RewardError
 from rallypoint.user_code import format_user_traceback
 
@@ -39,6 +39,22 @@ if TYPE_CHECKING:
 
 DUMP_SIGNAL = signal.SIGUSR2
 """Has a worker write where it is, from C and at once, whatever its interpreter does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Which function a process calls, and under what limits."""
+
+    spec: str
+    """`path/to/file.py:function`, or the name of one that ships."""
+    parameters: Mapping[str, object]
+    """Further arguments of it, by name."""
+    timeout_s: float
+    """Seconds that one call may take."""
+    max_calls: int | None = None
+    """Calls after which the process is replaced."""
+    max_memory_gib: float | None = None
+    """Address space that it may have."""
 
 
 def main(connection: int, dump: int, driver: int) -> None:
@@ -60,24 +76,33 @@ def main(connection: int, dump: int, driver: int) -> None:
 
 
 def _serve(channel: Connection) -> None:
-    spec, timeout_s = pickle.loads(channel.recv_bytes())
+    work: Work = pickle.loads(channel.recv_bytes())
+    _limit_memory(work.max_memory_gib)
     try:
-        function = load_reward(spec)
-        wanted = wanted_tokens(function)
+        function = load_reward(work.spec, work.parameters)
+        wants = wants_of(function)
     except RewardError as error:
         return _answer(channel, {"problem": str(error)})
-    _answer(channel, {"wanted": wanted})
-    wait = _Wait(timeout_s)
+    _answer(channel, dataclasses.asdict(wants))
+    wait = _Wait(work.timeout_s)
     pid = os.getpid()
     while True:
-        call: RewardCall = pickle.loads(channel.recv_bytes())
+        calls: Sequence[RewardCall] = pickle.loads(channel.recv_bytes())
         try:
-            outcome = call_reward(function, call, wanted, wait)
+            outcomes = call_reward(function, calls, wants, wait)
         except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt: it is this rollout's
-            outcome = raised(error)
+            outcomes = [raised(error)] * len(calls)
         if os.getpid() != pid:
             os._exit(0)  # a fork that came back from the function
-        _answer(channel, as_json(outcome))
+        _answer(channel, [as_json(outcome) for outcome in outcomes])
+
+
+def _limit_memory(max_gib: float | None) -> None:
+    if max_gib is not None:
+        import resource
+
+        num_bytes = int(max_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
@@ -96,7 +121,7 @@ def from_json(answer: dict[str, Any]) -> Outcome:
     return Scores(tuple(answer["token_scores"]), answer["extras"])
 
 
-def _answer(channel: Connection, answer: dict[str, Any]) -> None:
+def _answer(channel: Connection, answer: dict[str, Any] | list[dict[str, Any]]) -> None:
     channel.send_bytes(json.dumps(answer).encode())
 
 

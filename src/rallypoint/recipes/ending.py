@@ -35,8 +35,9 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
     validation = folder.data / "validation.parquet"
-    if found and validation.is_file() and config.reward.function is not None:
-        own = "" if config.reward.function in SHIPPED else f" --reward {anchored(config).reward.function}"
+    functions = [*anchored(config).reward.named_functions.values()]
+    if found and validation.is_file() and functions and (len(functions) == 1 or SHIPPED.keys() >= set(functions)):
+        own = "" if functions[0] in SHIPPED else f" --reward {functions[0]}"
         commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"
     predicted = plan_on(config, look_around(config))
     summary = Summary(

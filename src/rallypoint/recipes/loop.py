@@ -95,7 +95,7 @@ def train(
 async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None) -> bool:
     config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
     endpoint = _endpoint(config, folder, say)
-    grader = open_grader(config.reward.function, config.reward, folder.logs / "reward.log")
+    grader = open_grader(config.reward, folder.logs / "reward.log")
     with MetricsLog(folder.metrics) as log, contextlib.closing(grader):
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))

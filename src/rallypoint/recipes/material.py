@@ -23,7 +23,7 @@ from rallypoint.data import (
     load_conversations,
     load_dataset,
 )
-from rallypoint.environments.pool import probe_reward
+from rallypoint.environments.pool import probe_rewards
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.plan import make_plan
@@ -106,7 +106,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
         ConfigError: a loss or an advantage of one's own breaks a rule.
     """
     quiet_transformers()
-    if config.reward.function is not None and (problem := probe_reward(config.reward.function)) is not None:
+    if (problem := probe_rewards(config.reward)) is not None:
         raise RewardError(problem)
     check_own_functions(config)
     tokenizer, stops, limits = read_models(config)
@@ -205,9 +205,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
     if config.data.generate is not None:
         lines = [f"prompts        {config.data.generate.num_train_prompts:,}, made when the run starts"]
-    spec = config.reward.function
-    if spec is not None:
-        lines.append(f"reward         {spec}, which could be imported")
+    if functions := config.reward.all_functions:
+        lines.append(f"reward         {', '.join(one.function for one in functions)}, which could be imported")
     for section, own in config.own_functions.items():
         lines.append(f"{section:13}  {own.function}, which keeps to every rule")
     return (*filter(None, lines), *found.notes)

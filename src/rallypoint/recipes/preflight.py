@@ -99,9 +99,10 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _functions(config: RunConfig) -> Iterator[Problem]:
-    function = config.reward.function
-    if function is not None and (problem := check_reward_spec(function)) is not None:
-        yield Problem(("reward.function",), f"reward.function={function!r}: {problem}")
+    for one in config.reward.all_functions:
+        if (problem := check_reward_spec(one.function, one.parameters)) is not None:
+            key = "reward.function" if one.function == config.reward.function else "reward.functions"
+            yield Problem((key,), f"{key}={one.function!r}: {problem}")
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
             keys = (f"{section}.function", f"{section}.parameters")

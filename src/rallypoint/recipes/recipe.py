@@ -223,7 +223,10 @@ def advantage_of(config: RunConfig) -> Advantage:
     section = config.advantage
     if section.name == "own":
         return OwnAdvantage(function=own_function(config, "advantage"), whiten=section.whiten)
-    return ADVANTAGES[section.name](**_parameters(section))
+    parameters = _parameters(section)
+    if section.name == "gdpo":
+        parameters["weights"] = config.reward.weights
+    return ADVANTAGES[section.name](**parameters)
 
 
 def mask_of(config: RunConfig) -> RowMask:

@@ -14,9 +14,10 @@ from rallypoint import checkpoint as checkpoints
 from rallypoint.config import LoRAConfig, RewardConfig, RunConfig, load_config
 from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
+from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.pool import open_grader
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.environments.scoring import RewardFailure, Scored, ScoredGroup, Scoring, combine
+from rallypoint.environments.scoring import Scored, ScoredGroup, Scoring, combine
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_policy, open_adapter
@@ -150,7 +151,8 @@ def evaluate(
     """
     config = trained.config
     settings = config.reward if config else RewardConfig()
-    with contextlib.closing(open_grader(reward or _reward_of(trained), settings)) as grader:
+    own = settings.model_copy(update={"function": reward, "parameters": {}, "functions": ()})
+    with contextlib.closing(open_grader(own if reward else _rewards_of(trained))) as grader:
         grader.load()
         examples = load_dataset(data)[:max_prompts]
         tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
@@ -186,24 +188,24 @@ def evaluate(
         return _summarise(group, combine([group]), len(prompts))
 
 
-def _reward_of(trained: Trained) -> str:
-    """Return the reward of the model's run, if it is one that ships: a folder must not choose whose code runs here."""
+def _rewards_of(trained: Trained) -> RewardConfig:
+    """Return the rewards of the model's run, if they ship: a folder must not choose whose code runs here."""
     if trained.config is None:
         raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
-    spec = trained.config.reward.function
+    functions = [one.function for one in trained.config.reward.all_functions]
     if "rollout" not in trained.config.roles:
         raise RewardError(f"the run of {trained.path} had no rewards; name one: --reward file.py:function")
-    if spec is None:
+    if not functions:
         raise RewardError(
             f"the run of {trained.path} has a reward model, which is asked in training only, and no function; "
             "name one: --reward file.py:function"
         )
-    if spec not in SHIPPED:
+    if own := [spec for spec in functions if spec not in SHIPPED]:
         raise RewardError(
             f"the reward of this run is a file's, and a run folder does not decide what is run here; if you know and "
-            f"trust it, name it: --reward {spec}"
+            f"trust it, name it: --reward {own[0]}"
         )
-    return spec
+    return trained.config.reward
 
 
 def _summarise(group: ScoredGroup, scored: Scored, num_prompts: int) -> Evaluation:

@@ -24,8 +24,9 @@ from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.data import EncodedPrompts, PromptStream
 from rallypoint.environments.environment import Episode, Prompt, single_turn
+from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
-from rallypoint.environments.scoring import ModelScores, combine, describe_failures
+from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import RewardError, StalenessError
 from rallypoint.observability import span
 from rallypoint.roles.groups import Groups
@@ -156,7 +157,7 @@ class RolloutSource:
                 # At once, and not by group: last bits depend on what is computed together, and it may need the
                 # processes that sample.
                 scores = await self._reward_model.scores(rows)
-                model = None if scores is None else ModelScores(scores)
+                model = None if scores is None else ModelScores.of(scores, self._config.reward)
                 scored_groups = await batch.scored(self._interrupted)
                 scored = combine(scored_groups, max_failed=self._config.reward.max_failed, model=model)
             if_it_fails.pop_all()

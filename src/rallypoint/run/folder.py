@@ -30,6 +30,7 @@ from typing import Any
 from rallypoint.checkpoint import sync, sync_below
 from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, to_yaml, values_of
 from rallypoint.disk import naming
+from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RunFolderError
 from rallypoint.run.trust import sign
 
@@ -250,11 +251,10 @@ def anchored(config: RunConfig) -> RunConfig:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
     for name in ("train", "validation"):
         values["data"][name] = [_absolute(path) for path in values["data"][name]]
-    functions = {section: own.function for section, own in config.own_functions.items()}
-    for section, spec in {"reward": config.reward.function or "", **functions}.items():
-        file, colon, function = spec.rpartition(":")
-        if colon:
-            values[section]["function"] = f"{_absolute(file)}:{function}"
+    for one in (*map(values.get, config.own_functions), values["reward"], *values["reward"]["functions"]):
+        file, colon, function = (one["function"] or "").rpartition(":")
+        if colon and one["function"] not in SHIPPED:
+            one["function"] = f"{_absolute(file)}:{function}"
     return RunConfig.model_validate(values)
 
 

@@ -18,6 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
+from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import CheckpointError, DataError
 from rallypoint.run.folder import RunFolder
 
@@ -117,11 +118,11 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
         # A hub model that is not in the cache is compared by name only.
         if path is not None and (files := _model(path)):
             yield key, files
-    functions = {section: own.function for section, own in config.own_functions.items()}
-    for section, spec in {"reward": config.reward.function or "", **functions}.items():
+    functions = {f"{section}.function": own.function for section, own in config.own_functions.items()}
+    for key, spec in (functions | config.reward.named_functions).items():
         file, colon, function = spec.rpartition(":")
-        if colon:
-            yield f"{section}.function", {f"{Path(file).name}:{function}": _reader(Path(file))}
+        if colon and spec not in SHIPPED:
+            yield key, {f"{Path(file).name}:{function}": _reader(Path(file))}
 
 
 def _model(path: str) -> dict[str, Callable[[], str]]:

@@ -26,8 +26,7 @@ _NUM_BYTES = 32
 def code_named(config: RunConfig) -> dict[str, str]:
     """Return the keys that make a config run code from outside of the package, and what each names."""
     found: dict[str, str] = {}
-    if config.reward.function is not None and config.reward.function not in SHIPPED:
-        found["reward.function"] = config.reward.function
+    found |= {key: spec for key, spec in config.reward.named_functions.items() if spec not in SHIPPED}
     found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
     if config.model.trust_remote_code:
         models = (config.model.path, *config.own_models.values())

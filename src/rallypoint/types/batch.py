@@ -106,9 +106,12 @@ class RolloutBatch(Sequences):
     """[T] float32: logprobs under the distribution sampled from, after top-k, top-p, min-p and penalty; None if nothing
     narrowed it, so that they equal `rollout_logprobs`."""
 
-    def scored(self, token_rewards: Tensor) -> ScoredBatch:
-        """Return the batch with its rewards."""
-        return self.widen(ScoredBatch, token_rewards=token_rewards)
+    def scored(
+        self, token_rewards: Tensor, parts: Tensor | None = None, part_names: tuple[str, ...] = ()
+    ) -> ScoredBatch:
+        """Return the batch with its rewards, and what each of several rewards said."""
+        batch = self.widen(ScoredBatch, token_rewards=token_rewards, reward_parts=parts)
+        return dataclasses.replace(batch, part_names=part_names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,6 +120,10 @@ class ScoredBatch(RolloutBatch):
 
     token_rewards: Tensor = per_token()
     """[T] float32: the reward that arrives with each token; zero where `loss_mask` is False."""
+    reward_parts: Tensor | None = per_row(optional=True, columns=True)
+    """[B, K] float64: the score by each of K rewards before it is weighed; None where there is one reward."""
+    part_names: tuple[str, ...] = ()
+    """Name of each of the K rewards."""
 
     @property
     def scores(self) -> Tensor:

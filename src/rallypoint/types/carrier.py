@@ -52,9 +52,9 @@ def per_token(*, optional: bool = False) -> Any:
     return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
-def per_row(*, optional: bool = False) -> Any:
-    """Declare a dataclass field of shape [B], one entry a row; None where it is left out."""
-    metadata = {"axis": "B"}
+def per_row(*, optional: bool = False, columns: bool = False) -> Any:
+    """Declare a dataclass field of shape [B], or [B, columns], one entry a row; None where it is left out."""
+    metadata = {"axis": "B", "columns": columns}
     return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
@@ -98,16 +98,22 @@ class Carrier:
         expected = {"T": offsets[-1], "B": len(offsets) - 1}
         for name, axis in self._field_axes():
             value = cast("Tensor | None", getattr(self, name))
-            if value is not None and value.shape != (expected[axis],):
+            flat = value[:, 0] if value is not None and name in self._columns() and value.dim() == 2 else value
+            if flat is not None and flat.shape != (expected[axis],):
                 raise ValueError(
                     f"{type(self).__name__}.{name}: expected shape [{expected[axis]}] ({axis}), "
-                    f"found {list(value.shape)}"
+                    f"found {list(flat.shape)}"
                 )
 
     @classmethod
     @functools.cache
     def _field_axes(cls) -> tuple[tuple[str, str], ...]:
         return tuple((f.name, f.metadata["axis"]) for f in dataclasses.fields(cls) if "axis" in f.metadata)
+
+    @classmethod
+    @functools.cache
+    def _columns(cls) -> frozenset[str]:
+        return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get("columns"))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

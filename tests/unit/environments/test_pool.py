@@ -16,8 +16,8 @@ import pytest
 
 from rallypoint.config import RewardConfig
 from rallypoint.environments.outcome import Failure, RewardCall, Scores
-from rallypoint.environments.pool import Inline, Pool, open_grader, probe_reward
-from rallypoint.environments.worker import as_json, from_json
+from rallypoint.environments.pool import Inline, Pool, Several, open_grader, probe_rewards
+from rallypoint.environments.worker import Work, as_json, from_json
 from rallypoint.errors import RewardError
 
 REWARDS = """
@@ -93,6 +93,36 @@ def remembers(ground_truth, extra_info, **row):
     return {"score": float(len(ground_truth)), "sum": sum(extra_info.values())}
 
 
+def of_group(data_sources, solution_strs, ground_truths, extra_infos, finish_reason, logprobs, messages):
+    assert len(data_sources) == len(ground_truths) == len(extra_infos)
+    if "hangs" in solution_strs:
+        time.sleep(600)
+    results = [{"score": 1.0, "size": len(solution_strs), "stops": why == "stop"} for why in finish_reason]
+    return results[1:] if "fewer" in solution_strs else [None if text == "bad" else each
+        for text, each in zip(solution_strs, results)]
+
+
+def of_batch(data_sources, solution_strs, ground_truths, extra_infos, groups):
+    return [{"score": float(group), "size": len(solution_strs)} for group in groups]
+
+
+def with_parameters(solution_str, right, wrong=0.0, **row):
+    return right if solution_str == "good" else wrong
+
+
+LEAKED = []
+
+
+def leaks(solution_str, **row):
+    LEAKED.append(bytearray(2**28 if solution_str == "much" else 1))
+    return {"score": 1.0, "calls": len(LEAKED)}
+
+
+def by_more(solution_str, tokens, logprobs, messages, finish_reason, **row):
+    extras = {"chars": len("".join(tokens)), "turns": len(messages), "stops": finish_reason == "stop"}
+    return {"score": sum(logprobs), **extras}
+
+
 def writes(solution_str, **row):
     with open(solution_str, "w") as file:
         file.write(f"{os.getpid()}\\n")
@@ -125,8 +155,9 @@ def opened(rewards):
     """Open pools of functions in that file, and close them at the end."""
     with contextlib.ExitStack() as stack:
 
-        def open_pool(function="fate", timeout_s=30.0, num_processes=1, **options):
-            pool = Pool(f"{rewards}:{function}", timeout_s=timeout_s, num_processes=num_processes, **options)
+        def open_pool(function="fate", timeout_s=30.0, num_processes=1, log=None, parameters=None, **limits):
+            work = Work(f"{rewards}:{function}", parameters or {}, timeout_s, **limits)
+            pool = Pool(work, num_processes=num_processes, log=log)
             stack.enter_context(contextlib.closing(pool)).load()
             return pool
 
@@ -135,7 +166,7 @@ def opened(rewards):
 
 def grade(pool, texts):
     """Return what became of a call for each text; None for one that was not made any more."""
-    futures = [pool.submit(call(text, row)) for row, text in enumerate(texts)]
+    futures = pool.submit([call(text, row) for row, text in enumerate(texts)])
     return [outcome_of(future) for future in futures]
 
 
@@ -225,7 +256,7 @@ def test_the_processes_share_the_work_and_outcomes_keep_the_order_of_the_calls(o
 def test_a_function_cannot_change_the_data_set(opened):
     pool, truth = opened("remembers"), [5]
     for _ in range(2):
-        assert pool.submit(call("", ground_truth=truth, extra_info={"a": 2})).result(60) == score(2.0, sum=2.0)
+        assert pool.submit([call("", ground_truth=truth, extra_info={"a": 2})])[0].result(60) == score(2.0, sum=2.0)
     assert truth == [5]
 
 
@@ -263,7 +294,7 @@ def test_closing_from_another_thread_ends_the_calls_under_way(opened, tmp_path):
 
 def test_a_call_that_takes_long_is_named_again_and_again(opened):
     pool, warnings = opened(timeout_s=0.3), []
-    futures = [pool.submit(call(text, row)) for row, text in enumerate(["good", "hangs"])]
+    futures = pool.submit([call(text, row) for row, text in enumerate(["good", "hangs"])])
     while wait(futures, pool.complain(warnings.append, 0.02)).not_done:
         pass
     assert len(warnings) >= 3
@@ -294,9 +325,10 @@ import sys
 from concurrent.futures import wait
 from test_pool import call
 from rallypoint.environments.pool import Pool
-pool = Pool(sys.argv[1], timeout_s=600, num_processes=2)
+from rallypoint.environments.worker import Work
+pool = Pool(Work(sys.argv[1], {}, 600), num_processes=2)
 pool.load()
-wait([pool.submit(call(sys.argv[2])), pool.submit(call(sys.argv[3]))])
+wait(pool.submit([call(sys.argv[2]), call(sys.argv[3])]))
 """
 
 
@@ -324,13 +356,13 @@ IMPORTS = [
 @pytest.mark.parametrize(("text", "problem"), IMPORTS)
 def test_a_file_that_cannot_be_imported_is_a_problem_and_harms_nobody(tmp_path, text, problem):
     (tmp_path / "rewards.py").write_text(text)
-    assert problem in probe_reward(f"{tmp_path}/rewards.py:f")
+    assert problem in probe_rewards(RewardConfig(function=f"{tmp_path}/rewards.py:f"))
 
 
 def test_probing_finds_nothing_wrong_with_what_can_be_used(rewards):
-    assert probe_reward("digits") is None
-    assert probe_reward(f"{rewards}:waits") is None
-    assert "did you mean 'digits'?" in probe_reward("digit")
+    assert probe_rewards(RewardConfig(function="digits")) is None
+    assert probe_rewards(RewardConfig(function=f"{rewards}:waits")) is None
+    assert "did you mean 'digits'?" in probe_rewards(RewardConfig(function="digit"))
 
 
 def test_a_file_that_changed_for_the_worse_stops_the_scoring_when_it_is_needed_again(opened, rewards):
@@ -341,12 +373,97 @@ def test_a_file_that_changed_for_the_worse_stops_the_scoring_when_it_is_needed_a
 
 
 def test_shipped_functions_stay_in_this_process():
-    grader = open_grader("digits", RewardConfig())
+    grader = open_grader(RewardConfig(function="digits"))
     assert isinstance(grader, Inline)
-    outcome = grader.submit(call("01", ground_truth="01")).result(0)
+    outcome = grader.submit([call("01", ground_truth="01")])[0].result(0)
     assert outcome == Scores((0.5, 0.5, 0.0), {})
 
 
 @pytest.mark.parametrize("outcome", [Scores((0.1, 1 / 3, -1e-300), {"a": 0.1}), Failure("raised", "x\ud800", "\n")])
 def test_an_outcome_crosses_the_connection_as_it_is(outcome):
     assert from_json(as_json(outcome)) == outcome
+
+
+def groups_of(*sizes):
+    return [group for group, size in enumerate(sizes) for _ in range(size)]
+
+
+def test_a_function_of_groups_is_called_once_a_group_and_fails_for_one_response_or_all_of_its_group(opened):
+    texts = ["a", "bad", "b", "fewer", "c", "hangs", "d"]
+    pool = opened("of_group", timeout_s=1.0)
+    calls = [call(text, group=group) for text, group in zip(texts, groups_of(3, 2, 2), strict=True)]
+    calls[2] = call("b", group=0, ended=False)
+    found = [outcome_of(future) for future in pool.submit(calls)]
+    assert found[0] == score(1.0, size=3.0, stops=1.0)
+    assert found[2] == score(1.0, size=3.0, stops=0.0)
+    assert [failure.kind for failure in (found[1], *found[3:])] == ["malformed"] * 3 + ["timeout"] * 2
+    assert found[3].reason == "expected a list of 2 results, one for each response, found 1"
+
+
+def test_a_function_of_a_batch_is_given_all_of_it_with_the_group_of_each(opened):
+    pool = opened("of_batch")
+    assert pool.wants.scope == "batch"
+    calls = [call("a", group=group) for group in (7, 7, 9)]
+    assert [outcome_of(future) for future in pool.submit(calls)] == [score(float(g), size=3.0) for g in (7, 7, 9)]
+
+
+def test_a_function_is_given_what_it_names(opened):
+    pool = opened("by_more")
+    assert pool.wants.more == ("tokens", "logprobs", "messages", "finish_reason")
+    more = {"tokens": ("a", "bc", ""), "logprobs": (-0.5, -0.25, 0.0), "messages": ({"role": "user", "content": "1"},)}
+    (future,) = pool.submit([call("x", **more)])
+    assert outcome_of(future) == score(-0.75, chars=3.0, turns=1.0, stops=1.0)
+
+
+def test_options_are_arguments_by_name(opened):
+    assert grade(opened("with_parameters", parameters={"right": 2.0, "wrong": -1}), ["good", "x"]) == [
+        score(2.0),
+        score(-1),
+    ]
+
+
+def test_a_process_is_replaced_after_so_many_calls_and_has_so_much_memory(opened):
+    outcomes = grade(opened("leaks", max_calls=2, max_memory_gib=0.2), ["a", "b", "c", "d", "much", "e"])
+    assert [one.extras["calls"] for one in outcomes[:4]] == [1, 2, 1, 2]
+    assert (outcomes[4].kind, "MemoryError" in outcomes[4].reason) == ("raised", True)
+    assert outcomes[5] == score(1.0, calls=1.0)
+
+
+def several(rewards, **functions):
+    """Open several functions by their names, each with a weight."""
+    items = [{"name": name, "function": f"{rewards}:{f}", "weight": w} for name, (f, w) in functions.items()]
+    return contextlib.closing(open_grader(RewardConfig(functions=items, num_processes=1)))
+
+
+def test_several_functions_make_one_score_each_with_its_own_part(rewards):
+    with several(rewards, first=("fate", 0.5), second=("leaks", -2)) as grader:
+        grader.load()
+        assert isinstance(grader, Several)
+        (future,) = grader.submit([call("good")])
+        assert outcome_of(future) == Scores((0.0, 0.0, -1.5), {"second/calls": 1.0}, {"first": 1.0, "second": 1.0})
+
+
+def test_a_response_that_one_of_several_functions_fails_on_has_no_score(rewards):
+    with several(rewards, first=("fate", 1), second=("leaks", 1)) as grader:
+        grader.load()
+        good, bad = (outcome_of(future) for future in grader.submit([call("good"), call("exits")]))
+        assert good.parts == {"first": 1.0, "second": 1.0}
+        assert (bad.kind, bad.reason.startswith("first: the process")) == ("crashed", True)
+
+
+def test_with_a_function_of_a_batch_among_several_all_wait_for_the_step(rewards):
+    with several(rewards, one=("fate", 1), group=("of_group", 1), batch=("of_batch", 1)) as grader:
+        grader.load()
+        assert grader.wants.scope == "batch"
+        calls = [call("good", group=group) for group in groups_of(2, 1)]
+        found = [outcome_of(future) for future in grader.submit(calls)]
+        assert [one.parts for one in found] == [{"one": 1.0, "group": 1.0, "batch": g} for g in (0.0, 0.0, 1.0)]
+        assert [one.extras["group/size"] for one in found] == [2, 2, 1]
+
+
+def test_what_waits_for_several_functions_is_cancelled_with_them(rewards):
+    with several(rewards, first=("waits", 1), second=("fate", 1)) as grader:
+        grader.load()
+        _, waiting = grader.submit([call("hangs"), call("good")])
+        assert waiting.cancel()
+        assert outcome_of(waiting) is None

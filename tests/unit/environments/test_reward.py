@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rallypoint.data import score_digits
-from rallypoint.environments.reward import check_reward_spec, load_reward, wanted_tokens
+from rallypoint.environments.reward import Wants, check_reward_spec, load_reward, wants_of
 from rallypoint.errors import RewardError
 
 RIGHT = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
@@ -59,7 +59,7 @@ def test_any_function_that_takes_the_four_arguments_is_accepted_before_and_after
     spec = write(text)
     assert check_reward_spec(spec) is None
     reward = load_reward(spec)
-    tokens = dict.fromkeys(wanted_tokens(reward))
+    tokens = dict.fromkeys(wants_of(reward).more)
     assert reward(data_source="d", solution_str="s", ground_truth="g", extra_info={}, **tokens) == 0.5
 
 
@@ -76,7 +76,7 @@ REFUSED = [
         "unexpected keyword argument 'extra_info'",
     ),
     (RIGHT.replace("extra_info=None", "extra_info, tokenizer"), "missing a required argument: 'tokenizer'"),
-    (RIGHT.replace("extra_info=None", "extra_info, *, strict"), "missing a required"),
+    (RIGHT.replace("extra_info=None", "extra_info, *, strict"), "needs the parameter 'strict'"),
     (
         RIGHT.replace("ground_truth", "ground_truth, /"),
         "compute_score takes (data_source, solution_str, ground_truth",
@@ -154,7 +154,7 @@ NAMED = [
 def test_a_function_gets_of_the_tokens_what_it_names(write, text, named):
     spec = write(text).replace("compute_score", "f")
     assert check_reward_spec(spec) is None
-    assert wanted_tokens(load_reward(spec)) == named
+    assert wants_of(load_reward(spec)).more == named
 
 
 def test_the_check_runs_nothing_of_the_file(write, tmp_path):
@@ -208,3 +208,40 @@ def test_two_files_of_the_same_name_do_not_meet(write, tmp_path):
         load_reward(spec)(data_source="", solution_str="", ground_truth="", extra_info={}) for spec in (first, second)
     ]
     assert scores == [0.5, 0.7]
+
+
+OPTIONS = [
+    ("pattern, **row", {}, "needs the parameter 'pattern': set reward.parameters={pattern: ...}"),
+    ("data_source, solution_str, ground_truth, extra_info, *, tag=1", {"tg": 1}, "has no parameter 'tg'; did you mean"),
+    ("data_source, solution_str, ground_truth, extra_info", {"tag": 1}, "has no parameter 'tag'; it has none"),
+    ("**row", {"tokens": 1}, "the parameter 'tokens' of "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "problem"), OPTIONS)
+def test_a_parameter_that_a_function_does_not_take_is_named_before_anything_is_run(write, arguments, options, problem):
+    arguments = arguments.replace("pattern,", "*, pattern,")
+    spec = write(f"def compute_score({arguments}): return 0")
+    assert problem in check_reward_spec(spec, options)
+    with pytest.raises(RewardError) as raised:
+        load_reward(spec, options)
+    assert problem in str(raised.value)
+
+
+SCOPES = [
+    ("data_sources, solution_strs, ground_truths, extra_infos", Wants("group")),
+    ("solution_strs, **rows", Wants("group")),
+    ("solution_strs, groups, tokens, **rows", Wants("batch", ("tokens", "groups"))),
+    ("solution_str, groups=None, **row", Wants("response")),
+    (
+        "solution_str, messages, finish_reason, logprobs, **row",
+        Wants("response", ("logprobs", "messages", "finish_reason")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wants"), SCOPES)
+def test_the_names_of_its_arguments_say_what_a_function_is_called_with(write, arguments, wants):
+    spec = write(f"def compute_score({arguments}): return 0")
+    assert check_reward_spec(spec) is None
+    assert wants_of(load_reward(spec)) == wants

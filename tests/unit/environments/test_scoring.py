@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.data import Example, Message
+from rallypoint.environments.failures import TooManyFailuresError, describe_failures
 from rallypoint.environments.outcome import Failure, Scores
-from rallypoint.environments.pool import Inline
-from rallypoint.environments.reward import no_function
-from rallypoint.environments.scoring import ModelScores, Scoring, TooManyFailuresError, combine, describe_failures
+from rallypoint.environments.pool import Inline, Several
+from rallypoint.environments.reward import Wants, no_function
+from rallypoint.environments.scoring import ModelScores, Scoring, combine
 from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, offsets_from_lengths
 
 PROMPT = 2
@@ -248,7 +249,7 @@ def test_one_example_is_needed_for_every_row():
 class LateGrader:
     """Answers calls in the order that it is told, from another thread; a text of "bad" fails, "never" has no end."""
 
-    wanted = ()
+    wants = Wants()
 
     def __init__(self):
         self.calls, self.changed = {}, threading.Condition()
@@ -256,11 +257,12 @@ class LateGrader:
     def load(self):
         pass
 
-    def submit(self, call):
+    def submit(self, calls):
         with self.changed:
-            future = self.calls[call.solution_str] = Future()
+            futures = [Future() for _ in calls]
+            self.calls |= {call.solution_str: future for call, future in zip(calls, futures, strict=True)}
             self.changed.notify_all()
-        return future
+        return futures
 
     def answer(self, text):
         with self.changed:
@@ -425,3 +427,46 @@ def test_a_sum_that_is_too_large_and_a_response_without_tokens_are_failures():
     assert failed.startswith("the score with that of the reward model adds up to 1.2e+15 in size, expected at most")
     failed = score_with_model([[]], [1.0], response_lengths=[0]).failures[0].reason
     assert failed == "the response has no token that a score could be placed on"
+
+
+def test_several_rewards_have_a_mean_each_and_their_scores_stay_with_the_rows():
+    graders = {
+        "right": Inline(lambda extra_info, **row: extra_info["row"]),
+        "short": Inline(lambda solution_str, **row: [0.5, 0.0, 0.5] if "2" not in solution_str else None),
+    }
+    scoring = scoring_with(Several(graders, {"right": 1.0, "short": 10.0}), 4, lambda _: ["0", "1", "2", "3"])
+    scoring.add(0, make_batch([3] * 4), make_examples(4))
+    scoring.finish()
+    scored = combine(scoring.run(), model=ModelScores(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight=0.5))
+    assert rewards(scored) == [[5.0, 0.0, 5.5], [5.0, 0.0, 7.0], [5.0, 0.0, 10.0]]
+    assert scored.batch.part_names == ("right", "short", "model")
+    assert scored.batch.reward_parts.tolist() == [[0, 1, 1], [1, 1, 2], [3, 1, 4]]
+    assert scored.batch.rows([2, 0]).reward_parts.tolist() == [[3, 1, 4], [0, 1, 1]]
+    assert scored.metrics["reward/right/mean"] == Mean(4.0, 3)
+    assert scored.metrics["reward/short/std"] == Mean(0.0, 3)
+    assert scored.failures[0].reason.startswith("short: the score is None")
+
+
+def test_a_function_beside_a_reward_model_is_a_part_too_and_a_reward_model_alone_is_not():
+    model = ModelScores(torch.tensor([1.0]))
+    assert score([0.5], model=model).batch.part_names == ("function", "model")
+    alone = ModelScores(torch.tensor([1.0]), is_alone=True)
+    assert score([0.0], model=alone).batch.part_names == ("model",)
+    assert score([0.5]).batch.reward_parts is None
+
+
+def test_a_function_of_a_batch_waits_until_all_groups_are_there():
+    seen = []
+
+    def of_batch(data_sources, solution_strs, ground_truths, extra_infos, groups, logprobs, tokens):
+        seen.append((solution_strs, groups, logprobs, tokens))
+        return [float(group) for group in groups]
+
+    scoring = scoring_with(Inline(of_batch), 4, lambda ids: [str(each[0]) for each in ids])
+    batch, examples = make_batch([1] * 4), make_examples(4)
+    for group in (1, 0):
+        rows = [2 * group, 2 * group + 1]
+        scoring.add(group, batch.rows(rows), [examples[row] for row in rows])
+    scoring.finish()
+    assert rewards(combine(scoring.run())) == [[0.0], [0.0], [1.0], [1.0]]
+    assert seen == [(["8", "11", "2", "5"], [1, 1, 0, 0], [[0.0]] * 4, [["<8>"], ["<11>"], ["<2>"], ["<5>"]])]

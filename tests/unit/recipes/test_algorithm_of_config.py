@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rallypoint.config import RunConfig, load_config, shipped_recipes
 from rallypoint.config.fields import Section, named_sections
 from rallypoint.config.recipes import COMPARES_GROUP, RECIPES
 from rallypoint.config.sections import algorithms as sections
+from rallypoint.errors import ConfigError
 from rallypoint.recipes.recipe import actor_loss_of, advantage_of
 from rallypoint.types import JudgedBatch
 
@@ -23,9 +25,9 @@ def test_sections_have_the_fields_of_the_classes_that_they_name(section):
     assert {"function", "parameters"} <= set(named.pop("own").model_fields)
     for name, kind in named.items():
         fields = {field.name for field in dataclasses.fields(CLASSES[section][name])}
-        assert set(kind.model_fields) - {"name"} == fields, name
-    # GDPO needs several rewards for a rollout, which no reward function returns yet.
-    assert set(CLASSES[section]) - set(named) == ({"gdpo"} if section == "advantage" else set())
+        from_rewards = {"weights"} if name == "gdpo" else set()
+        assert set(kind.model_fields) - {"name"} == fields - from_rewards, name
+    assert set(CLASSES[section]) == set(named)
 
 
 def test_corrections_have_the_fields_of_the_classes_that_they_name():
@@ -38,7 +40,7 @@ def test_corrections_have_the_fields_of_the_classes_that_they_name():
 
 
 def test_what_compares_groups_is_what_its_class_says():
-    assert {name for name, kind in ADVANTAGES.items() if kind.compares_group} - {"gdpo"} == set(COMPARES_GROUP)
+    assert {name for name, kind in ADVANTAGES.items() if kind.compares_group} == set(COMPARES_GROUP)
 
 
 def batch():
@@ -103,11 +105,49 @@ def test_corrections_are_watched():
     assert found["rollout_ratio_max"] == pytest.approx(1.1052, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", COMPARES_GROUP)
+TWO_REWARDS = "reward.functions=[{name: right, function: digits, weight: 2}, {name: other, function: digits}]"
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPARES_GROUP) - {"gdpo"}))
 def test_every_advantage_of_groups_can_be_named(name):
     config = load_config("digits-grpo", [f"advantage.name={name}", "advantage.whiten=false"]).config
     advantages = weigh(batch(), advantage_of(config), kl=None).advantages
     assert advantages.isfinite().all()
+
+
+def test_gdpo_takes_names_and_weights_of_the_rewards():
+    overrides = ["advantage.name=gdpo", "reward.function=null", TWO_REWARDS]
+    gdpo = advantage_of(load_config("digits-grpo", overrides).config)
+    assert gdpo.weights == {"right": 2.0, "other": 1.0}
+    parts = torch.tensor([[1.0, 50.0], [0.0, 70.0], [2.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
+    rows = dataclasses.replace(batch(), reward_parts=parts, part_names=("right", "other"))
+    found = weigh(rows, gdpo, kl=None).advantages
+    # Group 4: 2 * [1, -1] + [-1, 1]; group 7: 2 * [-1, 1] + [0, 0]; then to mean 0 and deviation 1.
+    by_row = torch.tensor([1.0, -1.0, -2.0, 2.0]) / 2.5**0.5
+    torch.testing.assert_close(found, torch.where(rows.loss_mask, by_row[rows.row_of_token], 0.0))
+
+
+REFUSED = [
+    (["advantage.name=gdpo"], "advantage.name=gdpo normalises several rewards apart, and the run has 1"),
+    (["advantage.name=gdpo", "reward.function=null", TWO_REWARDS, "kl.placement=reward"], "takes the rewards apart"),
+    (
+        ["advantage.name=gdpo", "reward.function=null", TWO_REWARDS, "reward.overlong={}"],
+        "reward.overlong has no effect",
+    ),
+    ([TWO_REWARDS], "reward.function='digits' beside reward.functions"),
+    (["reward.functions=[{name: a b, function: digits}]", "reward.function=null"], "expected letters, digits and _"),
+    (["reward.functions=[{name: model, function: digits}]", "reward.function=null"], "which is the reward model's"),
+    (
+        ["reward.functions=[{name: a, function: digits}, {name: a, function: digits}]", "reward.function=null"],
+        "another",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), REFUSED)
+def test_rewards_that_do_not_fit_together_are_refused(overrides, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        load_config("digits-grpo", overrides)
 
 
 def test_keys_of_another_name_may_wait_in_a_file():

@@ -9,8 +9,8 @@ import pytest
 
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
+from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.pool import Inline
-from rallypoint.environments.scoring import TooManyFailuresError
 from rallypoint.errors import GenerationError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.reward import RewardModel

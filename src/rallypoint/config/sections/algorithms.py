@@ -86,6 +86,13 @@ class ReinforcePlusPlusBaselineConfig(Section):
     whiten: bool = key(True, help=_WHITEN)
 
 
+class GDPOConfig(Section):
+    """Several rewards, each normalised in its group, then weighed by reward.functions (arXiv 2601.05242)."""
+
+    name: Literal["gdpo"] = key("gdpo", help="The estimator.")
+    whiten: bool = key(False, help=_WHITEN)
+
+
 class MaxRLConfig(Section):
     """Maximum-likelihood RL (arXiv 2602.02710), for rewards of 0 or more."""
 
@@ -125,6 +132,7 @@ AdvantageConfig = Annotated[
     | RLOOConfig
     | ReinforcePlusPlusConfig
     | ReinforcePlusPlusBaselineConfig
+    | GDPOConfig
     | MaxRLConfig
     | OPOConfig
     | PassAtKConfig

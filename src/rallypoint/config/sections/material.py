@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Strict
 
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.sections.places import MeshConfig, PlacementConfig
@@ -87,11 +91,28 @@ class OverlongConfig(Section):
     factor: float = key(1.0, above=0, help="The largest penalty, in the unit of the reward.")
 
 
-class RewardConfig(Section):
-    """How rollouts are scored: by a function, by a reward model, or by the sum of both."""
+class RewardFunctionConfig(Section):
+    """One of several reward functions."""
 
-    function: str | None = key(None, help="`file.py:compute_score`, or `digits` for the one that ships; null for none.")
+    name: str = key(help="Of its metrics, reward/NAME/mean and so on: letters, digits and `_`.")
+    function: str = key(help="As reward.function.")
+    weight: float = key(1.0, at_least=-1e6, at_most=1e6, help="The score is the sum of weight times score.")
+    parameters: dict[str, Any] = key({}, help="As reward.parameters.")
+
+
+_Functions = Annotated[tuple[RewardFunctionConfig, ...], Strict(False)]
+
+
+class RewardConfig(Section):
+    """How rollouts are scored: by functions, by a reward model, or by the weighed sum of them."""
+
+    function: str | None = key(None, help="`file.py:compute_score`, or one that ships (docs/reward.md); null for none.")
+    parameters: dict[str, Any] = key({}, help="Further arguments of the function, by name.")
+    functions: _Functions = key(
+        (), help="Several in place of one, such as [{name: right, function: math, weight: 0.9}]."
+    )
     path: str | None = key(None, help="Hugging Face folder of a sequence classifier with one label; null for none.")
+    path_weight: float = key(1.0, at_least=-1e6, at_most=1e6, help="Weight of its score in the sum.")
     timeout_s: float = key(60.0, above=0, unit="s", help="Deadline of one call of the function.")
     num_processes: int | None = key(
         None,
@@ -100,9 +121,54 @@ class RewardConfig(Section):
         unit="processes",
         help="Processes that call the function; null for one a core, up to 16.",
     )
+    max_calls: int | None = key(
+        None, at_least=1, unit="calls", help="Calls after which a process is replaced, for functions that leak."
+    )
+    max_memory_gib: float | None = key(
+        None, above=0, unit="GiB", help="Address space of such a process; beyond, memory has run out for it."
+    )
     max_failed: float = key(
         0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may have no score; with more the run stops."
     )
     overlong: OverlongConfig | None = section(None, help="Penalty for long responses, in training only.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the reward model runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+
+    @property
+    def all_functions(self) -> tuple[RewardFunctionConfig, ...]:
+        """The functions, whether there is one or several."""
+        if self.function is None:
+            return self.functions
+        return (
+            RewardFunctionConfig(name="function", function=self.function, parameters=self.parameters),
+            *self.functions,
+        )
+
+    @property
+    def named_functions(self) -> dict[str, str]:
+        """The functions by the key that names each."""
+        several = {f"reward.functions.{one.name}": one.function for one in self.functions}
+        return several if self.function is None else {"reward.function": self.function} | several
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward by its name; that of the reward model is `model`."""
+        model = {} if self.path is None else {"model": self.path_weight}
+        return {one.name: one.weight for one in self.all_functions} | model
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the names of several functions."""
+        if self.function is not None and self.functions:
+            yield (
+                f"reward.function={self.function!r} beside reward.functions, which stand in its place: put it there, "
+                "with a name and a weight"
+            )
+        names = [one.name for one in self.functions]
+        for index, name in enumerate(names):
+            if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name == "model":
+                yield (
+                    f"reward.functions[{index}].name={name!r}: expected letters, digits and _, and not 'model', which "
+                    "is the reward model's"
+                )
+            elif name in names[:index]:
+                yield f"reward.functions[{index}].name={name!r} is that of another; expected a name of its own"
