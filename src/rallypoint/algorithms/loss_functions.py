@@ -1,8 +1,8 @@
-"""What a learner minimises, as an object that a recipe names, a worker is given and a pickle can carry.
+"""What a learner minimises: an object that a recipe makes, that can be pickled, and that workers call.
 
 Owns: the signature of loss functions, and those of PPO and GRPO. Must not know: configs, models, processes.
 
-A loss function of one's own takes as many lines as its formula; here is cross entropy:
+A loss function of your own needs little more than its formula. This is cross entropy:
 
     @dataclasses.dataclass(frozen=True)
     class CrossEntropy:
@@ -37,12 +37,12 @@ OutputsT_contra = TypeVar("OutputsT_contra", contravariant=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a policy says of the trained tokens of some rows; N is their number, in order."""
+    """A policy's outputs for the N trained tokens of some rows, in their order."""
 
     logprobs: Tensor
     """[N] float32 (float64 of a float64 model), at the temperature of the rollouts."""
     entropy: Tensor
-    """[N], likewise; in nats, of the distribution that the token was drawn from."""
+    """[N], same dtype: entropy, in nats, of the distribution that the token was drawn from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class LossInputs(Generic[BatchT_co]):
     send: Callable[[Tensor], Tensor]
     """Moves a tensor to the model's device."""
     is_on_policy: bool
-    """Whether the weights still are those of the start of the update."""
+    """Whether the weights are still those from the start of the update."""
 
     def at_tokens(self, field: Tensor) -> Tensor:
         """Return a field of the rows at the trained tokens, on the model's device: [T] -> [N]."""
@@ -63,18 +63,18 @@ class LossInputs(Generic[BatchT_co]):
 
 
 class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
-    """A sum over the trained tokens of some rows; several threads may call it at a time."""
+    """A sum over the trained tokens of some rows; several threads may call it at once."""
 
     def denominator(self, batch: BatchT_contra, /) -> float:
-        """Return what the sum over a whole mini-batch, of all ranks, is divided by."""
+        """Return what divides the sum over a whole mini-batch of all ranks."""
         ...
 
     def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT_contra], /) -> tuple[Tensor, Metrics]:
         """Return the sum, a float64 scalar with gradient, and what to watch.
 
         Args:
-            outputs: what the model says of the trained tokens: `TokenOutputs` of a policy, [N] values of a critic.
-            inputs: the rows that they are of.
+            outputs: the model's, for the trained tokens: `TokenOutputs` of a policy, [N] values of a critic.
+            inputs: the rows of these tokens.
         """
         ...
 
@@ -83,22 +83,22 @@ class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
 class ActorLoss:
     """A policy loss, minus an entropy bonus, plus the KL where it belongs to the loss.
 
-    In the first pass of an update the logprobs of the pass itself are the old ones, and the ratio is 1 to the last bit.
-    What another pass found is for comparison: updates are the same with it and without.
+    In the first pass of an update its own logprobs are the old ones, so the ratio is exactly 1. Old logprobs from a
+    separate pass are only compared with them, and do not change that pass.
     """
 
     objective: PolicyObjective
     """The policy loss."""
     corrections: tuple[Correction, ...]
-    """Weights of its tokens for the gap between sampler and trainer."""
+    """Weights of its tokens that correct the gap between sampler and trainer."""
     aggregation: AggregationName
     """What the loss is a mean of."""
     length: float
-    """Tokens that `aggregation` by fixed length divides a row by."""
+    """Tokens by which `aggregation` by fixed length divides a row's sum."""
     entropy_coef: float
     kl: KL | None
     is_single_update: bool
-    """Whether an update is one optimizer step: nothing moves in it, and nothing is clipped."""
+    """Whether an update is one optimizer step: then every ratio is 1, and nothing is clipped."""
 
     def denominator(self, batch: ActorBatch, /) -> float:
         """Return the number of trained tokens, of rows or of prompts."""
@@ -149,12 +149,12 @@ class ActorLoss:
             )
             total = total + (self.kl.coef if rows.kl_coef is None else rows.kl_coef) * penalty.sum
             metrics = merge(metrics, penalty.metrics())
-        # Without weights it is known how many tokens there are, and nothing waits for the device.
+        # Without weights the host knows the number of tokens, and does not wait for the device.
         weight = float(len(logprobs)) if weights is None else float(policy.weight)
         return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), weight)}))
 
     def _correct(self, tokens: PolicyTokens) -> tuple[Tensor | None, Metrics]:
-        """Return the weight of each token and what to watch; None where nothing is corrected."""
+        """Return the weight of each token, and metrics; None if nothing is corrected."""
         if not self.corrections:
             return None, Metrics()
         correction, watched = correct(self.corrections, tokens)

@@ -1,7 +1,7 @@
 """N workers that act as one.
 
 A call names the worker's method itself, so that an editor jumps to it and a type checker knows its
-arguments and result. It can be awaited, waited for, or passed on before its result is there:
+arguments and result. It can be awaited, blocked on, or passed to another group before its result exists:
 
     logprobs = await group.call(ActorWorker.logprobs, batch)
     logprobs = group.call(ActorWorker.logprobs, batch).result()
@@ -57,7 +57,7 @@ class Layout:
     mesh: Mesh | None = None
     """None: all ranks are data-parallel."""
     deadline_s: float | None = None
-    """Seconds a call may take without progress; None for ever."""
+    """Seconds a call may take without progress; None for no limit."""
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.size != len(self.processes):
@@ -81,7 +81,7 @@ class WorkerGroup(Generic[WorkerT]):
         """Make one worker in each process.
 
         Args:
-            layout: whose ranks, where.
+            layout: the role's name, processes and mesh.
             kind: the worker's class; its first argument is a `WorkerContext`, added here.
             *args: for every worker's constructor.
             **kwargs: for every worker's constructor.
@@ -162,13 +162,13 @@ class WorkerGroup(Generic[WorkerT]):
     async def shutdown(self, patience_s: float = 30.0) -> None:
         """Release the workers once they have finished their calls; processes that hold no other role end.
 
-        Does nothing if that has been done. A process that is dead already is no error.
+        A second call does nothing. A process that is already dead is not an error.
 
         Args:
-            patience_s: seconds they may take. A process that is busy for longer, or waits for a dead one, is ended.
+            patience_s: seconds they may take. A process that is busy for longer, or waits for a dead one, is killed.
 
         Raises:
-            WorkerError: a worker that can be closed (a context manager) raised when it was.
+            WorkerError: a worker that can be closed (a context manager) raised on closing.
         """
         number = next(_NUMBERS)
         left = [rank for rank, process in enumerate(self.processes) if self.role in process.roles]
@@ -199,7 +199,7 @@ class WorkerGroup(Generic[WorkerT]):
         """Release the workers of a group that could not be created."""
         number = next(_NUMBERS)
         for rank, process in enumerate(self.processes):
-            if len(process.roles) > 1:  # the process lives on, for others
+            if len(process.roles) > 1:  # the process stays, for other roles
                 process.retire(self._invocation(number, rank, "__exit__"))
             process.release(self.role)
 

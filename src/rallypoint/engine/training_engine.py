@@ -61,7 +61,7 @@ class TrainingEngine(Generic[BatchT]):
         """
         self.shard, self.model = shard, shard.model
         self._mesh, self._sharding = shard.mesh, shard.sharding
-        if optimizer is None and not shard.has_adapters:  # by it adapters are known among frozen weights
+        if optimizer is None and not shard.has_adapters:  # it tells adapters from frozen weights
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         are_masters = self._sharding.half is not None
@@ -107,7 +107,7 @@ class TrainingEngine(Generic[BatchT]):
             for rows, part, positions in self._parts(batch, micro_batches):
                 found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
                 if rows:
-                    # In their order trained tokens are the same with padding and without.
+                    # Trained tokens are in the same order with padding and without.
                     at = token_index(batch.offsets, torch.tensor(rows))
                     values[at[batch.loss_mask[at]]] = found.to(values)
         return PerToken(offsets=batch.offsets, values=values)
@@ -116,7 +116,7 @@ class TrainingEngine(Generic[BatchT]):
         """Take one optimizer step on the rows of all ranks together.
 
         Args:
-            batch: this rank's rows; may be empty, the step is taken all the same.
+            batch: this rank's rows; may be empty: the rank takes part in the step all the same.
             loss: returns a sum over the trained tokens of a micro-batch.
             denominator: divides the sum of the loss over all ranks.
             step: the training step, from 1, for the learning rate.
@@ -134,7 +134,7 @@ class TrainingEngine(Generic[BatchT]):
         try:
             measured, failure = self.accumulate(batch, loss, denominator)
         except Exception as error:
-            # Peers that share this rank's passes wait inside one, where no other news reaches them.
+            # Peers that share this rank's passes are waiting inside one, where nothing else reaches them.
             if self._mesh.everyone.size > self._mesh.sizes["dp_replicate"]:
                 self._mesh.abandon()
                 raise
@@ -153,12 +153,12 @@ class TrainingEngine(Generic[BatchT]):
         """Compute the gradients of this rank's rows; a loss that is not finite does not end the passes.
 
         Returns:
-            Metrics, and what went wrong. Ranks that share passes have made all of them in either case.
+            Metrics, and what went wrong. In either case ranks that share passes have completed all of them.
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         try:
             micro_batches = self._cut(batch)
-        except (ValueError, PeerFailedError) as error:  # the ranks that share passes fail as well: none has begun one
+        except (ValueError, PeerFailedError) as error:  # ranks that share passes fail together, before any pass
             return [], error
         self.optimizer.zero_grad(set_to_none=False)
         measured: list[Metrics] = []
@@ -172,7 +172,7 @@ class TrainingEngine(Generic[BatchT]):
                 self._sharding.backward(total / denominator)
                 measured.append(metrics)
                 passed.append((rows, total.detach()))
-        # All at once: a look at each would wait for the device before it has anything else to do.
+        # Read all at once: to read each after its pass would wait for the device while it has nothing else to do.
         totals = torch.stack([total for _, total in passed]).tolist() if passed else []
         for (rows, _), total in zip(passed, totals, strict=True):
             if not math.isfinite(total):
@@ -180,7 +180,7 @@ class TrainingEngine(Generic[BatchT]):
         return measured, None
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
-        """Return a zero from a pass without rows, which has the collectives of a pass with rows."""
+        """Return zero from a pass without rows, which runs the same collectives as a pass with rows."""
         return TokenStream(self.shard, part, positions).states().sum() + self._sharding.touch()
 
     @torch.no_grad()
@@ -198,11 +198,11 @@ class TrainingEngine(Generic[BatchT]):
         return _name_rows(batch, guilty or rows)
 
     def _reduce_and_clip(self, max_norm: float, failure: Exception | None) -> float:
-        """Sum gradients over the ranks, scale them down to a global norm, and return the norm before.
+        """Sum gradients over the ranks, clip them to a global norm, and return the norm before clipping.
 
         A rank that failed takes part and says so; otherwise the others would wait for it.
         """
-        # First who failed: sums over the ranks would wait for a rank that is not coming.
+        # First ask who failed: the sums of gradients would wait for a rank that does not come.
         num_failed = torch.tensor([0.0 if failure is None else 1.0])
         self._mesh.everyone.all_reduce_sum([num_failed])
         if failure is not None:
@@ -217,7 +217,7 @@ class TrainingEngine(Generic[BatchT]):
         return norm
 
     def _cut(self, batch: Sequences) -> list[list[int]]:
-        """Return the rows of each micro-batch that has something to train; ranks that share passes get as many.
+        """Return the rows of each micro-batch with trained tokens; ranks that share passes get equally many of them.
 
         Raises:
             RowTooLongError: one row alone exceeds the cap.
@@ -246,7 +246,7 @@ class TrainingEngine(Generic[BatchT]):
         return micro_batches + [[]] * (self._sharding.agree(len(micro_batches)) - len(micro_batches))
 
     def _parts(self, batch: RowsT, micro_batches: list[list[int]]) -> Iterator[tuple[list[int], RowsT, Tensor]]:
-        """Yield the rows of each micro-batch, as numbers and as what goes through the model, with trained positions."""
+        """Yield each micro-batch: the numbers of its rows, the rows for the model, the positions of trained tokens."""
         for rows in micro_batches:
             part = batch.rows(rows)
             part = part.padded(int(part.lengths.max())) if self._padded and rows else part
@@ -260,7 +260,7 @@ def _name_rows(batch: Sequences, rows: list[int]) -> str:
 
 
 def check_tokens(batch: Sequences, num_ids: int) -> None:
-    """Refuse tokens beyond the rows of a model's embedding, which a policy with a larger one may sample.
+    """Refuse token ids that a model's embedding does not have; a policy with a larger one may sample them.
 
     Args:
         batch: any rows.

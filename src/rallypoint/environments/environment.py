@@ -1,4 +1,4 @@
-"""What happens between a prompt and its rollout: an episode, which samples as often as it needs.
+"""An episode: what happens between a prompt and its rollout. It samples as often as it needs.
 
 Owns: what an environment is given and returns. Must not know: engines, versions, rewards. Most runs have a single turn.
 An environment of several turns samples, looks at the response, and goes on with tokens of its own:
@@ -8,8 +8,8 @@ An environment of several turns samples, looks at the response, and goes on with
         second = await client.sample(LOOK_AGAIN)
         return Trajectory(turns=(first, second))
 
-The client remembers the tokens so far, so the turns of a trajectory always follow each other, and what is trained are
-exactly the tokens that the policy sampled.
+The client remembers the tokens so far, so each turn of a trajectory continues the one before, and training uses exactly
+the tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Client(Protocol):
     """Samples for one episode."""
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
-        """Sample a response to everything so far and some more tokens.
+        """Append tokens to everything so far, and sample a response.
 
         Raises:
-            GenerationError: the engine has failed on it; the rollout is left out, and counted.
+            GenerationError: the engine failed on this request; the rollout is left out and counted.
         """
         ...
 
 
 Episode: TypeAlias = Callable[[Prompt, Client], Awaitable[Trajectory]]
-"""Takes a prompt and returns one rollout of it. It may wait for anything; others go on meanwhile. An error that it
-raises ends the run, except GenerationError."""
+"""Takes a prompt and returns one rollout of it. It may wait for anything; other episodes continue meanwhile. An
+error that it raises ends the run, except GenerationError."""
 
 
 async def single_turn(prompt: Prompt, client: Client) -> Trajectory:

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic (arXiv 1707.06347) and a pull to a reference (arXiv 2203.02155)."""
+"""Proximal policy optimisation (arXiv 1707.06347) with a critic, and a KL penalty to a reference (arXiv 2203.02155)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rallypoint.types import Metrics, merge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPO(RolloutRecipe):
-    """Actor, rollout, reference and critic, and one step."""
+    """The roles of PPO and its training step."""
 
     critic: Critic
 

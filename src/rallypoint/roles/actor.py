@@ -60,7 +60,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     @collect
     @in_turn()
     def held(self) -> dict[str, Held]:
-        """Return the parts of the trained weights that this rank holds, and the type they are published in."""
+        """Return which parts of the trained weights this rank holds, and the dtype that they are published in."""
         return self._held()
 
     def _held(self) -> dict[str, Held]:
@@ -96,7 +96,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @contextlib.contextmanager
     def _open_source(self) -> Iterator[Sender]:
-        """Hold the weights ready to be sent, as a turn of this role."""
+        """Take the turn of this role, and offer its weights for sending."""
         with self.turns.turn():
             yield Sender(self.engine.shard.trained())
 
@@ -105,7 +105,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return policy_outputs(self.engine.shard, rows, at, self.config.temperature)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
-        """Compare rollouts, in the first pass over them, with the pass that judged; if none did, with the sampler."""
+        """In the first pass over rollouts, compare its logprobs with the judging pass's; without one, the sampler's."""
         rows, at = inputs.rows, inputs.positions
         if not isinstance(rows, ActorBatch) or not inputs.is_on_policy:
             return Metrics()
@@ -117,7 +117,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
 
 _COMPARED_EVERY = 32
-"""Batches between two that get both passes; the extra pass costs a two-hundredth of a step's time."""
+"""Every so many batches get both passes, to compare them; that costs a two-hundredth of a step's time."""
 
 
 class Actor(Learner[BatchT, ActorWorker[BatchT]]):
@@ -138,7 +138,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     @classmethod
     async def create(cls, placement: Placement, loss: LossFunction[BatchT, TokenOutputs]) -> Actor[BatchT]:
-        """Start the workers; they load the initial policy, and are to minimise a loss."""
+        """Start the workers, which load the initial policy and will minimise the loss."""
         return cls(placement.config, await placement.group("actor", ActorWorker, loss), loss)
 
     async def logprobs(self, batch: Sequences) -> Tensor:
@@ -146,21 +146,21 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
 
     async def old_logprobs(self, batch: Sequences) -> Tensor | None:
-        """Return the same at the start of an update; None if the update's own first pass computes them.
+        """Return the logprobs before an update; None if the update's own first pass computes them.
 
-        It does when a batch is for one optimizer step. The first two batches of a start (before the first, adapters are
-        zero) and some later ones get both passes, so that every run compares them.
+        That is so when a batch is for one optimizer step. The first two batches after a start (adapters are still zero
+        in the very first) and every 32nd get both passes, so that every run compares them.
         """
         is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
         return await self.logprobs(batch) if is_compared or not self._config.judges_in_update else None
 
     async def update(self, batch: BatchT, step: int) -> Metrics:
-        """Train on the rows of a step, mini-batch by mini-batch; while a critic warms up, stay as it is.
+        """Train on the rows of a step, mini-batch by mini-batch; while a critic warms up, do nothing.
 
         Raises:
             ValueError: a batch for several optimizer steps has no old_logprobs.
-            OffPolicyError: the first pass disagrees with old_logprobs; or, in a batch without them, with the rollouts:
-                that is known after the step, which is not published.
+            OffPolicyError: the first pass disagrees with old_logprobs; or, in a batch without them, with the rollouts.
+                The latter is known only after the step, which is then not published.
         """
         if step <= self._config.num_frozen_steps:
             return Metrics({"actor/num_tokens": Sum(0)})
@@ -196,7 +196,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         self.is_published.set()
 
     async def written(self, taker: RoleName) -> Path:
-        """Write the current weights for another role, and return their folder, which is that role's to remove."""
+        """Write the current weights for another role, and return their folder; that role removes it."""
         return await self._group.call(ActorWorker.write_published, self.version, taker)
 
     async def _check_copies(self) -> None:

@@ -2,8 +2,8 @@
 
 Owns: when a rank's engine is awake, and which weights it has. Must not know: what a response is for.
 
-Consumes: requests, at any time. Produces: outputs, as responses end. Waits for: the ranks, a slice of time at once.
-Unblocked by: `sample`. Invariant: an engine is awake only while it has requests, and its role has a turn meanwhile.
+Consumes: requests, at any time. Produces: outputs, as responses end. Waits for: the ranks, one time slice per call.
+Unblocked by: `sample`. Invariant: an engine is awake only while it has requests, and its role holds the turn meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RolloutWorker(TurnTaker):
         self._is_sampling = False
         self._shard: ModelShard | None = None
         self._server: VLLMEngine | None = None
-        """Engine in another process, which has the model; None if this one has it."""
+        """Engine in a process of its own that holds the model; None if this process holds it."""
         if config.rollout.engine == "vllm":
             make_room_for_neighbour(context)
             self._server = start_server(spec, context, self._until)
@@ -82,13 +82,13 @@ class RolloutWorker(TurnTaker):
 
     @scatter
     def advance(self, orders: Orders) -> list[Output]:
-        """Begin with requests and give others up, then sample until one has ended or a slice of time is over.
+        """Start new requests, cancel others, then sample until one ends or the time slice is over.
 
         The role keeps its turn until no request is left.
 
         Raises:
-            WeightsMismatchError: this rank does not hold the weights that are meant.
-            RallyError: a request has failed for another reason than its engine, as for logits that are not finite.
+            WeightsMismatchError: this rank does not hold the expected version of the weights.
+            RallyError: a request failed for a reason other than its engine, such as logits that are not finite.
         """
         if not orders.new and not self._engine.has_work:
             return []
@@ -104,7 +104,7 @@ class RolloutWorker(TurnTaker):
                 self._sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
-            # The driver waits for all ranks, so several of them answer at the same time.
+            # The driver waits for all ranks, so with several of them each samples for the whole slice.
             outputs = self._desk.take(orders) + self._desk.sample(until_one_ends=self._context.num_ranks == 1)
             for output in outputs:
                 if output.error is not None and not isinstance(output.error, GenerationError):
@@ -115,18 +115,18 @@ class RolloutWorker(TurnTaker):
         return outputs
 
     def _stop(self) -> None:
-        """Put the engine to sleep and end the turn: other roles of this process have the memory then."""
+        """Put the engine to sleep and end the turn, so that other roles of this process get the memory."""
         self._is_sampling = False
         self._sampling.close()
 
     def _give_up(self) -> None:
-        """Leave nothing under way behind an error."""
+        """Cancel all requests after an error."""
         self._stop()
         self._desk.clear()
 
     @collect
     def open_outside(self, max_rows: int) -> int:
-        """Get ready for requests from outside; return how long prompt and response may be together.
+        """Prepare for requests from outside; return the most tokens that prompt and response may have together.
 
         Args:
             max_rows: requests from outside that run at once.
@@ -145,9 +145,9 @@ class RolloutWorker(TurnTaker):
     @scatter
     @in_turn()
     def advance_outside(self, orders: Orders) -> list[Output]:
-        """Do the same for requests from outside, on an engine of their own, which is asleep between two slices.
+        """Do the same for requests from outside, on an engine of their own that sleeps between slices.
 
-        So they change neither what training samples nor the memory that it finds.
+        So they change neither what training samples nor how much memory it finds.
         """
         assert self._outside is not None, "`open_outside` comes first"
         assert not self._is_sampling, "training samples: requests from outside wait"
@@ -157,7 +157,7 @@ class RolloutWorker(TurnTaker):
             engine.load(self._engine.version, None)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._renew_outside)
-            # Token by token, so that what a slice sampled is kept wherever the engine is when it ends.
+            # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
             outputs = self._outside.take(orders, streamed=True)
             engine.wake()
             try:
@@ -173,14 +173,14 @@ class RolloutWorker(TurnTaker):
 
     @collect
     def memory(self) -> Metrics:
-        """See `TurnTaker.memory`; with that of the server, and `num_server_restarts` since this was last asked."""
+        """See `TurnTaker.memory`; includes the server's memory, and `num_server_restarts` since the last call."""
         if self._server is None:
             return self.turns.metrics()
         restarts = Metrics({"num_server_restarts": Sum(self._server.take_restarts())})
         return merge(self.turns.metrics(self._server.memory_bytes()), restarts)
 
     def check_whole(self) -> None:
-        """Refuse to sample from a model of which only parts were loaded.
+        """Refuse to sample from a model whose last load did not complete.
 
         Raises:
             WeightsMismatchError: the last load has failed.
@@ -190,7 +190,7 @@ class RolloutWorker(TurnTaker):
 
     @broadcast
     def open_line(self, way: Way, plan: TransferPlan) -> None:
-        """Meet those who send weights, when it is sure that they are of this model.
+        """Check that the weights are those of this model, then connect to the ranks that send them.
 
         Raises:
             WeightsMismatchError: names, shapes or types are not those of the model.
@@ -202,10 +202,10 @@ class RolloutWorker(TurnTaker):
 
     @broadcast
     def load(self, version: int, published: Path | None) -> None:
-        """Take over new weights: of a folder, from the line, or, beside an unsharded actor, those that are in place.
+        """Load new weights: from a folder, over the line, or, if the actor's own tensors are used, those in place.
 
-        Requests under way go on with them. From the first tensor to the last one the model is of no version, and after
-        an error it stays so: nothing is sampled until a whole version has been loaded.
+        Running requests continue with them. While tensors arrive the model has no version; after an error it keeps
+        none, and nothing is sampled until a complete version has been loaded.
 
         Raises:
             WeightsMismatchError: they are damaged, incomplete, or of another version or model.
@@ -241,11 +241,11 @@ class Rollouts:
     def __init__(self, config: RunConfig, group: WorkerGroup[RolloutWorker], way: Way) -> None:
         self._config, self._group = config, group
         self.way: Way = way
-        """How published weights get to it; "shared" when it samples from the actor's own tensors."""
+        """How published weights reach this role; "shared" when it samples from the actor's own tensors."""
         self.version = 0
-        """Version of the weights that it holds."""
+        """Version of the weights that this role holds."""
         self.num_loads = 0
-        """Loads so far."""
+        """Number of loads so far."""
         self.is_idle = asyncio.Event()
         """Set while training has no request under way."""
         self.is_idle.set()
@@ -259,10 +259,10 @@ class Rollouts:
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
-        """Start the workers; the actor's must be there before.
+        """Start the workers; the actor's must be running already.
 
         Raises:
-            PlacementError: rollout.weights is a way that does not lead from one role to the other.
+            PlacementError: the way that rollout.weights names cannot connect the processes of the two roles.
         """
         shares_actor = placement.config.rollout_shares_actor
         group = await placement.group("rollout", RolloutWorker, shares_actor)
@@ -280,21 +280,21 @@ class Rollouts:
         return self._group.mesh.size
 
     def rank_of(self, place: int, num_prompts: int) -> int:
-        """Return the rank that samples the prompt at a place of a batch: neighbours go to the same one."""
+        """Return the rank that samples the prompt at a place in its batch; neighbouring prompts share a rank."""
         return (self.num_ranks * (place + 1) - 1) // num_prompts
 
     async def sample(self, request: Request, rank: int | None = None) -> list[Output]:
-        """Sample one response and return its outputs, of which the last one ends it.
+        """Sample one response and return its outputs; the last one has the finish reason.
 
-        Requests that are submitted before this coroutine's caller lets the event loop go on are sampled together.
+        Requests that are submitted in the same pass of the event loop are sampled together.
 
         Args:
-            request: what is asked for.
-            rank: to sample it; None: that with the fewest requests.
+            request: what to sample.
+            rank: the rank that samples it; None for the one with the fewest requests.
 
         Raises:
-            GenerationError: the engine has failed on it.
-            WorkerError: a rank has failed, and with it all requests.
+            GenerationError: the engine failed on this request.
+            WorkerError: a rank failed, and all requests with it.
         """
         outputs: list[Output] = []
         number, ended = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -322,7 +322,7 @@ class Rollouts:
         return outputs
 
     async def stop(self) -> None:
-        """Give up what is under way, and wait until nothing is."""
+        """Cancel all requests, and wait until none is running."""
         if self._pump is not None and not self._pump.done():
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -333,7 +333,7 @@ class Rollouts:
             await self._requests.advance()
 
     def _end_sampling(self, pump: asyncio.Task[None]) -> None:
-        """Tell everybody who waits for a response what a rank has raised."""
+        """Pass a rank's error on to every caller who waits for a response."""
         if pump.cancelled() or pump.exception() is not None:
             self._requests.clear()
             for ended in self._waiting.values():
@@ -345,12 +345,12 @@ class Rollouts:
             self.is_idle.set()
 
     async def open_outside(self, max_rows: int) -> tuple[RequestQueue, int]:
-        """Return a queue for requests from outside, and how long prompt and response may be together.
+        """Return a queue for requests from outside, and the most tokens that prompt and response may have together.
 
-        It may be advanced only while `is_idle` is set.
+        Advance the queue only while `is_idle` is set.
 
         Args:
-            max_rows: of them that run on each rank at once.
+            max_rows: requests from outside that run on each rank at once.
         """
         longest = min(await self._group.call(RolloutWorker.open_outside, max_rows))
         queue = RequestQueue(
@@ -361,11 +361,11 @@ class Rollouts:
         return queue, longest
 
     async def open_line(self, plan: TransferPlan) -> None:
-        """Have every rank meet those who send weights."""
+        """Connect every rank to the ranks that send weights."""
         await self._group.call(RolloutWorker.open_line, self.way, plan)
 
     async def load(self, version: int, published: Path | None = None) -> None:
-        """Take over new weights on every rank: from a folder, or as they come."""
+        """Load new weights on every rank: from a folder, or as they arrive."""
         self._next_version = version  # calls reach a rank in the order in which they are sent
         await self._group.call(RolloutWorker.load, version, published)
         self.version = version

@@ -6,7 +6,7 @@ is done with a batch.
 Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order of admission. Waits
 for: the rollout role, the reward function and the reward model. Unblocked by: a publish, which brings the next version.
 
-The state to be saved is one number, of prompts that batches were made of; everything else follows from it and the seed.
+A checkpoint needs one number of it: how many prompts have gone into batches. The rest follows from that and the seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VALIDATION_STREAM = 2**32
 
 
 class RolloutSource:
-    """Admits prompts, has them answered and scored."""
+    """Admits prompts and returns them as sampled and scored batches."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RolloutSource:
 
     @property
     def num_admitted(self) -> int:
-        """Prompts that batches were made of: all that has to be saved."""
+        """Number of prompts that have gone into batches: all that a checkpoint needs."""
         return self._groups.num_taken
 
     @num_admitted.setter
@@ -85,18 +85,18 @@ class RolloutSource:
         )
 
     def hurry(self) -> None:
-        """Give the reward function only some seconds from now on: the run is to end."""
+        """From now on give the reward function only a few seconds, because the run is ending."""
         self._interrupted.set()
 
     async def next_batch(self) -> Sampled:
-        """Return B scored rollouts of the next P prompts, fewer when reward function or model failed on some.
+        """Return B scored rollouts of the next P prompts, fewer if some could not be scored.
 
         Raises:
-            RewardError: they failed on more of them than reward.max_failed, or on all.
+            RewardError: more of them than reward.max_failed could not be scored, or none could.
             GenerationError: all rollouts have failed.
             StalenessError: a rollout was sampled from weights that are too old, or no weights were loaded since the
-                batch before.
-            AbandonedError: the run is to end, and the reward function takes long.
+                previous batch.
+            AbandonedError: the run is ending, and the reward function did not return in time.
         """
         if self.rollouts.num_loads > self._num_loads:
             self._num_loads = self.rollouts.num_loads
@@ -105,7 +105,7 @@ class RolloutSource:
         if not self._batches:
             raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
         sampled = await self._finish(self._batches[0])
-        taken = self._groups.take()  # outside the assertion, which `python -O` leaves out
+        taken = self._groups.take()  # outside the assert statement, which `python -O` removes
         assert taken is not None, "its groups are complete"
         self._batches.popleft()
         self.records = sampled.records
@@ -133,7 +133,7 @@ class RolloutSource:
         return await self._finish(self._sampler.begin(prompts, params, 1))
 
     def _admit(self) -> None:
-        """Have prompts sampled while there are slots; all of a batch before the first token of it."""
+        """Submit prompts while there are free slots; a whole batch is submitted before its first token is sampled."""
         num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
         for first in range(admitted.start, admitted.stop, num_prompts):
             prompts: dict[int, Prompt] = {}
@@ -144,7 +144,7 @@ class RolloutSource:
             self._batches.append(self._sampler.begin(prompts, self._params, group_size, complete))
 
     async def _finish(self, batch: GroupsUnderWay) -> Sampled:
-        """Wait until a batch is sampled and scored; after an error nothing is under way."""
+        """Wait until a batch is sampled and scored; after an error nothing is left running."""
         async with contextlib.AsyncExitStack() as if_it_fails:
             if_it_fails.push_async_callback(self._give_up, batch)
             with span("rollout"):
@@ -154,8 +154,8 @@ class RolloutSource:
                 self._say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
             with span("reward"):
                 rows = RolloutBatch.join([group.rows for group in groups])
-                # At once, and not by group: last bits depend on what is computed together, and it may need the
-                # processes that sample.
+                # The whole batch at once, not group by group: the last bits of a score depend on which rows are
+                # computed together, and the reward model may share its processes with the sampler.
                 scores = await self._reward_model.scores(rows)
                 model = None if scores is None else ModelScores.of(scores, self._config.reward)
                 scored_groups = await batch.scored(self._interrupted)
@@ -172,18 +172,18 @@ class RolloutSource:
         return Sampled(scored.batch, merge(measured, scored.metrics), records)
 
     async def close(self) -> None:
-        """Give up what is sampled ahead; a run with max_staleness 0 samples nothing ahead."""
+        """Cancel what is being sampled ahead; with max_staleness 0 there is nothing."""
         await self._give_up()
 
     async def _give_up(self, *batches: GroupsUnderWay) -> None:
         for each in (*batches, *self._batches):
             each.close()
-        self._grader.close()  # or threads would wait for its calls
+        self._grader.close()  # otherwise threads would go on waiting for its calls
         await self.rollouts.stop()
 
 
 def _penalty_of(config: RunConfig) -> OverlongPenalty | None:
-    """Return what long responses lose in training; None without reward.overlong."""
+    """Return the penalty for overlong responses; None without reward.overlong."""
     if config.reward.overlong is None:
         return None
     max_tokens, buffer = config.overlong
