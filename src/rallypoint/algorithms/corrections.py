@@ -170,23 +170,36 @@ def correct(
     }
 
 
-def gap_metrics(tokens: PolicyTokens) -> Metrics:
+WIDE = (0.5, 2.0)
+"""Ratios of sampler and trainer within are common, in half precision too; those outside are what masks are for."""
+
+
+def gap_metrics(rollout_logprobs: Float[Tensor, " N"], old_logprobs: Float[Tensor, " N"]) -> Metrics:
     """Return how far the sampler is from the trainer: the numbers to watch in every run.
 
-    `rollout_kl` is the k3 estimate of KL(rollout || old) a token, `rollout_chi2` that of the chi-square divergence,
-    `rollout_ratio_max` the largest rho, and `rollout_log_ppl_ratio` the mean of -log rho: what the sampler's
-    perplexity has to be multiplied with, as a logarithm.
+    `gap_kl` is the k3 estimate of KL(rollout || old) a token, `gap_chi2` that of the chi-square divergence, `ratio_max`
+    the largest rho, `ratio_outside` the share of tokens whose rho is not within `WIDE`, and `gap_log_ppl` the mean of
+    -log rho: what the sampler's perplexity has to be multiplied with, as a logarithm.
+
+    >>> found = gap_metrics(torch.tensor([0.5, 0.25, 0.1]).log(), torch.tensor([0.5, 0.25, 0.4]).log()).scalars()
+    >>> {name: round(x, 3) for name, x in found.items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'rollout/gap_kl': 0.538, 'rollout/gap_chi2': 5.0, 'rollout/gap_log_ppl': -0.462, 'rollout/ratio_outside': 0.333,
+     'rollout/ratio_max': 4.0}
+
+    Args:
+        rollout_logprobs: [N] of trained tokens, by the sampler.
+        old_logprobs: [N] by the trainer.
     """
-    tokens = dataclasses.replace(tokens, logprobs=tokens.logprobs.detach()).masked()
-    gap, count = log_ratio(tokens.old_logprobs, tokens.rollout_logprobs), float(tokens.loss_mask.sum())
-    ratio = torch.where(tokens.loss_mask, _exp(gap), 1.0)
+    gap, count = log_ratio(old_logprobs, rollout_logprobs), len(old_logprobs)
+    ratio = _exp(gap).double()
     found: dict[str, Metric] = {
-        "rollout_kl": Mean(float(_k3(gap).sum(dtype=torch.float64)), count),
-        "rollout_chi2": Mean(float((ratio.double().square() - 1.0).sum()), count),
-        "rollout_log_ppl_ratio": Mean(float(-gap.sum(dtype=torch.float64)), count),
+        "rollout/gap_kl": Mean(float(_k3(gap).sum()), count),
+        "rollout/gap_chi2": Mean(float((ratio.square() - 1.0).sum()), count),
+        "rollout/gap_log_ppl": Mean(float(-gap.double().sum()), count),
+        "rollout/ratio_outside": Mean(float(((ratio < WIDE[0]) | (ratio > WIDE[1])).sum()), count),
     }
     if count:
-        found["rollout_ratio_max"] = Maximum(float(ratio.max()))
+        found["rollout/ratio_max"] = Maximum(float(ratio.max()))
     return Metrics(found)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms.aggregation import AggregationName, aggregate, num_prompts_held
-from rallypoint.algorithms.corrections import Correction, correct, gap_metrics
+from rallypoint.algorithms.corrections import Correction, correct
 from rallypoint.algorithms.critic_losses import value_loss
 from rallypoint.algorithms.kl import KL
 from rallypoint.algorithms.losses import entropy_bonus, kl_loss
@@ -100,6 +100,12 @@ class ActorLoss:
     is_single_update: bool
     """Whether an update is one optimizer step: then every ratio is 1, and nothing is clipped."""
 
+    @property
+    def needs_advantage(self) -> bool:
+        """Whether nothing is learned from a row whose advantages are all 0: its loss is 0, without a gradient."""
+        is_kl_in_loss = self.kl is not None and self.kl.placement == "loss"
+        return self.objective.needs_advantage and not self.entropy_coef and not is_kl_in_loss
+
     def denominator(self, batch: ActorBatch, /) -> float:
         """Return the number of trained tokens, of rows or of prompts."""
         if self.aggregation == "token":
@@ -127,13 +133,13 @@ class ActorLoss:
             num_rows=len(rows),
         )
         weights = None if rows.loss_weights is None else inputs.send(rows.loss_weights)[tokens.rows]
-        correction, gap = self._correct(tokens)
+        correction, corrected = self._correct(tokens)
         policy = self.objective(tokens, weights=weights, correction=correction)
         entropy = entropy_bonus(outputs.entropy, everything, weights=weights)
         total = policy.sum
         if self.entropy_coef:  # a gradient of zeros would be another pass over all logits
             total = total - self.entropy_coef * entropy.sum
-        metrics = merge(policy.metrics() if not self.is_single_update else policy.mean(), entropy.metrics(), gap)
+        metrics = merge(policy.metrics() if not self.is_single_update else policy.mean(), entropy.metrics(), corrected)
         if self.is_single_update and self.objective.is_watched_at_start:
             metrics = merge(metrics, policy.noted())
         if self.kl is not None and rows.reference_logprobs is not None:
@@ -159,8 +165,9 @@ class ActorLoss:
             return None, Metrics()
         correction, watched = correct(self.corrections, tokens)
         weight = float(len(correction))
-        means = {name: Mean(float(x.sum(dtype=torch.float64)), weight) for name, x in watched.items()}
-        return correction, merge(means, gap_metrics(tokens))
+        return correction, Metrics(
+            {name: Mean(float(x.sum(dtype=torch.float64)), weight) for name, x in watched.items()}
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from rallypoint.algorithms import LossFunction, LossInputs, TokenOutputs
+from rallypoint.algorithms import ActorLoss, LossFunction, LossInputs, TokenOutputs, rows_that_learn
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
@@ -19,11 +20,11 @@ from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
-from rallypoint.roles.learner import Learner, LearnerWorker
+from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.types import ActorBatch, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.types import ActorBatch, Mean, Metric, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -170,12 +171,32 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             raise ValueError(
                 f"a batch for {len(batches.parts)} optimizer steps needs old_logprobs, which are None: judge it first"
             )
-        metrics = await self._group.call(ActorWorker.train, batches, step)
+        computed = batches.only(self._learns)
+        metrics = await self._group.call(ActorWorker.train, computed, step)
         check_gap(metrics, self._config.checks)
         self._num_updates += 1
         self.version += len(batches.parts)
-        num_tokens = Metrics({"num_tokens": Sum(sum(part.num_loss_tokens for part in batches.parts))})
-        return merge(metrics, num_tokens).prefixed("actor")
+        return merge(metrics, self._counted(batches, computed, metrics)).prefixed("actor")
+
+    def _learns(self, part: BatchT) -> Tensor:
+        """Return which rows of a mini-batch have a gradient."""
+        if not isinstance(self._loss, ActorLoss) or not self._loss.needs_advantage or not isinstance(part, ActorBatch):
+            return torch.ones(len(part), dtype=torch.bool)
+        return rows_that_learn(part.advantages, part.loss_mask, part.offsets)
+
+    def _counted(self, batches: MiniBatches[BatchT], computed: MiniBatches[BatchT], metrics: Metrics) -> Metrics:
+        """Return how much was learned from, and what gives the losses the denominator of all rows, computed or not."""
+        num_tokens = sum(part.num_loss_tokens for part in batches.parts)
+        counted: dict[str, Metric] = {"num_tokens": Sum(num_tokens)}
+        if isinstance(self._loss, ActorLoss) and batches.parts:
+            for name in ("loss", "policy_loss"):
+                found = metrics.get(name, Mean(0.0, 0.0))
+                assert isinstance(found, Mean), "`ActorLoss` makes both"
+                counted[name] = Mean(0.0, sum(batches.denominators) - found.weight)
+            if self._loss.needs_advantage:
+                num_rows, num_computed = (sum(map(len, these.parts)) for these in (batches, computed))
+                counted["skipped_fraction"] = Mean(num_rows - num_computed, num_rows)
+        return Metrics(counted)
 
     async def publish(self, rollouts: Rollouts) -> None:
         """Give the rollout role the current weights.

@@ -11,7 +11,7 @@ import dataclasses
 
 from torch import Tensor
 
-from rallypoint.algorithms import kl_penalty
+from rallypoint.algorithms import gap_metrics, kl_penalty
 from rallypoint.config import CheckConfig
 from rallypoint.errors import OffPolicyError
 from rallypoint.run.agreement import (
@@ -24,7 +24,7 @@ from rallypoint.run.agreement import (
     WORST_SAMPLE,
     WORST_TOKEN,
 )
-from rallypoint.types import ActorBatch, AtMaximum, JudgedBatch, Maximum, Mean, Metric, Metrics
+from rallypoint.types import ActorBatch, AtMaximum, JudgedBatch, Maximum, Mean, Metric, Metrics, merge
 
 REFERENCE_KL = "kl/reference_mean"
 """Name of the KL to the reference (k3) before the update."""
@@ -42,11 +42,13 @@ def compare(
         reference_logprobs: [N], or None in a run without KL.
 
     Returns:
-        The gap, the place of its maximum, and the KL (k3); nothing if no token is trained.
+        The gap, the place of its maximum, how far apart the two distributions are (see `gap_metrics`), and the KL (k3)
+        to the reference; nothing if no token is trained.
     """
     if not len(at):
         return Metrics()
-    gap = (batch.rollout_logprobs[at] - old_logprobs).abs()
+    rollout_logprobs = batch.rollout_logprobs[at]
+    gap = (rollout_logprobs - old_logprobs).abs()
     largest, worst = float(gap.max()), int(gap.argmax())
     token = int(at[worst])
     row = int(batch.row_of_token[token])
@@ -57,13 +59,13 @@ def compare(
         WORST_SAMPLE: AtMaximum(int(batch.sample_index[row]), of=largest),
         WORST_PLACE: AtMaximum(token - int(batch.offsets[row]), of=largest),
         WORST_TOKEN: AtMaximum(int(batch.tokens[token]), of=largest),
-        WORST_ROLLOUT: AtMaximum(float(batch.rollout_logprobs[token]), of=largest),
+        WORST_ROLLOUT: AtMaximum(float(rollout_logprobs[worst]), of=largest),
         WORST_OLD: AtMaximum(float(old_logprobs[worst]), of=largest),
     }
     if reference_logprobs is not None:
         kl = kl_penalty(old_logprobs, reference_logprobs, "k3")
         metrics[REFERENCE_KL] = Mean(float(kl.double().sum()), len(at))
-    return Metrics(metrics)
+    return merge(metrics, gap_metrics(rollout_logprobs, old_logprobs))
 
 
 def check_gap(metrics: Metrics, checks: CheckConfig) -> None:

@@ -229,6 +229,18 @@ class MiniBatches(Generic[BatchT]):
             parts += [part for part in batch.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
         return cls(tuple(parts), tuple(map(denominator, parts)), attention_cost)
 
+    def only(self, learns: Callable[[BatchT], Tensor]) -> MiniBatches[BatchT]:
+        """Leave out rows from which nothing is learned; steps and denominators stay as they are.
+
+        The weights are the same as with these rows, up to the rounding of sums in other micro-batches.
+
+        Args:
+            learns: (mini-batch) -> [B] whether a row has a gradient.
+        """
+        kept = [(part, learns(part)) for part in self.parts]
+        parts = tuple(part if rows.all() else part.rows(rows.nonzero().flatten()) for part, rows in kept)
+        return dataclasses.replace(self, parts=parts)
+
     def split(self, num_parts: int) -> list[MiniBatches[BatchT]]:
         """Give every rank its rows of each mini-batch, balanced by cost."""
         dealt = [deal(part, num_parts, self.attention_cost)[0] for part in self.parts]

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,6 @@ from rallypoint.algorithms import (
     OBJECTIVES,
     ActorLoss,
     AdaptiveKL,
-    PolicyTokens,
     aggregate,
     gap_metrics,
     has_signal,
@@ -18,7 +19,7 @@ from rallypoint.algorithms import (
 )
 from rallypoint.testing import CASES
 from rallypoint.testing.cases import make_case
-from rallypoint.types import JudgedBatch
+from rallypoint.types import JudgedBatch, merge
 
 RULES = ["token", "sequence", "fixed_length", "prompt"]
 
@@ -102,30 +103,28 @@ def test_a_divergence_that_is_not_a_number_leaves_the_coefficient_alone():
     assert AdaptiveKL(target=0.1, horizon=1000.0).next(coef=2.0, kl=float("nan"), num_rollouts=100) == 2.0
 
 
-def test_the_gap_is_measured_over_trained_tokens_whatever_stands_elsewhere():
-    found = gap_metrics(CASES["on policy"].tokens()).scalars()
-    assert found == {"rollout_kl": 0.0, "rollout_chi2": 0.0, "rollout_log_ppl_ratio": 0.0, "rollout_ratio_max": 1.0}
-    assert all(value == value for value in gap_metrics(CASES["excluded by the sampler"].tokens()).scalars().values())
+def test_equal_policies_have_no_gap_and_tokens_that_one_excludes_have_a_finite_one():
+    nothing = torch.zeros(0)
+    logprobs = torch.tensor([-1.0, -0.5, -torch.inf])
+    names = ("gap_kl", "gap_chi2", "gap_log_ppl", "ratio_outside")
+    expected = {**{f"rollout/{name}": 0.0 for name in names}, "rollout/ratio_max": 1.0}
+    assert gap_metrics(logprobs, logprobs).scalars() == expected
+    assert all(
+        math.isfinite(x) for x in gap_metrics(logprobs, torch.tensor([-1.0, -torch.inf, -3.0])).scalars().values()
+    )
+    halves = merge(gap_metrics(logprobs, logprobs), gap_metrics(nothing, nothing))
+    assert halves.scalars() == expected
 
 
 def test_the_gap_of_a_known_pair_of_policies_is_their_divergence():
     """Every token as often as the sampler draws it: the estimates are the divergences themselves."""
     rollout = torch.tensor([0.5, 0.5, 0.25, 0.25], dtype=torch.float64)[[0, 0, 2, 3]]
     old = torch.tensor([0.25, 0.25, 0.25, 0.5], dtype=torch.float64)
-    tokens = PolicyTokens(
-        logprobs=old.log(),
-        old_logprobs=old.log(),
-        rollout_logprobs=rollout.log(),
-        advantages=torch.zeros(4, dtype=torch.float64),
-        loss_mask=torch.ones(4, dtype=torch.bool),
-        rows=torch.zeros(4, dtype=torch.int64),
-        num_rows=1,
-    )
     p, q = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.25, 0.25, 0.5]).double()
-    found = gap_metrics(tokens).scalars()
-    assert found["rollout_kl"] == pytest.approx(float((p * (p / q).log()).sum()))
-    assert found["rollout_chi2"] == pytest.approx(float((q.square() / p).sum() - 1))
-    assert found["rollout_ratio_max"] == pytest.approx(2.0)
+    found = gap_metrics(rollout.log(), old.log()).scalars()
+    assert found["rollout/gap_kl"] == pytest.approx(float((p * (p / q).log()).sum()))
+    assert found["rollout/gap_chi2"] == pytest.approx(float((q.square() / p).sum() - 1))
+    assert found["rollout/ratio_max"] == pytest.approx(2.0)
 
 
 def test_the_penalty_begins_at_the_buffer_and_ends_at_its_factor():

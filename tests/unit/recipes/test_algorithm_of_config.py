@@ -100,9 +100,17 @@ def test_corrections_are_watched():
     config = load_config("digits-grpo", [CORRECTED]).config
     whole = weigh(batch(), advantage_of(config), kl=None)
     _, _, metrics = loss_of(actor_loss_of(config), whole, shift=torch.zeros(7))
-    found = metrics.scalars()
-    assert {"correction", "correction_dropped", "rollout_kl", "rollout_chi2", "rollout_ratio_max"} <= found.keys()
-    assert found["rollout_ratio_max"] == pytest.approx(1.1052, abs=1e-4)
+    assert {"correction", "correction_square", "correction_dropped"} <= metrics.scalars().keys()
+
+
+def test_a_mask_by_the_mean_of_a_row_has_bounds_of_its_own():
+    def bounds(mask):
+        (item,) = load_config("digits-grpo", [f"correction=[{{name: mask, {mask}}}]"]).config.correction
+        return item.low, item.high
+
+    assert bounds("level: token") == bounds("level: product") == (0.5, 2.0)
+    assert bounds("level: geometric") == (0.999, 1.001)
+    assert bounds("level: geometric, high: 1.01") == (0.999, 1.01)
 
 
 TWO_REWARDS = "reward.functions=[{name: right, function: digits, weight: 2}, {name: other, function: digits}]"

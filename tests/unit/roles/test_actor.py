@@ -314,6 +314,84 @@ def test_rollouts_of_another_policy_are_refused_in_a_batch_that_nobody_judged_an
         asyncio.run(actor.update(dataclasses.replace(batch, rollout_logprobs=sampled * float("nan")), 1))
 
 
+def four_rows(worker, advantages):
+    """Four rows of 5, 4, 5 and 3 tokens, of two prompts, with an advantage each."""
+    lengths = torch.tensor([5, 4, 5, 3])
+    tokens = torch.tensor([3, 9, 10, 11, 0, 3, 9, 13, 0, 4, 8, 11, 10, 0, 4, 8, 0])
+    rows = Sequences(
+        offsets=torch.tensor([0, 5, 9, 14, 17]),
+        tokens=tokens,
+        loss_mask=torch.tensor([letter == "1" for letter in "00111001100111001"]),
+        prompt_index=torch.tensor([40, 40, 41, 41]),
+        sample_index=torch.tensor([0, 1, 0, 1]),
+    )
+    batch = learnt_from(rows, worker.logprobs([rows])[0].values.clone())
+    spread = torch.tensor(advantages).repeat_interleave(lengths) * rows.loss_mask
+    return dataclasses.replace(batch, reference_logprobs=None, advantages=spread)
+
+
+def alone_in_a_micro_batch(*overrides):
+    """A config whose micro-batches hold five tokens."""
+    small = ("data.max_prompt_tokens=2", "rollout={max_response_tokens: 3, num_prompts: 2, group_size: 2}")
+    cap = ("engine.max_tokens_per_micro_batch=5", "actor.num_mini_batches=2", "kl=null", "actor.entropy_coef=0")
+    return load_config("digits-grpo", [*small, *cap, *overrides]).config
+
+
+SIGNALS = {
+    "one group without": ([1.0, -1.0, 0.0, 0.0], 2),
+    "single rows without": ([1.0, 0.0, 0.0, -0.5], 2),
+    "all": ([1.0, -1.0, 0.5, -0.5], 4),
+    "none": ([0.0, 0.0, 0.0, 0.0], 0),
+}
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "fixed_length"])
+@pytest.mark.parametrize("which", SIGNALS)
+def test_rows_without_a_signal_are_not_computed_and_the_weights_are_the_same_to_the_bit(
+    context, spec, ticks, which, aggregation
+):
+    advantages, num_needed = SIGNALS[which]
+    config = alone_in_a_micro_batch(f"aggregation={aggregation}")
+    loss, weights, scalars = actor_loss_of(config), [], []
+    for skips in (False, True):
+        spec = dataclasses.replace(spec, config=config)
+        worker = ActorWorker(dataclasses.replace(context, shared={}), spec, loss)
+        actor, batch = Actor(config, OneWorker(worker), loss), four_rows(worker, advantages)
+        if aggregation == "sequence":
+            batch = dataclasses.replace(batch, loss_weights=torch.tensor([1 / 3, 1 / 2, 1 / 3, 1.0]).double())
+        ticks.clear()
+        if skips:
+            scalars.append(asyncio.run(actor.update(batch, 5)).scalars())
+            assert len(ticks) == num_needed
+        else:
+            worker.train(actor.cut(batch, 5), 5)
+            assert len(ticks) == 4
+        weights.append({name: weight.clone() for name, weight in worker.engine.shard.trained().items()})
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    found = scalars[0]
+    assert found["actor/num_tokens"] == 9
+    assert found["actor/skipped_fraction"] == 1 - num_needed / 4
+    # The second mini-batch has ratios near 1; the loss is the mean that the rule of the name takes.
+    masks = torch.tensor([3.0, 2.0, 3.0, 1.0])
+    by_row = {"token": masks, "sequence": torch.ones(4), "fixed_length": masks}[aggregation] * -torch.tensor(advantages)
+    denominator = {"token": 9.0, "sequence": 4.0, "fixed_length": 4 * 3.0}[aggregation]
+    assert found["actor/policy_loss"] == pytest.approx(float(by_row.sum()) / denominator, abs=2e-2)
+    assert found["actor/loss"] == found["actor/policy_loss"]
+
+
+@pytest.mark.parametrize("more", ["actor.entropy_coef=0.01", "kl={placement: loss}"])
+def test_where_other_terms_learn_from_them_rows_without_a_signal_are_computed(context, spec, ticks, more):
+    config = alone_in_a_micro_batch(more)
+    loss = actor_loss_of(config)
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), loss)
+    batch = four_rows(worker, [1.0, -1.0, 0.0, 0.0])
+    batch = dataclasses.replace(batch, reference_logprobs=batch.old_logprobs) if "kl" in more else batch
+    ticks.clear()
+    metrics = asyncio.run(Actor(config, OneWorker(worker), loss).update(batch, 5)).scalars()
+    assert len(ticks) == 4
+    assert "actor/skipped_fraction" not in metrics
+
+
 def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):
     with pytest.raises((OffPolicyError, ArithmeticError)):
         worker.train(cut(judged(worker, shift_at=7, by=float("nan"))), 1)

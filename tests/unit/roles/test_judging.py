@@ -42,6 +42,19 @@ def test_the_worst_token_is_named_by_prompt_sample_and_place(batch):
         check_judged(batch, CheckConfig(rollout_gap=0.05))
 
 
+def test_every_run_measures_how_far_sampler_and_trainer_are_apart(batch):
+    """Gaps of 0, 0.1, 0 and -0.3 nats at the four trained tokens; that of a prompt does not count."""
+    found = check_judged(batch, CheckConfig()).scalars()
+    assert found["rollout/gap_log_ppl"] == pytest.approx((0.1 - 0.3) / 4)
+    logs = [0.0, -0.1, 0.0, 0.3]
+    assert found["rollout/gap_kl"] == pytest.approx(sum(math.expm1(x) - x for x in logs) / 4, rel=1e-5)
+    assert found["rollout/gap_chi2"] == pytest.approx(sum(math.exp(2 * x) - 1 for x in logs) / 4, rel=1e-5)
+    assert found["rollout/ratio_max"] == pytest.approx(math.exp(0.3), rel=1e-5)
+    assert found["rollout/ratio_outside"] == 0
+    far = dataclasses.replace(batch, rollout_logprobs=batch.rollout_logprobs - 1.0 * (torch.arange(8) == 2))
+    assert check_judged(far, CheckConfig()).scalars()["rollout/ratio_outside"] == 1 / 4
+
+
 def test_a_gap_that_is_no_number_is_worse_than_any(batch):
     sound, broken = (
         {"step": n, "rollout/num_tokens": 4, **check_judged(batch, CheckConfig()).scalars()} for n in (1, 2)

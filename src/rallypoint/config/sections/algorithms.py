@@ -6,9 +6,10 @@ formulas.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, cast
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, model_validator
 
 from rallypoint.config.fields import Section, key
 from rallypoint.user_code import Value
@@ -262,8 +263,18 @@ class MaskConfig(Section):
 
     name: Literal["mask"]
     level: Literal["token", "product", "geometric"] = key("token", help="Of tokens, or the row's product or mean.")
-    low: float = key(0.5, at_least=0, help="The smallest ratio that stays.")
-    high: float = key(2.0, above=0, help="The largest ratio that stays.")
+    low: float = key(0.5, at_least=0, help="The smallest ratio that stays; of a geometric mean usually 0.999.")
+    high: float = key(2.0, above=0, help="The largest ratio that stays; of a geometric mean usually 1.001.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_bounds(cls, values: object) -> object:
+        """Fill in those of a geometric mean: over a row it hardly leaves 1, and no row would be outside the others."""
+        if not isinstance(values, Mapping):
+            return values
+        given = dict(cast("Mapping[str, object]", values))
+        usual = {"low": 0.999, "high": 1.001} if given.get("level") == "geometric" else {}
+        return {**usual, **given}
 
 
 class KLMaskConfig(Section):
