@@ -169,6 +169,8 @@ def test_keys_of_another_name_may_wait_in_a_file():
 def test_every_shipped_recipe_composes_what_it_is_named_after(name):
     config = load_config(name, draft=True).config
     assert name in {config.recipe, config.advantage.name, config.loss.name, "dapo"}
+    if not RECIPES[config.recipe].advantages:  # it learns from examples
+        return
     advantage_of(config)
     actor_loss_of(config)
     assert config.advantage.name in RECIPES[config.recipe].advantages
