@@ -189,6 +189,10 @@ class StalenessError(RallyError, RuntimeError):
     """A rollout is older than max_staleness allows."""
 
 
+class ScheduleError(RallyError, ValueError):
+    """A schedule cannot be repeated: it cannot be read, or is not of a run with this config."""
+
+
 class _WorkerProblemError(RallyError, RuntimeError):
     """A call on a rank that did not end well: which rank, which call, and how many others were cancelled."""
 

@@ -199,6 +199,7 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             f"validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
             f"{MIN_TEMPERATURE:g}; logits are divided by it",
         )
+    yield from _staleness(config)
     if rollout.weights != "auto":
         yield from _way_of_weights(config)
     if rollout.max_batch_rows < rollout.group_size:
@@ -261,6 +262,32 @@ def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
         )
 
 
+def _staleness(config: RunConfig) -> Iterator[Problem]:
+    """Yield what a run that samples ahead cannot have, or has for nothing."""
+    rollout = config.rollout
+    staleness, widest = rollout.max_staleness, rollout.max_staleness * rollout.num_prompts + 1
+    if rollout.window > widest:
+        needed = -(-(rollout.window - 1) // rollout.num_prompts)
+        yield Problem(
+            ("rollout.window", "rollout.max_staleness", "rollout.num_prompts"),
+            f"rollout.window={rollout.window} leaves fewer than rollout.num_prompts={rollout.num_prompts} groups under "
+            f"way, as each prompt of it is one less: expected at most {widest} with rollout.max_staleness={staleness}, "
+            f"or rollout.max_staleness={needed}",
+        )
+    if rollout.schedule is not None and not staleness:
+        yield Problem(
+            ("rollout.schedule", "rollout.max_staleness"),
+            "rollout.schedule repeats a run that samples ahead, but rollout.max_staleness=0 samples and trains in "
+            "turns, the same each time; leave it out, or set rollout.max_staleness to that of its run",
+        )
+    if staleness and rollout.serve is not None:
+        yield Problem(
+            ("rollout.serve", "rollout.max_staleness"),
+            f"rollout.serve={rollout.serve}: requests from outside are sampled while training samples nothing, which "
+            f"with rollout.max_staleness={staleness} hardly ever happens; expected null, or rollout.max_staleness=0",
+        )
+
+
 def _way_of_weights(config: RunConfig) -> Iterator[Problem]:
     """Yield why published weights cannot take the way that was named."""
     way, device = config.rollout.weights, config.cluster.device
@@ -289,6 +316,18 @@ def _way_of_weights(config: RunConfig) -> Iterator[Problem]:
 
 def _vllm(config: RunConfig) -> Iterator[Problem]:
     """Yield what a run with rollout.engine=vllm cannot have."""
+    if config.rollout.on_load == "keep":
+        yield Problem(
+            ("rollout.on_load", "rollout.engine"),
+            "rollout.on_load='keep' is for our own engine: with rollout.engine=vllm what responses under way have of "
+            "keys and values is computed again under new weights; leave it at recompute",
+        )
+    if config.rollout.schedule is not None:
+        yield Problem(
+            ("rollout.schedule", "rollout.engine"),
+            "rollout.schedule is for engines in our processes, whose steps can be repeated one by one; with "
+            "rollout.engine=vllm use none",
+        )
     if config.rollout.exact:
         yield Problem(
             ("rollout.exact", "rollout.engine"),

@@ -146,6 +146,14 @@ def _check_correction(config: RunConfig) -> Iterator[Problem]:
             f"correction has {weighs[0]}, but loss.name={loss.name} is weighed back to the sampler already: that "
             f"counts the gap twice; expected masks only, or {instead}",
         )
+    staleness = config.rollout.max_staleness
+    if staleness and not anchored and not config.correction:
+        yield Problem(
+            ("rollout.max_staleness", "loss.name", "correction"),
+            f"rollout.max_staleness={staleness} trains on rollouts of older weights, which loss.name={loss.name} takes "
+            "for its own: such runs collapse; expected loss.name=decoupled, loss.name=dppo, or "
+            "'correction=[{name: tis, cap: 2.0}]'",
+        )
     for item in config.correction:
         if isinstance(item, IcePopConfig | MaskConfig) and item.low >= item.high:
             yield Problem(

@@ -42,12 +42,18 @@ def _declared(name: str) -> str:
 
 
 def names_in(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the names of the sections that have other keys for each name: as set, or else as the recipe has them."""
+    """Return the names of the sections that have other keys for each name: as set, or else as the recipe has them.
+
+    Rollouts of older weights want a loss that is weighed back to them: the clipped one is `decoupled` then.
+    """
     recipe = values.get("recipe")
     spec = RECIPES.get(recipe) if isinstance(recipe, str) else None
     advantage = spec.advantages[0] if spec and spec.advantages else "gae"
+    rollout = values.get("rollout")
+    staleness = cast("Mapping[str, object]", rollout).get("max_staleness") if isinstance(rollout, Mapping) else 0
+    loss = "decoupled" if isinstance(staleness, int) and staleness > 0 else "clip"
     names: dict[str, object] = {}
-    for section_name, usual in (("advantage", advantage), ("loss", "clip")):
+    for section_name, usual in (("advantage", advantage), ("loss", loss)):
         inner = values.get(section_name, {})
         if isinstance(inner, Mapping):
             own = cast("Mapping[str, object]", inner)
@@ -188,6 +194,15 @@ class RunConfig(Section):
     def num_rows(self) -> int:
         """B: rows per training step."""
         return self.num_examples * self.group_size
+
+    @property
+    def max_groups(self) -> int:
+        """Groups that are under way at once, from their admission to weights that were trained on them.
+
+        So no rollout is older than rollout.max_staleness allows, whatever the latencies; see `roles/groups.py`.
+        """
+        rollout = self.rollout
+        return (rollout.max_staleness + 1) * rollout.num_prompts - (rollout.window - 1)
 
     @property
     def max_row_tokens(self) -> int:

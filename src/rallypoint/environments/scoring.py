@@ -102,6 +102,7 @@ class Scoring:
         max_failed: float = 1.0,
         warn: Callable[[str], None],
         warn_after_s: float = 30.0,
+        ended: Callable[[int, ScoredGroup], None] = lambda *_: None,
     ) -> None:
         """Begin without groups.
 
@@ -113,14 +114,15 @@ class Scoring:
             max_failed: share of them that may fail.
             warn: given a sentence for every `warn_after_s` that one call takes, from the thread of `run`.
             warn_after_s: how long a call may take without a word.
+            ended: given each group that is scored, with its index, in the thread of `run`.
         """
         self._grader, self._decode, self._token_texts = grader, decode, token_texts
         self._num_rows, self._max_failed = num_rows, max_failed
-        self._warn, self._warn_after_s = warn, warn_after_s
+        self._warn, self._warn_after_s, self._ended = warn, warn_after_s, ended
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._groups: dict[int, ScoredGroup] = {}
-        self._held: list[tuple[ScoredGroup, list[RewardCall]]] = []
-        self._calls: dict[Future[Outcome], tuple[ScoredGroup, int]] = {}
+        self._held: list[tuple[int, list[RewardCall]]] = []
+        self._calls: dict[Future[Outcome], tuple[int, int]] = {}
         self._is_complete = False
         self._num_failures = 0
 
@@ -174,26 +176,34 @@ class Scoring:
             _call(rows, row, example, text, wants.more, self._token_texts)
             for row, (example, text) in enumerate(zip(examples, texts, strict=True))
         ]
-        self._held.append((group, calls))
+        self._held.append((index, calls))
         if wants.scope != "batch":
             self._ask()
 
     def _ask(self) -> None:
         """Submit the calls that are held."""
         held, self._held = self._held, []
-        rows = [(group, row) for group, calls in held for row in range(len(calls))]
+        rows = [(index, row) for index, calls in held for row in range(len(calls))]
         asked = self._grader.submit([call for _, calls in held for call in calls]) if rows else []
-        for (group, row), call in zip(rows, asked, strict=True):
+        for (index, row), call in zip(rows, asked, strict=True):
             if call.done():
-                self._take(group, row, call.result())
+                self._take(self._groups[index], row, call.result())
                 continue
-            self._calls[call] = (group, row)
+            self._calls[call] = (index, row)
             call.add_done_callback(lambda done: self._events.put(lambda: self._end(done)))
+        for index, _ in held:
+            self._tell(index)
 
     def _end(self, call: Future[Outcome]) -> None:
-        group, row = self._calls.pop(call)
+        index, row = self._calls.pop(call)
         if not call.cancelled():
-            self._take(group, row, call.result())
+            self._take(self._groups[index], row, call.result())
+            self._tell(index)
+
+    def _tell(self, index: int) -> None:
+        """Say that a group is scored, if it is."""
+        if None not in self._groups[index].outcomes:
+            self._ended(index, self._groups[index])
 
     def _take(self, group: ScoredGroup, row: int, outcome: Outcome) -> None:
         group.outcomes[row] = outcome

@@ -78,8 +78,14 @@ def as_turn(prompt: tuple[int, ...], outputs: Sequence[Output]) -> Turn:
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
         sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
         version=min(output.version for output in outputs),
+        spans=tuple((output.version, len(output.tokens)) for output in outputs) if _is_mixed(outputs) else (),
         truncated=outputs[-1].finish_reason != "stop",
     )
+
+
+def _is_mixed(outputs: Sequence[Output]) -> bool:
+    """Whether weights of several versions have sampled a response."""
+    return len({output.version for output in outputs}) > 1
 
 
 def stream(engine: GenerationEngine, request: Request) -> Iterator[Output]:

@@ -32,15 +32,17 @@ class MemoryMeter:
             baseline: what `resident_bytes` was before the process had any role.
         """
         self._device, self._baseline = device, baseline
-        self._peak = 0
+        self._peak, self._num_open = 0, 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Measure what happens inside."""
         _reset_peak(self._device)
+        self._num_open += 1
         try:
             yield
         finally:
+            self._num_open -= 1
             self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
 
     def take(self, beside_bytes: int = 0) -> Metrics:
@@ -49,6 +51,8 @@ class MemoryMeter:
         Args:
             beside_bytes: the most that other processes had meanwhile for the same role.
         """
+        if self._num_open:  # what a turn took so far that goes on
+            self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
         peak, self._peak = self._peak + beside_bytes, 0
         return Metrics({"memory_gib": Maximum(peak / 2**30)} if peak > 0 else {})
 

@@ -289,7 +289,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape) -> int:
             -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
             for longest in (config.data.max_prompt_tokens, rollout.max_response_tokens)
         )
-        num_prompts = -(-rollout.num_prompts // config.num_ranks("rollout"))
+        num_prompts = -(-config.max_groups // config.num_ranks("rollout"))
         trained = num_prompts * prompt + _groups_together(config) * rollout.group_size * response
         num_validated = _num_validated(config)
         validated = num_validated * prompt + min(num_validated, rollout.max_batch_rows) * response
@@ -329,7 +329,7 @@ def _groups_together(config: RunConfig) -> int:
     """Return how many prompts a process of the rollout role decodes at a time."""
     rollout = config.rollout
     return min(
-        -(-rollout.num_prompts // config.num_ranks("rollout")), max(1, rollout.max_batch_rows // rollout.group_size)
+        -(-config.max_groups // config.num_ranks("rollout")), max(1, rollout.max_batch_rows // rollout.group_size)
     )
 
 

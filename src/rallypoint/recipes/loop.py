@@ -204,8 +204,7 @@ class _Run:
         folder = self.folder.checkpoints / checkpoint.checkpoint_name(step)
         state = json.loads((folder / _STATE).read_text())
         await self.recipe.restore(folder)
-        self.recipe.actor.version = state["version"]
-        self.recipe.source.num_admitted = state["num_admitted"]
+        self.recipe.go_on(step, state)
 
     async def steps(self, first: int) -> bool:
         """Do the steps after step `first`; return whether all were done."""
@@ -216,6 +215,7 @@ class _Run:
                 return await self._steps(first, interrupted, curve)
         finally:
             curve.close()
+            await self.recipe.close()
 
     async def _begin(self, first: int) -> None:
         actor, rollouts = self.recipe.actor, self.recipe.rollouts
@@ -303,7 +303,7 @@ class _Run:
                 (folder / "training").mkdir()
                 await recipe.save(folder)
                 save_tokenizer(self.setup.material.tokenizer, folder)
-                state = {"step": step, "num_admitted": recipe.source.num_admitted, "version": recipe.actor.version}
+                state = {"step": step, **recipe.state}
                 (folder / _STATE).write_text(json.dumps(state))
                 self.record.write(folder)
             checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -36,6 +36,7 @@ from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
+from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
@@ -44,6 +45,7 @@ from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampled import RolloutRecord
 from rallypoint.roles.source import RolloutSource
+from rallypoint.run.timeline import TIMELINE, Timeline
 from rallypoint.types import Last, Metrics
 
 
@@ -79,7 +81,7 @@ class Setup:
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
-        rollouts = await Rollouts.create(self.placement)
+        rollouts = await Rollouts.create(self.placement, self.say)
         if weights_way(self.config) is None:
             self.say(f"published weights: {describe_way(rollouts.way)}")
         return RolloutSource(
@@ -92,6 +94,7 @@ class Setup:
             grader=self.grader,
             reward_model=await RewardModel.create(self.placement),
             say=self.say,
+            write_times=Timeline(self.placement.folder.path / TIMELINE).write,
         )
 
     def examples(self) -> ExampleSource:
@@ -148,6 +151,20 @@ class Recipe(abc.ABC):
         """Return what is measured on the validation set, with `score`, which should rise; None without one."""
         return None
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the roles' own files, as JSON has it."""
+        return {"num_admitted": self.source.num_admitted, "version": self.actor.version}
+
+    def go_on(self, step: int, state: Mapping[str, Any]) -> None:
+        """Go on after a step, from the state that its checkpoint kept."""
+        del step
+        self.actor.version = state["version"]
+        self.source.num_admitted = state["num_admitted"]
+
+    async def close(self) -> None:  # noqa: B027 - nothing is under way in a recipe without rollouts
+        """Give up what is under way: no step comes any more."""
+
     def hurry(self) -> None:  # noqa: B027 - nothing takes long in a recipe without rewards
         """Wait only some seconds for what may take long from now on: the run is to end."""
 
@@ -186,6 +203,23 @@ class RolloutRecipe(Recipe):
         """Return the mean reward of one rollout for each validation prompt."""
         sampled = await self.source.validate()
         return None if sampled is None else Metrics({"score": Last(sampled.metrics.scalars()["reward/mean"])})
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """See `Recipe.state`; with the prompts that are done, which a window may take out of order."""
+        return {**super().state, "done": dataclasses.asdict(self.source.done)}
+
+    def go_on(self, step: int, state: Mapping[str, Any]) -> None:
+        """See `Recipe.go_on`."""
+        super().go_on(step, state)
+        if "done" in state:
+            done = state["done"]
+            self.source.done = PromptsDone(done["num_taken"], done["oldest"], tuple(done["ahead"]))
+        self.rollouts.schedule.go_on(step, state["version"])
+
+    async def close(self) -> None:
+        """See `Recipe.close`."""
+        await self.source.close()
 
     def hurry(self) -> None:
         """See `RolloutSource.hurry`."""

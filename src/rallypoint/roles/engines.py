@@ -39,6 +39,7 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
             config, model, rollout.cache_tokens or _num_rows(config) * (config.max_row_tokens + 2 * BLOCK_TOKENS)
         ),
         mode="exact" if rollout.exact else "fast",
+        on_load=rollout.on_load,
         decode=decode,
         keeps_memory=keeps_memory(config),
     )
@@ -190,4 +191,4 @@ def _adapter_rank(lora: LoRAConfig | None) -> int | None:
 def _num_rows(config: RunConfig) -> int:
     """Return how many rollouts a rank has to itself, as far as they run together."""
     rollout = config.rollout
-    return min(rollout.max_batch_rows, -(-rollout.num_prompts // config.num_ranks("rollout")) * rollout.group_size)
+    return min(rollout.max_batch_rows, -(-config.max_groups // config.num_ranks("rollout")) * rollout.group_size)

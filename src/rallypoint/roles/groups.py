@@ -3,88 +3,186 @@
 Owns: the order of prompts, the bound on staleness, the state to be saved. Must not know: how a group is sampled, or
 from where. Pure logic: nothing here waits.
 
-Consumes: `complete`, `loaded`. Produces: prompts to admit, and groups in the order of their admission. Waits for: a
-slot; there are (S+1) * P of them for max_staleness S and P prompts a step. A group has a slot from its admission until
-weights have been loaded that were trained on it. Unblocked by: `loaded`.
+Consumes: `complete`, `loaded`. Produces: prompts to admit, and the groups of a step. Waits for: a slot. A group has one
+from its admission until weights have been loaded that were trained on it. Unblocked by: `loaded`.
 
-So the groups of step k are admitted when at least k - S steps have been loaded, and none of their tokens is older: the
-bound holds whatever the latencies. It is checked all the same when groups are taken, by the versions of their tokens.
+With P prompts a step, max_staleness S and a window of W there are N = (S+1) * P - (W-1) slots. A step takes P groups,
+one after another: each time the oldest complete one of those at most W-1 places after the oldest group that was not
+taken. With W = 1 that is the order of admission. Group i, the i-th of the run, is then never more than S steps old:
+
+    admitted from version v:  i + 1 <= v * P + N            as v * P groups had been trained on, and N have slots
+    taken in step k:          k * P <= i + W - 1            as only groups before i, and W-1 after it, come first
+    so k - v <= floor((i + W - 1) / P) - ceil((i + 1 - N) / P) <= floor((N + W - 2) / P) = floor((S*P + P - 1) / P) = S
+
+whatever the latencies. It is checked all the same when groups are taken, by the versions of their tokens. A group that
+is dropped counts as if it had never been: the one that refills its slot has its place.
 
 >>> groups = Groups(num_prompts=2, max_staleness=1)
 >>> groups.loaded(0)
->>> list(groups.admit()), list(groups.admit())
+>>> groups.admit(), groups.admit()
 ([0, 1, 2, 3], [])
->>> for index in (3, 1, 0):
-...     groups.complete(index, f"group {index}", oldest_version=0)
->>> groups.take(), groups.take()
-(['group 0', 'group 1'], None)
->>> list(groups.admit())
+>>> groups.next()
+(0, 1)
+>>> groups.take({0: 0, 1: 0})
+>>> groups.admit()
 []
 >>> groups.loaded(1)
->>> list(groups.admit())
+>>> groups.admit()
 [4, 5]
+
+In a window of 2 one group may overtake another, for a slot less:
+
+>>> groups = Groups(num_prompts=2, max_staleness=1, window=2)
+>>> groups.loaded(0)
+>>> groups.admit()
+[0, 1, 2]
+>>> groups.complete(2)  # two places after 0, so it has to wait for it
+>>> groups.complete(1)
+>>> groups.next() is None
+True
+>>> groups.complete(0)
+>>> groups.next()
+(0, 1)
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from rallypoint.errors import StalenessError
 
-GroupT = TypeVar("GroupT")
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptsDone:
+    """Which prompts of the run are done: all before `oldest`, and some after it. This is what a checkpoint keeps."""
+
+    num_taken: int = 0
+    """Groups that were trained on."""
+    oldest: int = 0
+    """Index of the oldest prompt that is not done."""
+    ahead: tuple[int, ...] = ()
+    """Those after it that are, in order."""
 
 
-class Groups(Generic[GroupT]):
-    """Groups from their admission to the step that is trained on them."""
+class Groups:
+    """Groups, by the index of their prompt in the run, from their admission to the step that is trained on them."""
 
-    def __init__(self, *, num_prompts: int, max_staleness: int = 0, num_taken: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_prompts: int,
+        max_staleness: int = 0,
+        window: int = 1,
+        limit: int | None = None,
+        done: PromptsDone = PromptsDone(),
+    ) -> None:
         """Begin with no group under way.
 
         Args:
             num_prompts: P, prompts of a step.
             max_staleness: S, how many loads the oldest token of a group may be behind the newest one.
-            num_taken: groups that a run that goes on was trained on before; the one number that is saved.
+            window: W, see the module.
+            limit: groups that the run will be trained on; None is no limit.
+            done: of a run that goes on; what was under way then is admitted again.
         """
-        self._num_prompts, self._max_staleness = num_prompts, max_staleness
-        self.num_taken = self._num_admitted = self._num_released = num_taken
-        self._complete: dict[int, tuple[GroupT, int | None]] = {}
+        self._num_prompts, self._max_staleness, self._window, self._limit = num_prompts, max_staleness, window, limit
+        self._num_slots = (max_staleness + 1) * num_prompts - (window - 1)
+        self.num_taken = self._num_released = done.num_taken
+        self._oldest, self._ahead = done.oldest, set(done.ahead)
+        self._dropped: set[int] = set()
+        self._next = done.oldest
+        self._under_way: dict[int, None] = {}  # as an ordered set
+        self._complete: set[int] = set()
+        self._picked: list[int] = []
         self._versions: list[int] = []
         """The newest S+1 versions that were loaded; a token may be as old as the first of them."""
 
     @property
+    def done(self) -> PromptsDone:
+        """What is done."""
+        return PromptsDone(self.num_taken, self._oldest, tuple(sorted(self._ahead)))
+
+    @property
     def num_under_way(self) -> int:
-        """Groups that were admitted and not taken."""
-        return self._num_admitted - self.num_taken
+        """Groups that were admitted, and neither taken nor dropped."""
+        return len(self._under_way)
 
     def loaded(self, version: int) -> None:
         """Take note that the ranks have new weights, which were trained on all groups that were taken."""
         self._versions = [*self._versions, version][-1 - self._max_staleness :]
         self._num_released = self.num_taken
 
-    def admit(self) -> range:
+    def admit(self) -> list[int]:
         """Return the indices of the prompts that get the free slots; index i is the i-th prompt of the run."""
-        first = self._num_admitted
-        self._num_admitted = self._num_released + (self._max_staleness + 1) * self._num_prompts
-        return range(first, self._num_admitted)
+        most = self._num_released + self._num_slots
+        most = most if self._limit is None else min(most, self._limit)
+        admitted: list[int] = []
+        while self.num_taken + len(self._under_way) < most:
+            if self._next not in self._ahead:
+                self._under_way[self._next] = None
+                admitted.append(self._next)
+            self._next += 1
+        return admitted
 
-    def complete(self, index: int, group: GroupT, oldest_version: int | None) -> None:
-        """Take a group that was sampled; None for one without a rollout."""
-        assert self.num_taken <= index < self._num_admitted, "a group that was admitted and not taken"
-        self._complete[index] = (group, oldest_version)
+    def drop(self, index: int) -> None:
+        """Give up a group under way, and its slot; the next prompt of the run is admitted in its place."""
+        self._dropped.add(index)
+        self._picked = [one for one in self._picked if one != index]
+        self._end([index])
 
-    def take(self) -> list[GroupT] | None:
-        """Return the groups of the next step in order of admission; None if some are under way.
+    def complete(self, index: int) -> None:
+        """Take note that a group can be trained on."""
+        assert index in self._under_way, "a group that was admitted, and neither taken nor dropped"
+        self._complete.add(index)
+
+    def next(self) -> tuple[int, ...] | None:
+        """Return the groups of the next step, in order; None while it is not known which these are.
+
+        In order of admission they are known before they are complete.
+        """
+        if self._window == 1:
+            first = tuple(self._under_way)[: self._num_prompts]
+            return first if len(first) == self._num_prompts else None
+        while len(self._picked) < self._num_prompts and (found := self._pick()) is not None:
+            self._picked.append(found)
+        return tuple(sorted(self._picked)) if len(self._picked) == self._num_prompts else None
+
+    def _pick(self) -> int | None:
+        """Return the oldest complete group in the window, which is anchored at the oldest group not taken."""
+        left = sorted(self._under_way.keys() - set(self._picked))
+        places = range(left[0], left[0] + self._window) if left else range(0)
+        num_dropped = sum(index in self._dropped for index in places)  # they have no place
+        return next((one for one in left if one in self._complete and one < places.stop + num_dropped), None)
+
+    def take(self, oldest_versions: Mapping[int, int | None]) -> None:
+        """Train on groups.
+
+        Args:
+            oldest_versions: index -> version of its oldest token; None for a group without a rollout.
 
         Raises:
             StalenessError: a token is older than allowed.
         """
-        indices = range(self.num_taken, self.num_taken + self._num_prompts)
-        if any(index not in self._complete for index in indices):
-            return None
+        for index, oldest in oldest_versions.items():
+            self._check(index, oldest)
+        self.num_taken += len(oldest_versions)
+        self._picked = []
+        self._end(list(oldest_versions))
+
+    def age(self, version: int) -> int:
+        """Return how many loads ago newer weights than these came; 0 for the newest."""
+        return sum(loaded > version for loaded in self._versions)
+
+    def _end(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self._check(index, self._complete[index][1])
-        self.num_taken = indices.stop
-        return [self._complete.pop(index)[0] for index in indices]
+            del self._under_way[index]
+            self._complete.discard(index)
+            self._ahead.add(index)
+        while self._oldest in self._ahead:
+            self._ahead.remove(self._oldest)
+            self._dropped.discard(self._oldest)
+            self._oldest += 1
 
     def _check(self, index: int, oldest: int | None) -> None:
         if oldest is not None and oldest < self._versions[0]:

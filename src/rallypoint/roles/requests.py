@@ -31,6 +31,19 @@ class Orders:
     """Numbers of requests to give up."""
     version: int = 0
     """Version of the weights to sample from."""
+    num_steps: int | None = None
+    """Steps of the engine to take; None: as many as a slice of time has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """What a rank has done of its orders."""
+
+    outputs: tuple[Output, ...] = ()
+    num_steps: int = 0
+    """Steps that its engine has taken."""
+    busy_s: float = 0.0
+    """Seconds that it has sampled."""
 
 
 def failed_output(number: int, version: int, error: RallyError) -> Output:
@@ -69,11 +82,12 @@ class Desk:
                     self.engine.cancel(request_id)
         return refused
 
-    def sample(self, *, until_one_ends: bool) -> list[Output]:
-        """Step for a slice of time, or until no request is left."""
+    def sample(self, *, until_one_ends: bool, num_steps: int | None = None) -> Slice:
+        """Step so many times, or for a slice of time; no longer than there is a request."""
         outputs: list[Output] = []
-        began, has_ended = time.monotonic(), False
-        while self.engine.has_work:
+        began, has_ended, num_taken = time.monotonic(), False, 0
+        while self.engine.has_work and num_taken != num_steps:
+            num_taken += 1
             for output in self.engine.step():
                 number = self._numbers[output.request_id]
                 if output.finish_reason is not None:
@@ -81,9 +95,10 @@ class Desk:
                     has_ended = True
                 outputs.append(dataclasses.replace(output, request_id=number))
             self._tick()
-            if time.monotonic() - began >= (_SHORTEST_SLICE_S if has_ended and until_one_ends else _SLICE_S):
+            slice_s = _SHORTEST_SLICE_S if has_ended and until_one_ends else _SLICE_S
+            if num_steps is None and time.monotonic() - began >= slice_s:
                 break
-        return outputs
+        return Slice(tuple(outputs), num_taken, time.monotonic() - began)
 
     def clear(self) -> None:
         """Forget all requests; the engine is asleep."""
@@ -152,8 +167,10 @@ class RequestQueue:
             deliver(failed_output(number, 0, error))
 
     def clear(self) -> None:
-        """Forget all requests, which the ranks have forgotten too."""
-        for each in (self._open, *self._new, *self._cancelled):
+        """Forget all requests; a rank that still has some is told with its next orders."""
+        for number, (rank, _) in self._open.items():
+            self._cancelled[rank].append(number)
+        for each in (self._open, *self._new):
             each.clear()
 
     async def advance(self) -> None:

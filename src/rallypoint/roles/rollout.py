@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,9 +20,8 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
-from rallypoint.config import RunConfig
 from rallypoint.data import decoder, load_tokenizer
-from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output, Request
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
@@ -30,9 +30,13 @@ from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, ma
 from rallypoint.roles.engines import make_engine, make_outside_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import LineEnd, way_between
-from rallypoint.roles.requests import Desk, Orders, RequestQueue
+from rallypoint.roles.requests import Desk, Orders, RequestQueue, Slice
+from rallypoint.roles.schedule import Schedule
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
+
+_GRACE_S = 10.0
+"""Seconds that ranks are given to forget requests that nobody waits for any more."""
 
 
 class RolloutWorker(TurnTaker):
@@ -81,7 +85,7 @@ class RolloutWorker(TurnTaker):
         self._until.close()
 
     @scatter
-    def advance(self, orders: Orders) -> list[Output]:
+    def advance(self, orders: Orders) -> Slice:
         """Start new requests, cancel others, then sample until one ends or the time slice is over.
 
         The role keeps its turn until no request is left.
@@ -91,36 +95,39 @@ class RolloutWorker(TurnTaker):
             RallyError: a request failed for a reason other than its engine, such as logits that are not finite.
         """
         if not orders.new and not self._engine.has_work:
-            return []
+            return Slice()
         self.check_whole()
         if orders.version != self._engine.version:
             raise WeightsMismatchError(
                 f"expected to sample from version {orders.version}, but version {self._engine.version} is loaded"
             )
         with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._give_up)
+            if_it_fails.callback(self.forget)
             if not self._is_sampling:
                 self._sampling.enter_context(self.turns.turn())
                 self._sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
             # The driver waits for all ranks, so with several of them each samples for the whole slice.
-            outputs = self._desk.take(orders) + self._desk.sample(until_one_ends=self._context.num_ranks == 1)
-            for output in outputs:
-                if output.error is not None and not isinstance(output.error, GenerationError):
-                    raise output.error
+            refused, is_alone = self._desk.take(orders), self._context.num_ranks == 1
+            done = self._desk.sample(until_one_ends=is_alone, num_steps=orders.num_steps)
+            done = dataclasses.replace(done, outputs=(*refused, *done.outputs))
+            for error in (output.error for output in done.outputs):
+                if error is not None and not isinstance(error, GenerationError):
+                    raise error
             if_it_fails.pop_all()
         if not self._engine.has_work:
             self._stop()
-        return outputs
+        return done
 
     def _stop(self) -> None:
         """Put the engine to sleep and end the turn, so that other roles of this process get the memory."""
         self._is_sampling = False
         self._sampling.close()
 
-    def _give_up(self) -> None:
-        """Cancel all requests after an error."""
+    @broadcast
+    def forget(self) -> None:
+        """Cancel all requests of training."""
         self._stop()
         self._desk.clear()
 
@@ -161,7 +168,7 @@ class RolloutWorker(TurnTaker):
             outputs = self._outside.take(orders, streamed=True)
             engine.wake()
             try:
-                outputs += self._outside.sample(until_one_ends=False)
+                outputs += self._outside.sample(until_one_ends=False).outputs
             finally:
                 engine.sleep()
             if_it_fails.pop_all()
@@ -238,8 +245,8 @@ class RolloutWorker(TurnTaker):
 class Rollouts:
     """The sampling role as the driver sees it."""
 
-    def __init__(self, config: RunConfig, group: WorkerGroup[RolloutWorker], way: Way) -> None:
-        self._config, self._group = config, group
+    def __init__(self, group: WorkerGroup[RolloutWorker], way: Way, schedule: Schedule) -> None:
+        self._group = group
         self.way: Way = way
         """How published weights reach this role; "shared" when it samples from the actor's own tensors."""
         self.version = 0
@@ -249,25 +256,28 @@ class Rollouts:
         self.is_idle = asyncio.Event()
         """Set while training has no request under way."""
         self.is_idle.set()
+        self.after_load: Callable[[], None] = lambda: None
+        """Called when new weights were loaded."""
+        self.schedule = schedule
         self._next_version = 0
-        self._requests = RequestQueue(
-            self.num_ranks, lambda orders: group.call(RolloutWorker.advance, orders), lambda: self._next_version
-        )
+        self._requests = RequestQueue(self.num_ranks, self._advance, lambda: self._next_version)
+        self._busy_s = [0.0] * self.num_ranks
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def create(cls, placement: Placement) -> Rollouts:
+    async def create(cls, placement: Placement, say: Callable[[str], None] = lambda _: None) -> Rollouts:
         """Start the workers; the actor's must be running already.
 
         Raises:
             PlacementError: the way that rollout.weights names cannot connect the processes of the two roles.
+            ScheduleError: rollout.schedule cannot be read, or is of another number of ranks.
         """
         shares_actor = placement.config.rollout_shares_actor
         group = await placement.group("rollout", RolloutWorker, shares_actor)
         way = way_between(placement.config, placement.groups["actor"].processes, group.processes)
-        return cls(placement.config, group, way)
+        return cls(group, way, Schedule.of(placement.config, placement.folder.path, group.mesh.size, say))
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -306,6 +316,7 @@ class Rollouts:
 
         self._waiting[number] = ended
         self._requests.submit(number, request, deliver, rank)
+        self.schedule.wake()
         if self._pump is None or self._pump.done():
             self.is_idle.clear()
             self._pump = asyncio.create_task(self._sample_all())
@@ -326,6 +337,21 @@ class Rollouts:
         if self._pump is not None and not self._pump.done():
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
+            with contextlib.suppress(RallyError, TimeoutError):  # whoever stops has a reason, which is told
+                async with asyncio.timeout(_GRACE_S):
+                    await self._group.call(RolloutWorker.forget)
+
+    def take_busy_s(self) -> list[float]:
+        """Return the seconds that each rank has sampled since this was last asked."""
+        busy_s, self._busy_s = self._busy_s, [0.0] * self.num_ranks
+        return busy_s
+
+    async def _advance(self, orders: Sequence[Orders]) -> Sequence[Sequence[Output]]:
+        """Have every rank follow its orders; by a schedule when it says so."""
+        slices = await self.schedule.send(orders, lambda orders: self._group.call(RolloutWorker.advance, orders))
+        for rank, one in enumerate(slices):
+            self._busy_s[rank] += one.busy_s
+        return [one.outputs for one in slices]
 
     async def _sample_all(self) -> None:
         """Call the ranks until no request is left."""
@@ -347,10 +373,7 @@ class Rollouts:
     async def open_outside(self, max_rows: int) -> tuple[RequestQueue, int]:
         """Return a queue for requests from outside, and the most tokens that prompt and response may have together.
 
-        Advance the queue only while `is_idle` is set.
-
-        Args:
-            max_rows: requests from outside that run on each rank at once.
+        Advance the queue only while `is_idle` is set; `max_rows` of its requests run on each rank at once.
         """
         longest = min(await self._group.call(RolloutWorker.open_outside, max_rows))
         queue = RequestQueue(
@@ -366,7 +389,12 @@ class Rollouts:
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Load new weights on every rank: from a folder, or as they arrive."""
-        self._next_version = version  # calls reach a rank in the order in which they are sent
-        await self._group.call(RolloutWorker.load, version, published)
+
+        async def load() -> None:
+            self._next_version = version  # calls reach a rank in the order in which they are sent
+            await self._group.call(RolloutWorker.load, version, published)
+
+        await self.schedule.load(version, load)
         self.version = version
         self.num_loads += 1
+        self.after_load()

@@ -10,8 +10,12 @@ role, and the reward function. Unblocked by: the ends of responses and calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,76 +47,77 @@ class Group:
     failures: tuple[GenerationError, ...]
     """Why rollouts are missing."""
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of its oldest token; None without a rollout."""
+        return int(self.rows.versions.min()) if len(self.rows) else None
+
 
 class _Client:
     """Samples for one episode, see `Client`: each turn continues the tokens of those before."""
 
     def __init__(self, rollouts: Rollouts, params: SamplingParams, prompt: int, sample: int, rank: int) -> None:
-        self._rollouts, self._params = rollouts, params
-        self._prompt, self._sample, self._rank = prompt, sample, rank
+        self.params, self.prompt_index = params, prompt
+        self._rollouts, self._sample, self._rank = rollouts, sample, rank
         self._tokens: tuple[int, ...] = ()
         self._num_turns = 0
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """See `Client.sample`."""
-        params, added = self._params, tuple(tokens)
+        params, added = self.params, tuple(tokens)
         if self._num_turns:
             params = dataclasses.replace(params, seed=params.seed + self._num_turns * _NEXT_TURN)
         tokens = self._tokens + added
-        request = Request(tokens=tokens, params=params, prompt_index=self._prompt, sample_index=self._sample)
+        request = Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
         turn = as_turn(added, await self._rollouts.sample(request, self._rank))
         self._tokens = tokens + turn.response  # a turn that failed leaves nothing behind: an episode may repeat it
         self._num_turns += 1
         return turn
 
 
-class GroupsUnderWay:
-    """Groups that are sampled together, each scored while others are still sampled."""
+@dataclasses.dataclass(slots=True, eq=False)
+class GroupUnderWay:
+    """A prompt from its admission to its scores."""
 
-    def __init__(self, groups: Iterable[Coroutine[None, None, Group]], scoring: Scoring) -> None:
-        self._scoring = scoring
-        self._groups = [asyncio.create_task(group) for group in groups]
-        self._scored = asyncio.create_task(asyncio.to_thread(scoring.run))
+    index: int
+    """Of the prompt in the run."""
+    name: str
+    """Of its example."""
+    rank: int
+    """Of the rollout role, which samples it."""
+    cohort: Cohort
+    """Those it was admitted with."""
+    sampled: asyncio.Task[Group]
+    """Its rollouts."""
+    scored: asyncio.Future[ScoredGroup]
+    """What the reward function says of them."""
+    times: Times
+    """When what happened to it."""
 
-    async def sampled(self) -> list[Group]:
-        """Return the groups in order of admission.
 
-        Raises:
-            GenerationError: all rollouts have failed.
-        """
-        sampled = asyncio.gather(*self._groups)
-        sampled.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
-        await asyncio.wait({sampled, self._scored}, return_when=asyncio.FIRST_COMPLETED)
-        if self._scored.done():
-            self._scored.result()  # raises: it has not been told yet that all groups are there
-        groups = await sampled
-        self._scoring.finish()
-        failures = [failure for group in groups for failure in group.failures]
-        if not any(len(group.rows) for group in groups):
-            raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
-        return groups
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Times:
+    """When what happened to a group, in seconds of one clock; None before it has."""
 
-    async def scored(self, interrupted: asyncio.Event) -> list[ScoredGroup]:
-        """Return the groups with what the reward function says of them, after `sampled`.
+    admitted: float
+    sampled: float | None = None
+    scored: float | None = None
 
-        Raises:
-            AbandonedError: it did not say so within some seconds after an interruption.
-        """
-        waiting = asyncio.create_task(interrupted.wait())
-        await asyncio.wait({self._scored, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not self._scored.done():
-            await asyncio.wait({self._scored}, timeout=GRACE_S)
-        if not self._scored.done():
-            raise AbandonedError(f"the reward function was busy for {GRACE_S:g} s more")
-        return self._scored.result()
+
+class Cohort:
+    """Groups that were admitted together, each scored while others are still sampled."""
+
+    def __init__(self, scoring: Scoring, running: asyncio.Future[object]) -> None:
+        self.groups: list[GroupUnderWay] = []
+        self.scoring, self.running = scoring, running
+        """What scores them, and its end: an error, if it raises one before all are scored."""
 
     def close(self) -> None:
         """Give up what is under way."""
-        for group in self._groups:
-            group.cancel()
-        self._scoring.stop()
-        self._scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else looks at it
+        for group in self.groups:
+            group.sampled.cancel()
+            group.scored.cancel()
+        self.scoring.stop()
 
 
 class Sampler:
@@ -127,25 +132,54 @@ class Sampler:
         grader: Grader,
         say: Callable[[str], None],
         episode: Episode,
+        failed: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin without prompts.
+
+        Args:
+            config: of the run.
+            rollouts: the role that samples.
+            tokenizer: for texts.
+            grader: asks the reward function.
+            say: given a line for the user, from any thread.
+            episode: how a rollout comes about.
+            failed: given every error that ends a group or the scoring of its cohort; groups are then given up.
+            clock: seconds, for `Times`.
+        """
+        self._failed = failed
         self._config, self._rollouts, self._grader, self._episode = config, rollouts, grader, episode
-        self._tokenizer, self._token_texts, self._say = tokenizer, TokenTexts(tokenizer), say
+        self._tokenizer, self._token_texts, self._say, self._clock = tokenizer, TokenTexts(tokenizer), say, clock
+        # Each cohort keeps one busy, and asyncio's own are few.
+        self._threads = ThreadPoolExecutor(config.max_groups + 1, thread_name_prefix="scoring")
 
     def begin(
         self,
         prompts: Mapping[int, Prompt],
         params: SamplingParams,
         group_size: int,
-        complete: Callable[[int, Group, int | None], None] = lambda *_: None,
-    ) -> GroupsUnderWay:
+        complete: Callable[[int], None] = lambda _: None,
+    ) -> Cohort:
         """Have prompts sampled, and scored.
 
         Args:
             prompts: by their index in the run.
             params: how rollouts are drawn.
             group_size: G, rollouts of each prompt.
-            complete: called with each group that was sampled: its index, itself, and the oldest version of its tokens.
+            complete: called with the index of each group that was sampled and scored.
         """
+        loop = asyncio.get_running_loop()
+
+        def ended(place: int, scored: ScoredGroup) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(end, cohort.groups[place], scored)
+
+        def end(group: GroupUnderWay, scored: ScoredGroup) -> None:
+            if not group.scored.done():
+                group.times.scored = self._clock()
+                group.scored.set_result(scored)
+                complete(group.index)
+
         scoring = Scoring(
             self._grader,
             decode=lambda responses: self._tokenizer.batch_decode(responses, skip_special_tokens=True),
@@ -153,22 +187,52 @@ class Sampler:
             num_rows=len(prompts) * group_size,
             max_failed=self._config.reward.max_failed,
             warn=self._say,
+            ended=ended,
         )
-
-        async def sample(place: int, index: int, prompt: Prompt) -> Group:
-            rank = self._rollouts.rank_of(place, len(prompts))
+        cohort = Cohort(scoring, loop.run_in_executor(self._threads, scoring.run))
+        cohort.running.add_done_callback(self._look_at)
+        for place, (index, prompt) in enumerate(prompts.items()):
+            rank, times = self._rollouts.rank_of(place, len(prompts)), Times(admitted=self._clock())
             clients = [_Client(self._rollouts, params, index, number, rank) for number in range(group_size)]
-            found = await asyncio.gather(*(self._rollout(prompt, client) for client in clients))
-            kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
-            rows = assemble(
-                list(kept.values()), prompt_index=index, sample_index=list(kept), is_narrowed=params.narrows
-            )
-            group = Group(rows, tuple(one for one in found if isinstance(one, GenerationError)))
-            complete(index, group, int(rows.versions.min()) if len(rows) else None)
-            scoring.add(place, rows, [prompt.example] * len(rows))
-            return group
+            sampled = asyncio.create_task(self._sample(place, prompt, clients, times, scoring))
+            sampled.add_done_callback(self._look_at)
+            group = GroupUnderWay(index, prompt.example.name, rank, cohort, sampled, loop.create_future(), times)
+            cohort.groups.append(group)
+        all_sampled = asyncio.gather(*(group.sampled for group in cohort.groups), return_exceptions=True)
+        all_sampled.add_done_callback(lambda _: scoring.finish())
+        return cohort
 
-        return GroupsUnderWay((sample(place, *each) for place, each in enumerate(prompts.items())), scoring)
+    async def _sample(
+        self, place: int, prompt: Prompt, clients: Sequence[_Client], times: Times, scoring: Scoring
+    ) -> Group:
+        """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
+        episodes = [asyncio.create_task(self._rollout(prompt, client)) for client in clients]
+        try:
+            found = await asyncio.gather(*episodes)
+        finally:
+            for episode in episodes:
+                episode.cancel()
+        params, index = clients[0].params, clients[0].prompt_index
+        kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
+        rows = assemble(
+            list(kept.values()),
+            prompt_index=index,
+            sample_index=list(kept),
+            is_narrowed=params.narrows,
+            by_token=self._config.rollout.max_staleness > 0,
+        )
+        times.sampled = self._clock()
+        scoring.add(place, rows, [prompt.example] * len(rows))
+        return Group(rows, tuple(one for one in found if isinstance(one, GenerationError)))
+
+    def _look_at(self, done: asyncio.Future[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            self._failed(error)
+
+    def close(self) -> None:
+        """Let go of the threads; those of cohorts that were closed end by themselves."""
+        self._threads.shutdown(wait=False)
 
     async def _rollout(self, prompt: Prompt, client: Client) -> Trajectory | GenerationError:
         """Have an episode, or return why there is none: a failed rollout is counted."""

@@ -6,16 +6,18 @@ is done with a batch.
 Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order of admission. Waits
 for: the rollout role, the reward function and the reward model. Unblocked by: a publish, which brings the next version.
 
-A checkpoint needs one number of it: how many prompts have gone into batches. The rest follows from that and the seed.
+A checkpoint needs to know which prompts have gone into batches. The rest follows from that and the seed. What was under
+way when a run ended is sampled again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,18 +28,26 @@ from rallypoint.data import EncodedPrompts, PromptStream
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
-from rallypoint.environments.scoring import ModelScores, combine
-from rallypoint.errors import RewardError, StalenessError
+from rallypoint.environments.scoring import ModelScores, ScoredGroup, combine
+from rallypoint.errors import GenerationError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
-from rallypoint.roles.groups import Groups
+from rallypoint.roles.groups import Groups, PromptsDone
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampled import RolloutRecord, Sampled, measure, records_of
-from rallypoint.roles.sampling import Group, GroupsUnderWay, Sampler, sampling_params
-from rallypoint.types import RolloutBatch, merge
+from rallypoint.roles.sampling import GRACE_S, AbandonedError, GroupUnderWay, Sampler, sampling_params
+from rallypoint.roles.timekeeper import Timekeeper
+from rallypoint.run.timeline import StepTimes
+from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, merge
+
+ResultT = TypeVar("ResultT")
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
+
+
+PATIENCE_S = 30.0
+"""Seconds that a step waits before it names a group that is much slower than the others."""
 
 
 class RolloutSource:
@@ -55,38 +65,70 @@ class RolloutSource:
         grader: Grader,
         reward_model: RewardModel,
         say: Callable[[str], None],
+        write_times: Callable[[StepTimes], None] = lambda _: None,
         episode: Episode = single_turn,
-        max_staleness: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.rollouts = rollouts
         self.records: tuple[RolloutRecord, ...] = ()
         """The first few rollouts of the newest batch."""
         self._config, self._train, self._validation = config, train, validation
-        self._say, self._max_staleness, self._grader, self._reward_model = say, max_staleness, grader, reward_model
-        self._sampler = Sampler(config, rollouts, tokenizer=tokenizer, grader=grader, say=say, episode=episode)
+        self._say, self._grader, self._reward_model = say, grader, reward_model
+        self._times, self._patience_s = Timekeeper(clock, write_times), patience_s
+        self._sampler = Sampler(
+            config,
+            rollouts,
+            tokenizer=tokenizer,
+            grader=grader,
+            say=say,
+            episode=episode,
+            failed=self._fail,
+            clock=clock,
+        )
         self._penalty = _penalty_of(config)
         self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
         self._interrupted, self._num_loads = asyncio.Event(), 0
-        self._batches: collections.deque[GroupsUnderWay] = collections.deque()
-        self.num_admitted = 0
+        self._is_complete = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """What ended a group that is under way."""
+        self._under_way: dict[int, GroupUnderWay] = {}
+        self.done = PromptsDone()
+        if config.rollout.max_staleness:
+            rollouts.after_load = self._admit
+
+    @property
+    def done(self) -> PromptsDone:
+        """The prompts that batches were made of: all that has to be saved."""
+        return self._groups.done
+
+    @done.setter
+    def done(self, done: PromptsDone) -> None:
+        rollout, num_steps = self._config.rollout, self._config.trainer.num_steps
+        self._groups = Groups(
+            num_prompts=rollout.num_prompts,
+            max_staleness=rollout.max_staleness,
+            window=rollout.window,
+            limit=num_steps * rollout.num_prompts,
+            done=done,
+        )
 
     @property
     def num_admitted(self) -> int:
-        """Number of prompts that have gone into batches: all that a checkpoint needs."""
+        """Number of prompts that have gone into batches."""
         return self._groups.num_taken
 
     @num_admitted.setter
     def num_admitted(self, num_prompts: int) -> None:
-        self._groups: Groups[Group] = Groups(
-            num_prompts=self._config.rollout.num_prompts, max_staleness=self._max_staleness, num_taken=num_prompts
-        )
+        self.done = PromptsDone(num_prompts, num_prompts)
 
     def hurry(self) -> None:
         """From now on give the reward function only a few seconds, because the run is ending."""
         self._interrupted.set()
+        self._is_complete.set()  # who waits looks
 
     async def next_batch(self) -> Sampled:
         """Return B scored rollouts of the next P prompts, fewer if some could not be scored.
@@ -98,16 +140,22 @@ class RolloutSource:
                 previous batch.
             AbandonedError: the run is ending, and the reward function did not return in time.
         """
-        if self.rollouts.num_loads > self._num_loads:
-            self._num_loads = self.rollouts.num_loads
-            self._groups.loaded(self.rollouts.version)
+        self._times.asked()
+        await self._begin_again()
         self._admit()
-        if not self._batches:
-            raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
-        sampled = await self._finish(self._batches[0])
-        taken = self._groups.take()  # outside the assert statement, which `python -O` removes
-        assert taken is not None, "its groups are complete"
-        self._batches.popleft()
+        groups = await self._next_groups()
+        sampled = await self._finish(groups)
+        taken = {group.index: group.sampled.result().oldest_version for group in groups}
+        ages = self._ages(sampled.batch)
+        self._groups.take(taken)
+        if self._config.rollout.window > 1:
+            self.rollouts.schedule.taken(list(taken))
+        for index in taken:
+            del self._under_way[index]
+        step = self._groups.num_taken // self._config.rollout.num_prompts
+        idle = self._times.taken(step, groups, self.rollouts.take_busy_s())
+        metrics = merge(sampled.metrics, ages, idle) if self._config.rollout.max_staleness else sampled.metrics
+        sampled = dataclasses.replace(sampled, metrics=metrics)
         self.records = sampled.records
         if self._penalty is None:
             return sampled
@@ -130,37 +178,80 @@ class RolloutSource:
             seed=self._config.seed + _VALIDATION_STREAM,
             temperature=self._config.validation.temperature,
         )
-        return await self._finish(self._sampler.begin(prompts, params, 1))
+        return await self._finish(self._sampler.begin(prompts, params, 1).groups)
 
     def _admit(self) -> None:
-        """Submit prompts while there are free slots; a whole batch is submitted before its first token is sampled."""
+        """Submit prompts while there are free slots; all of them before the first token of one is sampled."""
+        if self.rollouts.num_loads > self._num_loads:
+            self._num_loads = self.rollouts.num_loads
+            self._groups.loaded(self.rollouts.version)
+            self._times.loaded()
         num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
-        for first in range(admitted.start, admitted.stop, num_prompts):
+        for first in range(0, len(admitted), num_prompts):
             prompts: dict[int, Prompt] = {}
-            for index in range(first, first + num_prompts):
+            for index in admitted[first : first + num_prompts]:
                 row = self._stream.example_index(index)
                 prompts[index] = Prompt(tuple(self._train.token_ids[row]), self._train.examples[row])
-            group_size, complete = self._config.rollout.group_size, self._groups.complete
-            self._batches.append(self._sampler.begin(prompts, self._params, group_size, complete))
+            cohort = self._sampler.begin(prompts, self._params, self._config.rollout.group_size, self._complete)
+            self._under_way |= {group.index: group for group in cohort.groups}
 
-    async def _finish(self, batch: GroupsUnderWay) -> Sampled:
-        """Wait until a batch is sampled and scored; after an error nothing is left running."""
-        async with contextlib.AsyncExitStack() as if_it_fails:
-            if_it_fails.push_async_callback(self._give_up, batch)
+    def _complete(self, index: int) -> None:
+        self._groups.complete(index)
+        self._is_complete.set()
+
+    async def _next_groups(self) -> list[GroupUnderWay]:
+        """Return those of the next step; those of a window are complete then."""
+        while (indices := self.rollouts.schedule.next_take() or self._groups.next()) is None:
+            groups = list(self._under_way.values())
+            if len(groups) < self._config.rollout.num_prompts:
+                raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
+            async with self._unless_it_fails(groups):
+                self._is_complete.clear()
+                if not self._interrupted.is_set():
+                    await self._wait(self._is_complete.wait(), groups)
+                    continue
+                await self._wait(asyncio.wait({group.sampled for group in groups}), groups)
+                await self._wait(asyncio.wait({asyncio.ensure_future(self._is_complete.wait())}, timeout=GRACE_S), ())
+                if not self._is_complete.is_set():
+                    raise AbandonedError(f"the reward function was busy for {GRACE_S:g} s more")
+        if not self._under_way.keys() >= set(indices):
+            raise ScheduleError(
+                f"rollout.schedule trains on prompts {sorted(set(indices) - self._under_way.keys())} next, which are "
+                "not under way: it is not the schedule of a run with this config"
+            )
+        return [self._under_way[index] for index in indices]
+
+    async def _begin_again(self) -> None:
+        """Have all that is under way sampled again where the run of a schedule was killed, and went on."""
+        replay = self.rollouts.schedule.replay
+        if replay is None or not replay.resumes_after(self._groups.num_taken // self._config.rollout.num_prompts):
+            return
+        for cohort in {group.cohort for group in self._under_way.values()}:
+            cohort.close()
+        self._under_way.clear()
+        await self.rollouts.stop()
+        replay.resume()
+        self.done = self._groups.done
+        self._groups.loaded(self.rollouts.version)
+
+    async def _finish(self, groups: Sequence[GroupUnderWay]) -> Sampled:
+        """Wait until groups are sampled and scored; after an error nothing is left running."""
+        async with self._unless_it_fails(groups):
             with span("rollout"):
-                groups = await batch.sampled()
-            failures = [failure for group in groups for failure in group.failures]
+                sampled = await self._wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+                failures = [failure for group in sampled for failure in group.failures]
+                if not any(len(group.rows) for group in sampled):
+                    raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
             if failures:
                 self._say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
             with span("reward"):
-                rows = RolloutBatch.join([group.rows for group in groups])
+                rows = RolloutBatch.join([group.rows for group in sampled])
                 # The whole batch at once, not group by group: the last bits of a score depend on which rows are
                 # computed together, and the reward model may share its processes with the sampler.
                 scores = await self._reward_model.scores(rows)
                 model = None if scores is None else ModelScores.of(scores, self._config.reward)
-                scored_groups = await batch.scored(self._interrupted)
+                scored_groups = await self._scores_of(groups)
                 scored = combine(scored_groups, max_failed=self._config.reward.max_failed, model=model)
-            if_it_fails.pop_all()
         if scored.failures:
             self._say(describe_failures(scored.failures))
         if not len(scored.batch):
@@ -171,15 +262,74 @@ class RolloutSource:
         records = records_of(scored, examples, texts, max(1, self._config.trainer.num_logged_rollouts))
         return Sampled(scored.batch, merge(measured, scored.metrics), records)
 
-    async def close(self) -> None:
-        """Cancel what is being sampled ahead; with max_staleness 0 there is nothing."""
-        await self._give_up()
+    async def _scores_of(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
+        """Return what the reward function says of groups that are sampled.
 
-    async def _give_up(self, *batches: GroupsUnderWay) -> None:
-        for each in (*batches, *self._batches):
-            each.close()
+        Raises:
+            AbandonedError: it did not say so within some seconds after an interruption.
+        """
+        scored = asyncio.gather(*(group.scored for group in groups))
+        interrupted = asyncio.create_task(self._interrupted.wait())
+        await self._wait(asyncio.wait({scored, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
+        interrupted.cancel()
+        if not scored.done():
+            await self._wait(asyncio.wait({scored}, timeout=GRACE_S), groups)
+        if not scored.done():
+            raise AbandonedError(f"the reward function was busy for {GRACE_S:g} s more")
+        return scored.result()
+
+    async def _wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupUnderWay]) -> ResultT:
+        """Wait for something, and name groups that are much slower than others; raise what any group raises."""
+        task = asyncio.ensure_future(awaited)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
+        try:
+            while not task.done():
+                await asyncio.wait({task, self._failure}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if self._failure.done():
+                    self._failure.result()
+                if not task.done() and (slowest := self._times.slowest(groups)) is not None:
+                    self._say(slowest)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        """Have whoever waits for a batch raise this."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # or asyncio says that nobody asked for it
+
+    @contextlib.asynccontextmanager
+    async def _unless_it_fails(self, groups: Sequence[GroupUnderWay]) -> AsyncIterator[None]:
+        """Leave nothing under way behind an error of the block."""
+        async with contextlib.AsyncExitStack() as if_it_fails:
+            if_it_fails.push_async_callback(self._give_up, groups)
+            yield
+            if_it_fails.pop_all()
+
+    async def close(self) -> None:
+        """Give up what is sampled ahead, and let go of threads."""
+        await self._give_up(())
+        self._sampler.close()
+
+    async def _give_up(self, groups: Sequence[GroupUnderWay]) -> None:
+        for cohort in {group.cohort for group in (*groups, *self._under_way.values())}:
+            cohort.close()
         self._grader.close()  # otherwise threads would go on waiting for its calls
         await self.rollouts.stop()
+
+    def _ages(self, batch: RolloutBatch) -> Metrics:
+        """Return how many steps older than the actor's weights those were that sampled."""
+        versions = batch.versions if batch.token_versions is None else batch.token_versions[batch.loss_mask]
+        found, counts = versions.unique(return_counts=True)
+        ages = [self._groups.age(version) for version in found.tolist()]
+        total = sum(age * count for age, count in zip(ages, counts.tolist(), strict=True))
+        return Metrics(
+            {
+                "rollout/staleness_mean": Mean(total, int(counts.sum())),
+                "rollout/staleness_max": Maximum(max(ages, default=0)),
+            }
+        )
 
 
 def _penalty_of(config: RunConfig) -> OverlongPenalty | None:

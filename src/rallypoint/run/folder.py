@@ -249,6 +249,7 @@ def anchored(config: RunConfig) -> RunConfig:
         values[section][name] = _absolute(values[section][name])
     if config.model.lora is not None:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
+    values["rollout"]["schedule"] = _absolute(config.rollout.schedule)
     for name in ("train", "validation"):
         values["data"][name] = [_absolute(path) for path in values["data"][name]]
     for one in (*map(values.get, config.own_functions), values["reward"], *values["reward"]["functions"]):

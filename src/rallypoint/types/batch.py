@@ -106,6 +106,10 @@ class RolloutBatch(Sequences):
     """[T] float32: logprobs under the distribution sampled from, after top-k, top-p, min-p and penalty; None if nothing
     narrowed it, so that they equal `rollout_logprobs`."""
 
+    token_versions: Tensor | None = per_token(optional=True)
+    """[T] int64: optimizer steps completed when the weights that sampled each token were made, zero where `loss_mask`
+    is False; None in runs in which `versions` says it for whole rows."""
+
     def scored(
         self, token_rewards: Tensor, parts: Tensor | None = None, part_names: tuple[str, ...] = ()
     ) -> ScoredBatch:

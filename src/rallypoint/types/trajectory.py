@@ -37,6 +37,8 @@ class Turn:
     """Log-probabilities of the response by the distribution that was drawn from."""
     version: int
     """Version of the oldest weights that sampled a token of the response."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Version and length of every span of the response, where there are several versions."""
     truncated: bool
     """Whether the response ended at a limit and not by itself."""
 
@@ -49,7 +51,12 @@ class Trajectory:
 
 
 def assemble(
-    trajectories: Sequence[Trajectory], *, prompt_index: int, sample_index: Sequence[int], is_narrowed: bool
+    trajectories: Sequence[Trajectory],
+    *,
+    prompt_index: int,
+    sample_index: Sequence[int],
+    is_narrowed: bool,
+    by_token: bool = False,
 ) -> RolloutBatch:
     """Return rollouts of one prompt as ragged rows; what the policy sampled itself is True in `loss_mask`.
 
@@ -58,6 +65,7 @@ def assemble(
         prompt_index: index of the prompt in the run.
         sample_index: which of the rollouts of the prompt each one is.
         is_narrowed: whether tokens were drawn from another distribution than the model's own.
+        by_token: whether to keep the version of each token.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     num_tokens = [sum(len(t.prompt) + len(t.response) for t in trajectory.turns) for trajectory in trajectories]
@@ -70,6 +78,11 @@ def assemble(
         values[loss_mask] = torch.tensor(list(chain.from_iterable(logprobs)))
         return values
 
+    token_versions = None
+    if by_token:
+        token_versions = torch.zeros(len(loss_mask), dtype=torch.int64)
+        spans = [span for turn in turns for span in turn.spans or ((turn.version, len(turn.response)),)]
+        token_versions[loss_mask] = torch.tensor([version for version, n in spans for _ in range(n)], dtype=torch.int64)
     tokens = chain.from_iterable(chain.from_iterable((turn.prompt, turn.response) for turn in turns))
     return RolloutBatch(
         offsets=offsets_from_lengths(torch.tensor(num_tokens, dtype=torch.int64)),
@@ -80,5 +93,6 @@ def assemble(
         prompt_index=torch.full((len(trajectories),), prompt_index, dtype=torch.int64),
         sample_index=torch.tensor(sample_index, dtype=torch.int64),
         versions=torch.tensor([min(turn.version for turn in t.turns) for t in trajectories], dtype=torch.int64),
+        token_versions=token_versions,
         truncated=torch.tensor([t.turns[-1].truncated for t in trajectories], dtype=torch.bool),
     )

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.errors import StalenessError
-from rallypoint.roles.groups import Groups
+from rallypoint.roles.groups import Groups, PromptsDone
 
 
 class Run:
     """A run whose groups are sampled token by token, in any order, beside steps of training and loads."""
 
-    def __init__(self, num_prompts, max_staleness, first=0):
-        self.groups = Groups(num_prompts=num_prompts, max_staleness=max_staleness, num_taken=first)
+    def __init__(self, num_prompts, max_staleness, window=1, **options):
+        self.groups = Groups(num_prompts=num_prompts, max_staleness=max_staleness, window=window, **options)
         self.num_prompts, self.max_staleness = num_prompts, max_staleness
-        self.loaded, self.trained = 0, 0
-        self.under_way, self.taken, self.staleness = {}, [], []
+        self.loaded, self.trained, self.dropped = 0, 0, []
+        self.under_way, self.oldest, self.taken, self.staleness = {}, {}, [], []
         self.groups.loaded(0)
 
     def admit(self):
@@ -25,20 +25,25 @@ class Run:
             self.under_way[index] = []
 
     def sample(self, choice):
-        """Sample a token of one of the groups, which may end with it."""
+        """Sample a token of one of the groups, which may end with it, and may be dropped then."""
         index = sorted(self.under_way)[choice % len(self.under_way)]
         self.under_way[index].append(self.loaded)
         if choice % 3 == 0:
-            versions = self.under_way.pop(index)
-            self.groups.complete(index, (index, min(versions)), min(versions))
+            self.oldest[index] = min(self.under_way.pop(index))
+            self.groups.complete(index)
+            if choice % 7 == 1 and index not in (self.groups.next() or ()):
+                self.groups.drop(index)
+                self.dropped.append(index)
 
     def train(self):
         """Train on a batch if one is complete, and its weights are the newest but for those not loaded."""
-        taken = self.groups.take() if self.trained == self.loaded else None
-        for index, oldest in taken or ():
-            self.taken.append(index)
-            self.staleness.append(self.trained - oldest)
-        self.trained += taken is not None
+        indices = self.groups.next() if self.trained == self.loaded else None
+        if indices is None or any(index in self.under_way for index in indices):
+            return
+        self.groups.take({index: self.oldest[index] for index in indices})
+        self.taken += indices
+        self.staleness += [self.trained - self.oldest[index] for index in indices]
+        self.trained += 1
 
     def load(self):
         if self.loaded < self.trained:
@@ -46,23 +51,34 @@ class Run:
             self.groups.loaded(self.loaded)
 
 
-@given(st.integers(0, 4), st.integers(1, 4), st.lists(st.integers(0, 1000), max_size=400))
+settings_of_runs = st.tuples(st.integers(0, 4), st.integers(1, 4), st.floats(0, 1)).map(
+    lambda given: (*given[:2], 1 + round(given[2] * given[0] * given[1]))
+)
+
+
+@given(settings_of_runs, st.lists(st.integers(0, 1000), max_size=400))
 @settings(deadline=None)
-def test_no_latency_breaks_the_bound_or_the_order(max_staleness, num_prompts, choices):
-    run = Run(num_prompts, max_staleness)
+def test_no_latency_window_or_dropped_group_breaks_the_bound(given, choices):
+    max_staleness, num_prompts, window = given
+    run = Run(num_prompts, max_staleness, window)
     for choice in choices:
         (run.admit, run.train, run.load)[choice % 3]()
         if run.under_way:
             run.sample(choice // 3)
-        assert run.groups.num_under_way <= (max_staleness + 1) * num_prompts
-    assert run.taken == list(range(len(run.taken)))
+        assert run.groups.num_under_way <= (max_staleness + 1) * num_prompts - (window - 1)
+    assert len(set(run.taken)) == len(run.taken) == run.groups.num_taken
     assert all(0 <= staleness <= max_staleness for staleness in run.staleness)
+    if window == 1:
+        assert run.taken == sorted(run.taken)
+    done = run.groups.done
+    assert {*range(done.oldest), *done.ahead} == {*run.taken, *run.dropped}, "no group is lost, none comes twice"
 
 
-@given(st.integers(0, 4), st.integers(1, 4), st.integers(0, 10**6))
+@given(settings_of_runs, st.integers(0, 10**6))
 @settings(deadline=None)
-def test_a_run_never_stands_still(max_staleness, num_prompts, seed):
-    run, random = Run(num_prompts, max_staleness), Random(seed)
+def test_a_run_never_stands_still(given, seed):
+    max_staleness, num_prompts, window = given
+    run, random = Run(num_prompts, max_staleness, window), Random(seed)
     for _ in range(2000):
         run.admit()
         if run.under_way and random.random() < 0.7:
@@ -86,22 +102,58 @@ def test_the_bound_is_reached_when_training_is_slower_than_sampling(max_stalenes
     assert max(run.staleness) == max_staleness
 
 
-def test_a_run_that_goes_on_takes_the_prompts_after_those_it_was_trained_on():
-    run = Run(3, 1, first=6)
+@pytest.mark.parametrize(("max_staleness", "window"), [(2, 3), (3, 3), (3, 5)])
+def test_a_straggler_is_overtaken_by_its_window_alone_and_still_is_not_older_than_it_may_be(max_staleness, window):
+    run = Run(2, max_staleness, window)
+    for _ in range(8):
+        run.admit()
+        for index in [index for index in run.under_way if index]:  # all but prompt 0 are sampled at once
+            run.under_way[index] = [run.loaded]
+            run.oldest[index] = run.under_way.pop(index)[0]
+            run.groups.complete(index)
+        run.train()
+        run.load()
+    assert run.taken == list(range(1, window))
+    run.under_way[0] = [0]
+    run.sample(0)
+    run.train()
+    assert run.taken[window - 1] == 0
+    assert run.staleness[window - 1] == (window - 1) // 2 <= max_staleness
+
+
+def test_a_run_that_goes_on_takes_the_prompts_that_were_not_done():
+    run = Run(3, 1, window=2, done=PromptsDone(num_taken=6, oldest=5, ahead=(6,)))
     run.admit()
-    assert sorted(run.under_way) == [6, 7, 8, 9, 10, 11]
+    assert sorted(run.under_way) == [5, 7, 8, 9, 10]
+    assert run.groups.done == PromptsDone(6, 5, (6,))
+
+
+def test_no_prompt_is_admitted_that_no_step_will_be_trained_on():
+    run = Run(2, 2, limit=4)
+    run.admit()
+    assert sorted(run.under_way) == [0, 1, 2, 3]
+
+
+def test_the_prompt_that_refills_the_slot_of_a_dropped_group_is_admitted_at_once_and_trained_in_its_place():
+    run = Run(2, 0)
+    run.admit()
+    run.groups.drop(0)
+    assert run.groups.admit() == [2]
+    assert run.groups.next() == (1, 2)
+    run.groups.take({1: 0, 2: 0})
+    assert run.groups.done == PromptsDone(2, 3)
 
 
 def test_without_new_weights_no_prompt_is_admitted():
     run = Run(2, 0)
     run.admit()
     while run.under_way:
-        run.sample(0)
+        run.sample(3)
     run.train()
     assert run.taken == [0, 1]
-    assert not list(run.groups.admit())
+    assert not run.groups.admit()
     run.load()
-    assert list(run.groups.admit()) == [2, 3]
+    assert run.groups.admit() == [2, 3]
 
 
 def test_a_token_that_is_too_old_stops_the_run():
@@ -109,16 +161,14 @@ def test_a_token_that_is_too_old_stops_the_run():
     for version in (0, 4, 8):
         groups.loaded(version)
     groups.admit()
-    groups.complete(0, "old", 0)
+    assert [groups.age(version) for version in (8, 4)] == [0, 1]
     with pytest.raises(StalenessError, match="prompt 0 was sampled from version 0; the newest is 8, and with max_stal"):
-        groups.take()
+        groups.take({0: 0})
 
 
-def test_a_group_without_a_rollout_has_no_version_and_takes_its_place():
+def test_a_group_without_a_rollout_has_no_version():
     groups = Groups(num_prompts=2)
     groups.loaded(3)
     groups.admit()
-    groups.complete(1, "answered", 3)
-    assert groups.take() is None
-    groups.complete(0, "failed", None)
-    assert groups.take() == ["failed", "answered"]
+    groups.take({0: None, 1: 3})
+    assert groups.num_taken == 2

@@ -14,6 +14,7 @@ from rallypoint.environments.pool import Inline
 from rallypoint.errors import GenerationError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.schedule import Schedule
 from rallypoint.roles.source import RolloutSource
 from rallypoint.types import Trajectory
 
@@ -29,6 +30,7 @@ class FakeRollouts:
     def __init__(self, seed=0):
         self.version, self.num_loads, self.random = 0, 1, random.Random(seed)
         self.asked, self.failing, self.num_stops = [], (), 0
+        self.after_load, self.schedule = lambda: None, Schedule()
 
     def rank_of(self, place, num_prompts):
         return place * 2 // num_prompts
@@ -48,6 +50,10 @@ class FakeRollouts:
 
     def load(self, version):
         self.version, self.num_loads = version, self.num_loads + 1
+        self.after_load()
+
+    def take_busy_s(self):
+        return [0.5, 0.25]
 
     async def stop(self):
         self.num_stops += 1
@@ -60,11 +66,11 @@ class FakeTokenizer:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, **options):
+def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, sampling=None, **options):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
     reward = CONFIG.reward.model_copy(update={"max_failed": max_failed})
     return RolloutSource(
-        CONFIG.model_copy(update={"reward": reward}),
+        CONFIG.model_copy(update={"reward": reward, "rollout": CONFIG.rollout.model_copy(update=sampling or {})}),
         rollouts,
         train=EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ()),
         validation=None,
@@ -177,7 +183,7 @@ def test_a_rollout_that_fails_is_left_out_and_counted():
 def test_batches_are_sampled_ahead_within_the_bound(max_staleness):
     async def main():
         rollouts = FakeRollouts()
-        source = make_source(rollouts, max_staleness=max_staleness)
+        source = make_source(rollouts, sampling={"max_staleness": max_staleness})
         staleness = []
         for step in range(5):
             sampled = await source.next_batch()

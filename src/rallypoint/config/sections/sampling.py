@@ -71,6 +71,26 @@ class RolloutConfig(Section):
     mask_zero_variance: bool = key(
         False, help="The policy does not train on groups whose scores are all equal: they count in no mean."
     )
+    max_staleness: int = key(
+        0,
+        at_least=0,
+        at_most=64,
+        unit="steps",
+        help="How many steps older than the actor's weights a rollout may be; 0 samples and trains in turns.",
+    )
+    window: int = key(
+        1,
+        at_least=1,
+        unit="prompts",
+        help="A step takes what is ready of so many of the oldest prompts; 1: in order. The bound stays.",
+    )
+    on_load: Literal["recompute", "keep"] = key(
+        "recompute",
+        help="Whether new weights have the keys and values of responses under way computed again (docs/async.md).",
+    )
+    schedule: str | None = key(
+        None, help="schedule.jsonl of a run with max_staleness, to be repeated to the bit; null for none."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 
 

@@ -1,0 +1,353 @@
+"""What a run that samples ahead did when: written down, and repeated.
+
+Owns: the file `schedule.jsonl`. Must not know: what is sampled, or what for. Invariant: an engine's outputs follow from
+its calls alone, so ranks that get the same requests between the same steps, and new weights there, sample the same
+tokens, to the bit. So a line says what was sent to all ranks at once, in the order in which they got it:
+
+    {"num_ranks": 2}                             the first line
+    {"load": 0}                                  weights of version 0
+    {"slice": [[[[0, 0, 0, 4]], 31], [[], 0]]}   rank 0: begin samples 0 to 3 of prompt 0, then take 31 steps
+    {"take": [0, 2]}                             a step was trained on these prompts; with a window only
+    {"resumed": 20}                              the run was killed, and went on after step 20
+
+The first number of a request is the distance of its seed from that of the run, which says its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rallypoint.config import RunConfig
+from rallypoint.disk import naming
+from rallypoint.errors import ScheduleError
+from rallypoint.generation import Request
+from rallypoint.roles.requests import Orders, Slice
+
+SCHEDULE = "schedule.jsonl"
+
+Name: TypeAlias = tuple[int, int, int]
+"""Distance of a request's seed from that of the run, its prompt, and its sample."""
+Send: TypeAlias = Callable[[Sequence[Orders]], Awaitable[Sequence[Slice]]]
+"""Has every rank follow its orders."""
+
+
+def name_of(request: Request, seed: int) -> Name:
+    """Return what a request is called in a schedule of a run with that seed."""
+    return request.params.seed - seed, request.prompt_index, request.sample_index
+
+
+def pack(names: Sequence[Name]) -> list[list[int]]:
+    """Write successive samples of a prompt as one: the first of them, and their number.
+
+    >>> pack([(0, 7, 0), (0, 7, 1), (0, 8, 0)])
+    [[0, 7, 0, 2], [0, 8, 0, 1]]
+    """
+    packed: list[list[int]] = []
+    for turn, prompt, sample in names:
+        if packed and packed[-1][:2] == [turn, prompt] and packed[-1][2] + packed[-1][3] == sample:
+            packed[-1][3] += 1
+        else:
+            packed.append([turn, prompt, sample, 1])
+    return packed
+
+
+def unpack(packed: Sequence[Sequence[int]]) -> list[Name]:
+    """Return the names that `pack` was given.
+
+    >>> unpack([[0, 7, 0, 2], [0, 8, 0, 1]])
+    [(0, 7, 0), (0, 7, 1), (0, 8, 0)]
+    """
+    return [(turn, prompt, first + more) for turn, prompt, first, number in packed for more in range(number)]
+
+
+class Recorder:
+    """Writes the schedule of a run, in the order in which calls were sent."""
+
+    def __init__(self, path: Path, num_ranks: int, seed: int) -> None:
+        """Begin a file, over that of a run that is begun anew."""
+        self._path, self._seed = path, seed
+        self._entries: collections.deque[dict[str, Any]] = collections.deque([{"num_ranks": num_ranks}])
+        self._mode = "w"
+
+    def go_on(self, step: int, version: int) -> None:
+        """Continue the file of a run that goes on after a step, where its weights of that version had been loaded.
+
+        What was sampled after that is sampled again.
+        """
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        loads = [number for number, line in enumerate(lines) if line == json.dumps({"load": version})]
+        self._entries = collections.deque([{"resumed": step}])
+        with naming(self._path):
+            self._path.write_text("".join(f"{line}\n" for line in lines[: loads[-1] + 1]) if loads else "")
+        self._mode = "a"
+
+    async def send(self, orders: Sequence[Orders], send: Send) -> Sequence[Slice]:
+        """Send orders and write down what became of them."""
+        entry: dict[str, Any] = {}
+        self._entries.append(entry)
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._entries.remove, entry)  # those who waited for it are given up
+            slices = await send(orders)
+            if_it_fails.pop_all()
+        entry["slice"] = [
+            [pack([name_of(request, self._seed) for _, request in each.new]), one.num_steps]
+            for each, one in zip(orders, slices, strict=True)
+        ]
+        self._flush()
+        return slices
+
+    async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Load weights and write it down."""
+        entry: dict[str, Any] = {}
+        self._entries.append(entry)
+        await load()
+        entry["load"] = version
+        self._flush()
+
+    def take(self, indices: Sequence[int]) -> None:
+        """Write down which prompts a step is trained on."""
+        self._entries.append({"take": list(indices)})
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what has ended and nothing unended comes before."""
+        done: list[str] = []
+        while self._entries and self._entries[0]:
+            done.append(json.dumps(self._entries.popleft()) + "\n")
+        with naming(self._path), self._path.open(self._mode, encoding="utf-8") as file:
+            file.write("".join(done))
+        self._mode = "a"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """A schedule as it was read."""
+
+    num_ranks: int
+    events: tuple[dict[str, Any], ...]
+    """Lines about ranks."""
+    takes: tuple[tuple[int, ...], ...]
+    """Prompts of each step; empty if steps were taken in order."""
+
+    @classmethod
+    def read(cls, path: Path) -> Recorded:
+        """Read a file.
+
+        Raises:
+            ScheduleError: it is missing or damaged.
+        """
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            takes = tuple(tuple(line["take"]) for line in lines if "take" in line)
+            events = tuple(line for line in lines[1:] if line.keys() & {"slice", "load", "resumed"})
+            return cls(int(lines[0]["num_ranks"]), events, takes)
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ScheduleError(
+                f"rollout.schedule={str(path)!r} cannot be read ({error}); expected schedule.jsonl of a run with "
+                "rollout.max_staleness"
+            ) from error
+
+
+class Replay:
+    """Sends ranks what a schedule says, as soon as it is there; when the schedule ends, whatever there is."""
+
+    def __init__(
+        self, recorded: Recorded, seed: int, *, timeout_s: float, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Begin at the first line.
+
+        Args:
+            recorded: what to repeat.
+            seed: of this run.
+            timeout_s: how long to wait for a request or for weights that the schedule has next.
+            say: told when the schedule is at its end.
+        """
+        self._events = collections.deque(recorded.events)
+        self._takes = collections.deque(recorded.takes)
+        self._seed, self._timeout_s, self._say = seed, timeout_s, say
+        self._arrived: list[dict[Name, tuple[int, Request]]] = [{} for _ in range(recorded.num_ranks)]
+        self._cancelled: list[list[int]] = [[] for _ in range(recorded.num_ranks)]
+        self._has_changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look again: a request has come."""
+        self._has_changed.set()
+
+    async def send(self, orders: Sequence[Orders], send: Send) -> Sequence[Slice]:
+        """Take requests in, and send those of the next slice once all are there; no outputs while some are not."""
+        for rank, each in enumerate(orders):
+            self._arrived[rank] |= {name_of(request, self._seed): (number, request) for number, request in each.new}
+            self._cancelled[rank] += each.cancelled
+        if self._is_free:
+            chosen: list[tuple[list[Name], int | None]] = [(list(arrived), None) for arrived in self._arrived]
+        else:
+            slices: list[tuple[list[list[int]], int]] = self._events[0].get("slice", [])
+            missing = [name for rank, (new, _) in enumerate(slices) for name in self._missing(rank, new)]
+            if not slices or missing:
+                await self._change(f"prompt {missing[0][1]} sample {missing[0][2]}" if missing else "new weights")
+                return []
+            chosen = [(unpack(new), num_steps) for new, num_steps in slices]
+            self._events.popleft()
+        found = await send(
+            [
+                dataclasses.replace(
+                    each,
+                    new=tuple(self._arrived[rank].pop(name) for name in names),
+                    cancelled=tuple(self._cancelled[rank]),
+                    num_steps=num_steps,
+                )
+                for rank, (each, (names, num_steps)) in enumerate(zip(orders, chosen, strict=True))
+            ]
+        )
+        for cancelled in self._cancelled:
+            cancelled.clear()
+        self._has_changed.set()
+        return found
+
+    async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Load weights when the schedule says so."""
+        while not self._is_free and "load" not in self._events[0]:
+            await self._change("requests that end before")
+        if not self._is_free and self._events[0]["load"] != version:
+            raise ScheduleError(
+                f"rollout.schedule has weights of version {self._events[0]['load']} next, but version {version} is "
+                "published: it is not the schedule of a run with this config"
+            )
+        await load()
+        if not self._is_free:
+            self._events.popleft()
+            if not self._events:
+                self._say("rollout.schedule ends here; from now on rollouts are sampled as they come")
+        self._has_changed.set()
+
+    @property
+    def next_take(self) -> tuple[int, ...] | None:
+        """The prompts of the next step; None if the schedule does not say."""
+        return self._takes[0] if self._takes else None
+
+    def taken(self) -> None:
+        """Take note that a step is trained on the next prompts."""
+        if self._takes:
+            self._takes.popleft()
+
+    def resumes_after(self, step: int) -> bool:
+        """Whether the run went on from a checkpoint of this step: what was under way is sampled again."""
+        return bool(self._events) and self._events[0].get("resumed") == step
+
+    def resume(self) -> None:
+        """Go on there. The first that happened was that the weights of the checkpoint were loaded; here they are."""
+        self._events.popleft()
+        if self._events and "load" in self._events[0]:
+            self._events.popleft()
+        for each in (*self._arrived, *self._cancelled):
+            each.clear()
+
+    @property
+    def _is_free(self) -> bool:
+        return not self._events or "resumed" in self._events[0]
+
+    def _missing(self, rank: int, new: Sequence[Sequence[int]]) -> list[Name]:
+        return [name for name in unpack(new) if name not in self._arrived[rank]]
+
+    async def _change(self, awaited: str) -> None:
+        """Wait until something has come or ended.
+
+        Raises:
+            ScheduleError: nothing has, for too long.
+        """
+        self._has_changed.clear()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._has_changed.wait()
+        except TimeoutError:
+            raise ScheduleError(
+                f"rollout.schedule has {awaited} next, which did not come in {self._timeout_s:g} s: it is not the "
+                "schedule of a run with this config"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """How calls get to the ranks: at once, written down, or as an earlier run's were."""
+
+    recorder: Recorder | None = None
+    replay: Replay | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: Path, num_ranks: int, say: Callable[[str], None]) -> Schedule:
+        """Return that of a run; one that samples and trains in turns needs none.
+
+        Args:
+            config: of the run.
+            folder: of the run.
+            num_ranks: that sample.
+            say: given a line for the user.
+
+        Raises:
+            ScheduleError: rollout.schedule cannot be read, or is of another number of ranks.
+        """
+        if not config.rollout.max_staleness:
+            return cls()
+        recorder = Recorder(folder / SCHEDULE, num_ranks, config.seed)
+        if config.rollout.schedule is None:
+            return cls(recorder)
+        recorded = Recorded.read(Path(config.rollout.schedule))
+        if recorded.num_ranks != num_ranks:
+            raise ScheduleError(
+                f"rollout.schedule={config.rollout.schedule!r} is of {recorded.num_ranks} ranks of rollout, and this "
+                f"run has {num_ranks}; expected as many, see rollout.placement and cluster.pools"
+            )
+        return cls(recorder, Replay(recorded, config.seed, timeout_s=config.cluster.call_timeout_s, say=say))
+
+    async def send(self, orders: Sequence[Orders], send: Send) -> Sequence[Slice]:
+        """Have every rank follow its orders."""
+
+        async def record(orders: Sequence[Orders]) -> Sequence[Slice]:
+            return await (send(orders) if self.recorder is None else self.recorder.send(orders, send))
+
+        return await (record(orders) if self.replay is None else self.replay.send(orders, record))
+
+    async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+        """Have every rank load weights."""
+
+        async def record() -> None:
+            await (load() if self.recorder is None else self.recorder.load(version, load))
+
+        await (record() if self.replay is None else self.replay.load(version, record))
+
+    def next_take(self) -> tuple[int, ...] | None:
+        """Return the prompts of the next step, if it is known."""
+        return None if self.replay is None else self.replay.next_take
+
+    def taken(self, indices: Sequence[int]) -> None:
+        """Take note of the prompts of a step."""
+        if self.replay is not None:
+            self.replay.taken()
+        if self.recorder is not None:
+            self.recorder.take(indices)
+
+    def wake(self) -> None:
+        """Take note that a request has come."""
+        if self.replay is not None:
+            self.replay.wake()
+
+    def go_on(self, step: int, version: int) -> None:
+        """Take note that the run goes on after a step, with weights of that version.
+
+        Raises:
+            ScheduleError: it repeats a schedule, whose rollouts of the next steps were begun with older weights.
+        """
+        if self.replay is not None:
+            raise ScheduleError(
+                f"rollout.schedule cannot be gone on with after step {step}: rollouts of the next steps were begun "
+                "with weights that are gone; start over with --resume --from-step 0, or set rollout.schedule=null"
+            )
+        if self.recorder is not None:
+            self.recorder.go_on(step, version)

@@ -1,0 +1,91 @@
+"""How long sampler and trainer wait for each other, and for whom.
+
+Owns: the times of a run's batches, the shares of time in which nobody worked, and the words for a group that is much
+slower than others. Must not know: what a batch is made of. The clock is passed in.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from rallypoint.roles.sampling import GroupUnderWay
+from rallypoint.run.timeline import GroupTimes, StepTimes
+from rallypoint.types import Mean, Metrics
+
+_MUCH_SLOWER = 10.0
+"""Times as long as most others take."""
+
+
+class Timekeeper:
+    """Takes note of when batches were asked for and taken, and weights loaded."""
+
+    def __init__(self, clock: Callable[[], float], write: Callable[[StepTimes], None]) -> None:
+        """Begin at the start of a run.
+
+        Args:
+            clock: seconds.
+            write: given the times of each step.
+        """
+        self._clock, self._write = clock, write
+        self._began = self._loaded = self._asked = clock()
+        self._taken: float | None = None
+
+    def loaded(self) -> None:
+        """Take note that new weights were loaded."""
+        self._loaded = self._clock()
+
+    def asked(self) -> None:
+        """Take note that the trainer waits for a batch."""
+        self._asked = self._clock()
+
+    def taken(self, step: int, groups: Sequence[GroupUnderWay], busy_s: Sequence[float]) -> Metrics:
+        """Take note that it has the batch of a step; return the shares of time since the one before.
+
+        Args:
+            step: counted from 1.
+            groups: of the batch.
+            busy_s: seconds that each rank has sampled since the batch before.
+        """
+        before = self._loaded if self._taken is None else self._taken
+        self._taken, began = self._clock(), self._began
+        times = StepTimes(
+            step=step,
+            asked_s=self._asked - began,
+            taken_s=self._taken - began,
+            loaded_s=self._loaded - began,
+            busy_s=tuple(busy_s),
+            groups=tuple(
+                GroupTimes(
+                    rank=group.rank,
+                    admitted_s=group.times.admitted - began,
+                    sampled_s=(group.times.sampled or group.times.admitted) - began,
+                    scored_s=(group.times.scored or group.times.admitted) - began,
+                )
+                for group in groups
+            ),
+        )
+        self._write(times)
+        interval = max(1e-9, self._taken - before)
+        return Metrics(
+            {
+                "rollout/idle": Mean(max(0.0, 1 - sum(busy_s) / (len(busy_s) * interval)), 1),
+                "actor/idle": Mean((self._taken - max(self._asked, before)) / interval, 1),
+            }
+        )
+
+    def slowest(self, groups: Sequence[GroupUnderWay]) -> str | None:
+        """Say which group a step waits for; None unless most others took a small part of its time."""
+        took = [each.times.scored - each.times.admitted for each in groups if each.times.scored is not None]
+        left = [each for each in groups if each.times.scored is None]
+        if not left or len(took) < len(left):
+            return None
+        oldest, usual = min(left, key=lambda each: each.times.admitted), statistics.median(took)
+        waited = self._clock() - oldest.times.admitted
+        if waited <= _MUCH_SLOWER * usual:
+            return None
+        doing = f"sampled by rank {oldest.rank} of rollout" if oldest.times.sampled is None else "scored"
+        return (
+            f"the step waits for {len(left)} of {len(groups)} prompts: {oldest.name}, prompt {oldest.index} of the "
+            f"run, has been under way for {waited:.0f} s and is being {doing}; most others took {usual:.1f} s"
+        )
