@@ -66,6 +66,23 @@ def config(
 
 
 @app.command()
+def simulate(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A run folder, or a recipe: its newest run.")],
+    max_staleness: Annotated[
+        list[int] | None, typer.Option(min=0, max=64, help="Values of rollout.max_staleness; by default 0, 1, 2, 4.")
+    ] = None,
+    window: Annotated[
+        list[int] | None, typer.Option(min=1, help="Values of rollout.window; by default 1, the order of admission.")
+    ] = None,
+    num_steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to simulate.")] = 100,
+) -> None:
+    """Say what sampling ahead, or another split of the machine, would give, by the times of a run."""
+    from rallypoint.cli.simulate import print_simulation
+
+    print_simulation(recipe, max_staleness or [0, 1, 2, 4], window or [1], num_steps)
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that ship with rallypoint."""
     from rallypoint.cli.show import print_recipes

@@ -170,7 +170,7 @@ class Scoring:
     def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
         responses = [rows.response(row).tolist() for row in range(len(rows))]
         texts = self._decode(responses) if responses else []
-        group = self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [None] * len(rows))
+        self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [None] * len(rows))
         wants = self._grader.wants
         calls = [
             _call(rows, row, example, text, wants.more, self._token_texts)

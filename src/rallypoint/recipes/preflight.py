@@ -273,7 +273,7 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
     """
     if _is_run(recipe):
         return load_named(recipe, overrides), open_run(Path(recipe))
-    folder = open_run(_newest(recipe, overrides))
+    folder = open_run(newest_of(recipe, overrides))
     start = Start.read(folder)
     taken = [one for one in start.overrides if not _sets(overrides, one.partition("=")[0])]
     if taken:
@@ -321,7 +321,12 @@ def _refuse_foreign(loaded: LoadedConfig, folder: RunFolder, named: Set[str]) ->
         )
 
 
-def _newest(recipe: str, overrides: Sequence[str]) -> Path:
+def newest_of(recipe: str, overrides: Sequence[str]) -> Path:
+    """Return the folder of the run of a recipe that was started last.
+
+    Raises:
+        RunFolderError: there is none.
+    """
     source = read(recipe, overrides)
     trainer: Mapping[str, Any] = source.values.get("trainer") or {}
     name, runs_dir = trainer.get("name") or source.name, trainer.get("runs_dir") or TrainerConfig().runs_dir

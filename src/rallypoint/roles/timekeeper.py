@@ -57,6 +57,7 @@ class Timekeeper:
             busy_s=tuple(busy_s),
             groups=tuple(
                 GroupTimes(
+                    index=group.index,
                     rank=group.rank,
                     admitted_s=group.times.admitted - began,
                     sampled_s=(group.times.sampled or group.times.admitted) - began,

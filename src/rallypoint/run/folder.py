@@ -4,6 +4,8 @@ runs/NAME/
     config.yaml      every key with its value
     start.json       how it was started, beside its config
     metrics.jsonl    one line a step
+    timeline.jsonl   when the groups of each step were admitted, sampled and scored
+    schedule.jsonl   what was sampled when, in a run that samples ahead
     rollouts/        step_000020.jsonl: a few rollouts of each step, in words
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
     logs/            train.log, and Ray's own logs below ray/

@@ -3,7 +3,7 @@
 Owns: the file `timeline.jsonl`, a line a step. Must not know: what the times mean for other settings.
 
     {"step": 1, "asked_s": 0.0, "taken_s": 2.5, "loaded_s": 0.0, "busy_s": [2.1],
-     "groups": [[0, 0.0, 2.0, 2.5], ...]}
+     "groups": [[0, 0, 0.0, 2.0, 2.5], ...]}
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ TIMELINE = "timeline.jsonl"
 class GroupTimes:
     """A group's way from its admission to its scores, in seconds since the run, or its latest start, began."""
 
+    index: int
+    """Of its prompt in the run."""
     rank: int
     """Of the rollout role, which sampled it."""
     admitted_s: float

@@ -56,7 +56,7 @@ def sample(rollout, num_samples, max_new_tokens, *, version):
     found = {number: [] for number, _ in new}
     orders = Orders(new=tuple(new), version=version)
     while not all(outputs and outputs[-1].finish_reason for outputs in found.values()):
-        for output in rollout.advance(orders):
+        for output in rollout.advance(orders).outputs:
             found[output.request_id].append(output)
         orders = Orders(version=version)
     trajectories = [Trajectory(turns=(as_turn((3, 9), outputs),)) for outputs in found.values()]
