@@ -1,0 +1,112 @@
+"""Runs that sample while the actor trains: the bound, schedules that repeat them, kills, and what they would gain."""
+
+import json
+import time
+
+import pytest
+
+from rallypoint.cli.simulate import print_simulation
+from rallypoint.display import Silent
+from rallypoint.errors import ScheduleError
+from rallypoint.recipes.loop import train
+from rallypoint.recipes.preflight import load_checked
+from rallypoint.roles import rollout as role
+from rallypoint.roles.engines import make_engine
+from rallypoint.run import read_metrics
+
+SPLIT = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling", "validation.every_steps=10")
+AHEAD = (*SPLIT, "rollout.max_staleness=2", "rollout.max_response_tokens=12", "rollout.min_response_tokens=6")
+AHEAD = (*AHEAD, "cluster.runtime=inline", "checkpoint.every_steps=2")
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Have our own engine take so long for a step that weights arrive in the middle of responses."""
+
+    def make(*args):
+        engine = make_engine(*args)
+        step = engine.step
+
+        def slow_step():
+            time.sleep(0.04)
+            return step()
+
+        engine.step = slow_step
+        return engine
+
+    monkeypatch.setattr(role, "make_engine", make)
+
+
+def events(run):
+    return [json.loads(line) for line in (run.path / "schedule.jsonl").read_text().splitlines()]
+
+
+def changes_in_the_middle(run):
+    """Return how many loads came while a response was under way: a slice after them begins nothing, and steps."""
+    found = events(run)
+    after = [next_one for one, next_one in zip(found, found[1:], strict=False) if "load" in one]
+    return sum(bool("slice" in one and not one["slice"][0][0] and one["slice"][0][1]) for one in after)
+
+
+@pytest.mark.parametrize("more", [("rollout.on_load=recompute",), ("rollout.on_load=keep", "rollout.window=10")])
+def test_a_run_with_the_recorded_schedule_has_the_same_weights(runs, weights_of, slow, more):
+    recorded = runs.run("recorded", *AHEAD, *more)
+    assert changes_in_the_middle(recorded)
+    steps = [record for record in read_metrics(recorded.metrics) if "rollout/staleness_max" in record]
+    assert [record["rollout/staleness_max"] for record in steps] <= [0, 1, 2, 2]
+    assert max(record["rollout/staleness_max"] for record in steps) >= 1
+    assert all(0 <= record[f"{role}/idle"] <= 1 for record in steps for role in ("rollout", "actor"))
+    repeated = runs.run("repeated", *AHEAD, *more, f"rollout.schedule={recorded.path}/schedule.jsonl")
+    assert weights_of(repeated) == weights_of(recorded)
+    assert events(repeated) == events(recorded)
+
+
+def resume_from(run, step):
+    assert train(load_checked(str(run.path), ()), run, Silent(), resume=True, from_step=step)
+
+
+def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule_repeats_it_without_a_kill(
+    runs, weights_of, slow
+):
+    killed = runs.run("killed", *AHEAD)
+    resume_from(killed, 2)
+    assert {"resumed": 2} in events(killed)
+    state = json.loads((max(killed.checkpoints.iterdir()) / "training" / "state.json").read_text())
+    assert state["done"] == {"num_taken": 32, "oldest": 32, "ahead": []}
+    repeated = runs.run("repeated", *AHEAD, f"rollout.schedule={killed.path}/schedule.jsonl")
+    assert weights_of(repeated) == weights_of(killed)
+    with pytest.raises(ScheduleError, match="cannot be gone on with after step 2: .* start over with"):
+        resume_from(repeated, 2)
+
+
+def test_a_schedule_of_another_config_is_refused(runs, slow):
+    recorded = runs.run("recorded", *AHEAD, "trainer.num_steps=1")
+    file = recorded.path / "schedule.jsonl"
+    other = ("cluster.pools={main: [1], sampling: [2]}", f"rollout.schedule={file}")
+    with pytest.raises(ScheduleError, match="is of 1 ranks of rollout, and this run has 2"):
+        runs.run("ranks", *AHEAD, *other)
+    with pytest.raises(ScheduleError, match="which did not come in 1 s"):
+        runs.run("prompts", *AHEAD, "rollout.num_prompts=4", other[1], "cluster.call_timeout_s=1")
+    file.write_text("nonsense")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        runs.run("damaged", *AHEAD, other[1])
+
+
+def test_a_schedule_of_threads_is_repeated_by_processes_on_ray(runs, weights_of, slow):
+    recorded = runs.run("recorded", *AHEAD)
+    assert changes_in_the_middle(recorded)
+    schedule = f"rollout.schedule={recorded.path}/schedule.jsonl"
+    repeated = runs.run("repeated", *AHEAD, "cluster.runtime=ray", schedule)
+    assert weights_of(repeated) == weights_of(recorded)
+    assert events(repeated) == events(recorded)
+
+
+def test_a_run_says_what_other_settings_would_give(runs, capsys):
+    run = runs.run("measured", *AHEAD, "rollout.max_staleness=0")
+    print_simulation(str(run.path), [0, 1], [1, 9], 20)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("times of 4 steps in ")
+    assert [line.split()[:4] for line in lines[2:]] == [["0", "1", "1", "1"]] * 2 + [
+        ["1", window, "1", "1"] for window in ("1", "9")
+    ]
+    assert lines[2].endswith("measured") and lines[3].endswith("0.0 to 0")
