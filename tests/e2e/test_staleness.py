@@ -1,5 +1,6 @@
 """Runs that sample while the actor trains: the bound, schedules that repeat them, kills, and what they would gain."""
 
+import itertools
 import json
 import time
 
@@ -44,7 +45,7 @@ def events(run):
 def changes_in_the_middle(run):
     """Return how many loads came while a response was under way: a slice after them begins nothing, and steps."""
     found = events(run)
-    after = [next_one for one, next_one in zip(found, found[1:], strict=False) if "load" in one]
+    after = [next_one for one, next_one in itertools.pairwise(found) if "load" in one]
     return sum(bool("slice" in one and not one["slice"][0][0] and one["slice"][0][1]) for one in after)
 
 
@@ -75,7 +76,7 @@ def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule
     assert state["done"] == {"num_taken": 32, "oldest": 32, "ahead": []}
     repeated = runs.run("repeated", *AHEAD, f"rollout.schedule={killed.path}/schedule.jsonl")
     assert weights_of(repeated) == weights_of(killed)
-    with pytest.raises(ScheduleError, match="cannot be gone on with after step 2: .* start over with"):
+    with pytest.raises(ScheduleError, match=r"cannot be gone on with after step 2: .* start over with"):
         resume_from(repeated, 2)
 
 
@@ -109,4 +110,5 @@ def test_a_run_says_what_other_settings_would_give(runs, capsys):
     assert [line.split()[:4] for line in lines[2:]] == [["0", "1", "1", "1"]] * 2 + [
         ["1", window, "1", "1"] for window in ("1", "9")
     ]
-    assert lines[2].endswith("measured") and lines[3].endswith("0.0 to 0")
+    assert lines[2].endswith("measured")
+    assert lines[3].endswith("0.0 to 0")

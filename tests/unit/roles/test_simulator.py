@@ -52,7 +52,8 @@ def test_no_times_break_the_bound_or_make_a_share_of_more_than_all(max_staleness
     )
     found = simulate(measured(work=tuple(times), reward=tuple(times[::-1])), setting)
     assert 0 <= found.staleness_mean <= found.staleness_max <= max_staleness
-    assert -1e-6 <= found.rollout_idle <= 1 and -1e-6 <= found.actor_idle <= 1
+    assert -1e-6 <= found.rollout_idle <= 1
+    assert -1e-6 <= found.actor_idle <= 1
 
 
 def test_times_are_read_off_what_a_run_wrote_down():
