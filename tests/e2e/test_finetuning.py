@@ -7,8 +7,11 @@ import pytest
 from tiny_runs import Runs, weights_of
 
 from rallypoint.display import Silent
+from rallypoint.model_files import load_policy, load_reward_model
+from rallypoint.recipes.export import export
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.recipes.use import find_trained
 from rallypoint.run import read_metrics
 
 MODEL = "{hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 32}"
@@ -113,3 +116,69 @@ def test_what_sft_does_not_read_is_refused_on_the_command_line(sft):
     with pytest.raises(ValueError, match=r"num_mini_batches=9 is more than the 8 examples of a step \(data.num_examp"):
         load_checked(name, ["actor.num_mini_batches=9"])
     assert load_checked("ppo", draft=True).config.num_rows == 512
+
+
+@pytest.fixture(params=["reward_model", "dpo"])
+def pairs(request, tmp_path):
+    """Runs of the recipes that learn from pairs: digits in order are preferred to digits that are not."""
+    for name, num in (("train", 48), ("validation", 16)):
+        rows = [
+            {"prompt": asked, "chosen": answer, "rejected": "".join(reversed(answer)) + "0"}
+            for asked, answer in sorted_digits(num, name)
+        ]
+        write(tmp_path / f"{name}.jsonl", rows)
+    files = f"train: {tmp_path}/train.jsonl, validation: {tmp_path}/validation.jsonl"
+    data = f"data: {{{files}, num_examples: 8, max_row_tokens: 16}}\n"
+    tiny = TINY.replace("num_steps: 4", "num_steps: 4, num_epochs: null")
+    (tmp_path / "mine.yaml").write_text(f"base: {request.param}\n{tiny}{data}")
+    return Runs(tmp_path / "runs")
+
+
+def test_pairs_are_learned_and_validation_says_how_well(pairs):
+    run = start(pairs, "run", "trainer.num_epochs=4")
+    accuracy, margin, loss = (column(run, f"validation/{name}") for name in ("accuracy", "margin", "loss"))
+    assert column(run, "validation/score") == accuracy
+    assert loss[0] == pytest.approx(0.693147, abs=1e-3), "log 2: nothing is known of the pairs yet"
+    assert abs(margin[0]) < 1e-3
+    assert accuracy[-1] >= 0.9
+    assert margin[-1] > 0.1
+    assert loss[-1] < loss[0] - 0.05
+    assert column(run, "actor/accuracy")[-1] > 0.8
+
+
+def test_a_killed_run_on_pairs_ends_with_the_same_bits(pairs):
+    whole = start(pairs, "whole", "checkpoint={every_steps: 2, keep: 9}", "actor.num_mini_batches=3")
+    wanted, losses = weights_of(whole), column(whole, "actor/loss")
+    assert train(load_checked(str(whole.path)), whole, Silent(), resume=True, from_step=2)
+    assert weights_of(whole) == wanted
+    assert column(whole, "actor/loss") == losses
+    assert train(load_checked(str(whole.path), ["trainer.num_steps=7"]), whole, Silent(), resume=True)
+    assert len(column(whole, "actor/loss")) == 7, "a longer run takes pairs that the first one did not know"
+
+
+def test_pairs_train_adapters(pairs):
+    run = start(pairs, "run", "model.lora={rank: 4}")
+    assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0]
+    assert "adapter_model.safetensors" in weights_of(run)
+    trained, merged = find_trained(str(run.path)), pairs.folder / "merged"
+    export(trained, merged, merge=None)
+    if json.loads((merged / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]:
+        load_reward_model.check(str(merged))
+    else:
+        load_policy.check(str(merged))
+
+
+@pytest.mark.parametrize(("runtime", "mesh"), MESHES)
+def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, runtime, mesh):
+    alone = start(pairs, "alone")
+    cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=33")
+    found = start(pairs, "cut", *cut, f"actor.mesh={mesh}")
+    for name in ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss", "validation/margin"):
+        assert column(found, name) == pytest.approx(column(alone, name), rel=1e-4, abs=1e-5), name
+
+
+def test_a_pair_must_fit_into_one_micro_batch(pairs):
+    with pytest.raises(
+        ValueError, match=r"less than a pair can have, .* expected at least 32 \(2 x data.max_row_token"
+    ):
+        load_checked(str(pairs.folder.parent / "mine.yaml"), ["engine.max_tokens_per_micro_batch=31"])

@@ -34,6 +34,8 @@ class RecipeSpec:
     examples: Examples = "prompts"
     """What a row of its data is: a prompt to be answered, a conversation, or a prompt with a chosen and a rejected
     answer. All but prompts come from files, and a step trains on them as they are."""
+    trains: Literal["policy", "scores"] = "policy"
+    """What the model that is trained returns: tokens, or a score for each row."""
     advantages: tuple[str, ...] = ()
     """Names of the advantages that it can compute; the first is its default."""
     sections: tuple[str, ...] = ()
@@ -252,3 +254,21 @@ declare(
     )
 )
 declare(RecipeSpec(name="sft", page="rallypoint.recipes.sft:SFT", roles=("actor",), examples="conversations"))
+declare(
+    RecipeSpec(
+        name="reward_model",
+        page="rallypoint.recipes.reward_model:RewardModelling",
+        roles=("actor",),
+        examples="pairs",
+        trains="scores",
+    )
+)
+declare(
+    RecipeSpec(
+        name="dpo",
+        page="rallypoint.recipes.dpo:DPO",
+        roles=("actor",),
+        examples="pairs",
+        sections=("preference",),
+    )
+)

@@ -28,6 +28,7 @@ from rallypoint.config.sections.learning import (
     CriticConfig,
     EngineConfig,
     KLConfig,
+    PreferenceConfig,
     ReferenceConfig,
 )
 from rallypoint.config.sections.material import DataConfig, ModelConfig, OverlongConfig, RewardConfig
@@ -121,6 +122,7 @@ class RunConfig(Section):
     aggregation: AggregationName = key(
         "token", help="What the loss is a mean of: all tokens, rows, rows of one length, or prompts."
     )
+    preference: PreferenceConfig = section(PreferenceConfig, help="The loss of pairs (dpo).")
     engine: EngineConfig = section(EngineConfig, help="Forward and backward passes.")
     validation: ValidationConfig = section(ValidationConfig, help="Validation.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, help="Checkpoints.")

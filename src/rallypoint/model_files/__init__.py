@@ -16,6 +16,7 @@ from rallypoint.model_files.create import create_model
 from rallypoint.model_files.load import (
     DTYPES,
     load_critic,
+    load_new_reward_model,
     load_policy,
     load_reward_model,
     outline_policy,
@@ -34,6 +35,7 @@ __all__ = [
     "fresh",
     "is_adapter",
     "load_critic",
+    "load_new_reward_model",
     "load_policy",
     "load_reward_model",
     "merge_adapters",

@@ -146,7 +146,7 @@ def _save_config(shard: ModelShard, folder: Path, base: str) -> None:
     whole = sorted({name.rpartition(".")[0] for name in shard.trained() if not is_adapter_weight(name)})
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if shard.model.get_output_embeddings() is not None else "TOKEN_CLS",
+        "task_type": _task_of(shard),
         "base_model_name_or_path": str(Path(base).expanduser().absolute()) if _is_folder(base) else base,
         "r": layer.rank,
         "lora_alpha": int(layer.alpha) if layer.alpha.is_integer() else layer.alpha,
@@ -160,6 +160,13 @@ def _save_config(shard: ModelShard, folder: Path, base: str) -> None:
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _task_of(shard: ModelShard) -> str:
+    """Return what PEFT calls the kind of a model."""
+    if shard.model.get_output_embeddings() is not None:
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if type(shard.model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
 
 
 def open_adapter(path: str) -> AdapterFolder:
@@ -190,7 +197,7 @@ def open_adapter(path: str) -> AdapterFolder:
     return AdapterFolder(
         path=folder,
         base=str(config.get("base_model_name_or_path")),
-        is_critic=config.get("task_type") == "TOKEN_CLS",
+        is_critic=config.get("task_type") in ("TOKEN_CLS", "SEQ_CLS"),
         lora=LoRAConfig(rank=rank, alpha=float(alpha), rslora=rslora, target_modules=layers, path=str(folder)),
         whole=tuple(sorted(rest)),
     )

@@ -252,6 +252,7 @@ class _RewardLoader(_Loader):
             )
 
     def head(self, path: str, model: PreTrainedModel) -> nn.Module:
+        """Return the head that scores."""
         _check_value_head(path, model, "set reward.path to a model of another type, or use a reward.function")
         return value_head(model)
 
@@ -260,12 +261,32 @@ class _RewardLoader(_Loader):
         return (), ()
 
 
+class _NewRewardLoader(_RewardLoader):
+    """Loads reward models that are to be trained, also from the folder of a language model: its head is then zero."""
+
+    config_changes: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
+    trained_whole = ("score",)
+
+    def check_config(self, path: str, config: PreTrainedConfig) -> None:
+        """Refuse classifiers of another kind."""
+        if (kind := _architecture(config)).endswith("Classification"):
+            super().check_config(path, config)
+        elif not kind.endswith("ForCausalLM"):
+            raise ModelError(f"{path}: holds a {kind or 'model of no known kind'}, expected a language or reward model")
+
+    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
+        has_head = _architecture(config).endswith("ForSequenceClassification")
+        return ((), ()) if has_head else (("score.",), (r"^lm_head\.",))
+
+
 load_policy = _PolicyLoader()
 """Load this rank's part of a causal language model."""
 load_critic = _CriticLoader()
 """Load this rank's part of a token classifier with one label; a folder without such a head gets a zero one."""
 load_reward_model = _RewardLoader()
 """Load this rank's part of a sequence classifier with one label."""
+load_new_reward_model = _NewRewardLoader()
+"""Load this rank's part of a sequence classifier with one label; a language model gets a zero head."""
 
 
 def outline_policy(path: str, *, dtype: str, trust_remote_code: bool = False) -> ModelShard:

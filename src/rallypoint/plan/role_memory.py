@@ -23,6 +23,7 @@ from rallypoint.config.limits import (
     QUERIES_PER_BLOCK_IN_HALF,
     SAMPLED_BLOCK,
 )
+from rallypoint.config.recipes import RECIPES
 from rallypoint.config.shape import ModelShape
 from rallypoint.config.tree import RoleName, RunConfig
 from rallypoint.cpu.footprint import on_heap
@@ -90,6 +91,8 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
     # Every rank has its part of the matrices, and of their optimizer state.
     cut = sizes["dp_shard"] * sizes["tp"]
     own_heads = {"critic": shape.num_critic_parameters, "reward": shape.num_reward_parameters}
+    if RECIPES[config.recipe].trains == "scores":
+        own_heads["actor"] = shape.num_reward_parameters
     whole = own_heads.get(role, shape.num_parameters)
     parameters = trained = whole // cut
     if (lora := config.model.lora) is not None and role != "reward":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint import checkpoint
-from rallypoint.config import RunConfig
+from rallypoint.config import RECIPES, RunConfig
 from rallypoint.data import load_tokenizer
 from rallypoint.display import save_curve
 from rallypoint.environments.reward import SHIPPED
@@ -34,6 +34,8 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     curve, why_not = draw(folder)
     found = [folder.checkpoints / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder.checkpoints)]
     commands = {"chat": f"rally chat {found[-1]}"} if found else {}
+    if found and RECIPES[config.recipe].trains == "scores":
+        commands = {"score with it": f"reward.path={found[-1]}"}
     validation = folder.data / "validation.parquet"
     functions = [*anchored(config).reward.named_functions.values()]
     if found and validation.is_file() and functions and (len(functions) == 1 or SHIPPED.keys() >= set(functions)):

@@ -31,6 +31,7 @@ from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
+from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.sampled import RolloutRecord
 from rallypoint.roles.sampling import AbandonedError
@@ -221,6 +222,7 @@ class _Run:
         actor, rollouts = self.recipe.actor, self.recipe.rollouts
         self.saved = first
         if rollouts is not None:
+            assert isinstance(actor, Actor), "rollouts are sampled from a policy"
             await actor.publish(rollouts)
             if self.endpoint is not None:
                 await self.endpoint.open(self.setup.placement, self.setup.material, actor, rollouts)

@@ -11,13 +11,13 @@ from typing import cast
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from rallypoint.config import RunConfig, row_limit
+from rallypoint.config import RECIPES, RunConfig, row_limit
 from rallypoint.data import (
     load_tokenizer,
     make_digits_tokenizer,
 )
 from rallypoint.errors import ModelError
-from rallypoint.model_files import load_critic, load_policy, load_reward_model
+from rallypoint.model_files import load_critic, load_new_reward_model, load_policy, load_reward_model
 from rallypoint.model_files.locate import read_config
 
 
@@ -55,7 +55,8 @@ def check_weights(config: RunConfig) -> None:
     """
     own = config.own_models
     critic = own.get("critic", config.model.path) if "critic" in config.roles else None
-    folders = (config.model.path, load_policy), (critic, load_critic), (own.get("reward"), load_reward_model)
+    load_actor = load_new_reward_model if RECIPES[config.recipe].trains == "scores" else load_policy
+    folders = (config.model.path, load_actor), (critic, load_critic), (own.get("reward"), load_reward_model)
     for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code)

@@ -110,7 +110,8 @@ class Recipe(abc.ABC):
     """A training step and the roles that it commands; a subclass adds roles as fields."""
 
     config: RunConfig
-    actor: Actor
+    actor: Learner[Any, Any]
+    """The model that the run is there for."""
     source: Source
 
     @classmethod
@@ -173,6 +174,7 @@ class Recipe(abc.ABC):
 class RolloutRecipe(Recipe):
     """A recipe that learns from scored rollouts, held near a reference."""
 
+    actor: Actor[Any]
     source: RolloutSource
     reference: Reference
     kl: KLController

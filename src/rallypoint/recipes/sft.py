@@ -10,13 +10,14 @@ from rallypoint.observability import span
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
-from rallypoint.types import Mean, Metrics, merge
+from rallypoint.types import Mean, Metrics, Sequences, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFT(Recipe):
     """An actor, and one step."""
 
+    actor: Actor[Sequences]
     source: ExampleSource
 
     @classmethod

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import LoRAConfig, RewardConfig, RunConfig, load_config
+from rallypoint.config import RECIPES, LoRAConfig, RewardConfig, RunConfig, load_config
 from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
@@ -20,7 +20,7 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.environments.scoring import Scored, ScoredGroup, Scoring, combine
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
-from rallypoint.model_files import is_adapter, load_policy, open_adapter
+from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
 from rallypoint.models import ModelShard
 from rallypoint.recipes.material import encode_all
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
@@ -54,10 +54,14 @@ class Trained:
     def load(self, dtype: str | None = None) -> ModelShard:
         """Load the policy, with its adapter if it is one; by default in the type that it was trained in.
 
+        From a run that trained a reward model it is that.
+
         Raises:
             ModelError: the folder cannot be loaded.
         """
-        return load_policy(
+        scores = self.config is not None and RECIPES[self.config.recipe].trains == "scores"
+        load = load_new_reward_model if scores and self.base else load_policy
+        return load(
             self.model_path,
             dtype=dtype or (self.config.model.dtype if self.config else "float32"),
             trust_remote_code=self.trusts_remote_code,

@@ -132,8 +132,6 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         super().__init__(config, group, loss)
         self._is_line_open = False
         self._num_updates = 0
-        self.version = 0
-        """Optimizer steps completed."""
         self.is_published = asyncio.Event()
         """Set while the rollout role has the current weights."""
 
@@ -197,6 +195,16 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
                 num_rows, num_computed = (sum(map(len, these.parts)) for these in (batches, computed))
                 counted["skipped_fraction"] = Mean(num_rows - num_computed, num_rows)
         return Metrics(counted)
+
+    async def save(self, folder: Path) -> None:
+        """See `Learner.save`.
+
+        Raises:
+            WeightsMismatchError: ranks that should hold equal weights do not.
+        """
+        if not self.is_published.is_set():  # or else they were compared then
+            await self._check_copies()
+        await super().save(folder)
 
     async def publish(self, rollouts: Rollouts) -> None:
         """Give the rollout role the current weights.

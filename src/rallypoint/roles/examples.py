@@ -6,13 +6,18 @@ Owns: which examples a step takes. Must not know: what is learned from them. The
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from rallypoint.algorithms import LossFunction, LossInputs, TokenOutputs
 from rallypoint.config import RunConfig
 from rallypoint.data import EncodedRows, PromptStream
-from rallypoint.types import Last, Metrics, Sequences, Sum, offsets_from_lengths
+from rallypoint.types import Last, Metrics, Sequences, Sum, merge, offsets_from_lengths
+
+BatchT = TypeVar("BatchT", bound=Sequences)
 
 
 class ExampleSource:
@@ -21,6 +26,8 @@ class ExampleSource:
     def __init__(self, config: RunConfig, train: EncodedRows, validation: EncodedRows | None) -> None:
         self.num_admitted = 0
         """Examples that were taken so far."""
+        self.taken: tuple[int, ...] = ()
+        """Numbers of the examples of the newest batch, among those that are trained on."""
         self.train, self._config = train, config
         self._stream = PromptStream(len(train), config.seed, config.data.shuffle)
         self.validation = None
@@ -29,17 +36,35 @@ class ExampleSource:
             num = min(len(validation), config.validation.max_prompts or len(validation))
             self.validation = rows_of(validation, range(num))
 
-    def take(self) -> tuple[int, ...]:
-        """Return the numbers of the next step's examples, among those that are trained on."""
-        first, self.num_admitted = self.num_admitted, self.num_admitted + self._config.num_examples
-        return tuple(map(self._stream.example_index, range(first, self.num_admitted)))
+    def examples_until(self, num_admitted: int) -> tuple[int, ...]:
+        """Return the numbers of the examples that are taken until so many were, each once."""
+        if num_admitted >= len(self.train):
+            return tuple(range(len(self.train)))
+        return tuple(sorted(map(self._stream.example_index, range(num_admitted))))
 
     def next_batch(self) -> tuple[Sequences, Metrics]:
         """Return the rows of the next step, and what to watch of them."""
-        first, taken = self.num_admitted, self.take()
-        batch = rows_of(self.train, taken, first=first)
+        first, self.num_admitted = self.num_admitted, self.num_admitted + self._config.num_examples
+        self.taken = tuple(map(self._stream.example_index, range(first, self.num_admitted)))
+        batch = rows_of(self.train, self.taken, first=first)
         epoch = self.num_admitted / len(self.train)
         return batch, Metrics({"data/epoch": Last(epoch), "data/num_tokens": Sum(batch.num_tokens)})
+
+
+def measured(loss: LossFunction[BatchT, Any], outputs: Tensor, batch: BatchT, *, score: str) -> Metrics:
+    """Return what a loss says of a validation set, with one of its metrics as the score.
+
+    Args:
+        loss: the one that is trained with.
+        outputs: [T] logprobs by the policy, or [B] scores.
+        batch: the rows.
+        score: which of the loss's metrics should rise.
+    """
+    at = batch.loss_mask.nonzero().flatten()
+    by_token = len(outputs) == batch.num_tokens
+    said = TokenOutputs(outputs[at], torch.zeros(len(at))) if by_token else outputs  # nobody asks for entropies
+    _, metrics = loss(said, LossInputs(batch, at, lambda tensor: tensor, is_on_policy=False))
+    return merge(metrics, Metrics({"score": metrics[score]}))
 
 
 def rows_of(data: EncodedRows, examples: Sequence[int], *, first: int = 0) -> Sequences:

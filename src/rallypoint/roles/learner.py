@@ -173,6 +173,8 @@ class Learner(Generic[BatchT, WorkerT]):
 
     def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT], loss: LossFunction[BatchT, Any]) -> None:
         self._config, self._group, self._loss = config, group, loss
+        self.version = 0
+        """Optimizer steps completed."""
         self._attention_cost = attention_cost(config)
 
     def cut(self, batch: BatchT, step: int) -> MiniBatches[BatchT]:

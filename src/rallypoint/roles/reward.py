@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, shard
-from rallypoint.engine import reward_scores, scored_tokens
+from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
 from rallypoint.models import ModelShard
 from rallypoint.roles.colocated import in_turn
@@ -38,11 +40,20 @@ class RewardWorker(FrozenWorker):
     @in_turn()
     def scores(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the score of every row of some parts of a batch, at the token that has it."""
-        model, padding = self.engine.shard, self.engine.model.config.pad_token_id
-        return [
-            self.engine.evaluate(scored_tokens(part, padding), lambda rows, at: reward_scores(model, rows, at))
-            for part in parts
-        ]
+        return scores_of(self.engine, parts)
+
+
+def scores_of(engine: TrainingEngine[Any], parts: list[Sequences]) -> list[PerToken]:
+    """Return the score of every row of some parts of a batch, at the token that has it."""
+    model, padding = engine.shard, engine.model.config.pad_token_id
+    return [
+        engine.evaluate(scored_tokens(part, padding), lambda rows, at: reward_scores(model, rows, at)) for part in parts
+    ]
+
+
+def by_row(batch: Sequences, values: Tensor) -> Tensor:
+    """Return the one number of each row, which stands among zeros: [T] -> [B]."""
+    return torch.zeros(len(batch)).index_add_(0, batch.row_of_token, values)
 
 
 class RewardModel(FrozenModel[RewardWorker]):
@@ -59,5 +70,4 @@ class RewardModel(FrozenModel[RewardWorker]):
     async def scores(self, batch: Sequences) -> Tensor | None:
         """Return the score of every row, [B] float32, NaN where the model gives that; None without a model."""
         values = await self._per_token(RewardWorker.scores, batch)
-        # One number a row, among zeros.
-        return None if values is None else torch.zeros(len(batch)).index_add_(0, batch.row_of_token, values)
+        return None if values is None else by_row(batch, values)

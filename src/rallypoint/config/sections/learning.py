@@ -105,6 +105,15 @@ class KLConfig(Section):
         return self.estimator or ("k1" if self.placement == "reward" else "k3")
 
 
+class PreferenceConfig(Section):
+    """How a policy learns which of two answers is better (dpo)."""
+
+    name: Literal["sigmoid", "sigmoid_norm", "ipo"] = key(
+        "sigmoid", help="DPO's loss (arXiv 2305.18290), the same with means over tokens, or IPO's (arXiv 2310.12036)."
+    )
+    beta: float = key(0.1, above=0, at_most=100, help="How near the policy stays to the one that the run begins with.")
+
+
 class EngineConfig(Section):
     """The training engine of actor, critic, reference and reward model."""
 
