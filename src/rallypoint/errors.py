@@ -51,6 +51,10 @@ class ModelError(RallyError, ValueError):
     """A model folder cannot be used: the file and the remedy are named."""
 
 
+class SandboxError(RallyError, RuntimeError):
+    """No sandbox works on this machine, or one failed; model-written code was not run."""
+
+
 class RewardError(RallyError, RuntimeError):
     """The reward function cannot be loaded, or failed for every rollout of a step."""
 

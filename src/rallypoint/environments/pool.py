@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from rallypoint.environments.child import Child
@@ -113,6 +114,52 @@ def _copied(call: RewardCall) -> RewardCall:
     """Return a call whose function cannot change the data set."""
     ground_truth, extra_info = copy.deepcopy((call.ground_truth, call.extra_info))
     return dataclasses.replace(call, ground_truth=ground_truth, extra_info=extra_info)
+
+
+class Waiting:
+    """A function that only waits for a network, called in threads of this process, which share what it keeps.
+
+    Its requests have deadlines of their own. Nobody waits for the threads at the end.
+    """
+
+    def __init__(self, function: RewardFunction, num_threads: int) -> None:
+        self.wants = wants_of(function)
+        self._function = function
+        self._asked: SimpleQueue[tuple[Future[Outcome], RewardCall] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self._is_closed = False
+
+    def load(self) -> None:
+        """See `Grader.load`; a second time starts nothing."""
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """See `Grader.submit`; a call waits for a thread that is free."""
+        outcomes: list[Future[Outcome]] = [Future() for _ in calls]
+        for each in zip(outcomes, calls, strict=True):
+            self._asked.put(each)
+        return outcomes
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            outcome, call = asked
+            if self._is_closed:
+                outcome.cancel()
+            elif outcome.set_running_or_notify_cancel():
+                outcome.set_result(call_reward(self._function, [_copied(call)], self.wants)[0])
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """Nothing is said: every request has a deadline."""
+        del warn
+        return warn_after_s
+
+    def close(self) -> None:
+        """Cancel the calls that wait, and let the threads end with those under way."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._asked.put(None)
 
 
 def _units(calls: Sequence[RewardCall], wants: Wants) -> list[Sequence[RewardCall]]:
@@ -310,6 +357,9 @@ def open_grader(settings: RewardConfig, log: Path | None = None) -> Grader:
 def _open(one: RewardFunctionConfig, settings: RewardConfig, log: Path | None) -> Grader:
     if one.function == "digits":
         return Inline(load_reward(one.function, one.parameters))
+    if one.function == "judge":
+        function = load_reward(one.function, one.parameters)
+        return Waiting(function, one.parameters.get("concurrency", 16))
     work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib)
     return Pool(work, num_processes=settings.num_processes, log=log)
 

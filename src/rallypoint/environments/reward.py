@@ -67,9 +67,23 @@ def no_function(*, data_source: str, solution_str: str, ground_truth: Any, extra
 _HERE = "rallypoint.environments.shipped"
 SHIPPED: dict[str, str] = {
     "digits": "rallypoint.data.digits:score_digits",
+    "exact": f"{_HERE}.answers:exact",
+    "gsm8k": f"{_HERE}.answers:gsm8k",
+    "math": f"{_HERE}.answers:math",
+    "multiple_choice": f"{_HERE}.answers:multiple_choice",
+    "reasoning_gym": f"{_HERE}.answers:reasoning_gym",
+    "json_schema": f"{_HERE}.form:json_schema",
+    "regex": f"{_HERE}.form:regex",
+    "length": f"{_HERE}.form:length",
+    "code": f"{_HERE}.code:code",
+    "judge": f"{_HERE}.judge:judge",
 }
 """Module and function of every reward that ships, by its name; docs/reward.md says what each does."""
-_NEEDS: dict[str, tuple[str, str]] = {}
+_NEEDS: dict[str, tuple[str, str]] = {
+    "math": ("math_verify", "math"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+    "json_schema": ("jsonschema", "json"),
+}
 """Module that a shipped reward needs besides, and the extra that installs it."""
 
 

@@ -24,6 +24,7 @@ from rallypoint.data import (
     load_dataset,
 )
 from rallypoint.environments.pool import probe_rewards
+from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.plan import make_plan
@@ -113,13 +114,24 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     found = Found(tokenizer, stops, limits, None, None)
     if config.data.generate is not None:
         return found
-    notes: list[str] = []
+    notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
     train = found.encode(config, config.data.train, notes.append, max_rows)
     validation = (
         found.encode(config, config.data.validation, notes.append, max_rows) if config.data.validation else None
     )
     notes += repetitions(config, train, validation)
     return dataclasses.replace(found, train=train, validation=validation, notes=tuple(notes))
+
+
+def sandboxes(config: RunConfig) -> Iterator[str]:
+    """Yield the sandbox that each reward of programs runs them in, which was tried.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    for one in config.reward.all_functions:
+        if one.function == "code":
+            yield open_sandbox(one.parameters.get("url")).name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

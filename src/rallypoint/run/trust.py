@@ -27,6 +27,9 @@ def code_named(config: RunConfig) -> dict[str, str]:
     """Return the keys that make a config run code from outside of the package, and what each names."""
     found: dict[str, str] = {}
     found |= {key: spec for key, spec in config.reward.named_functions.items() if spec not in SHIPPED}
+    for one in config.reward.all_functions:  # what is asked elsewhere: the responses leave this machine
+        if "url" in one.parameters:
+            found[f"reward.{one.name}.url"] = str(one.parameters["url"])
     found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
     if config.model.trust_remote_code:
         models = (config.model.path, *config.own_models.values())

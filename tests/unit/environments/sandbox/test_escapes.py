@@ -1,0 +1,245 @@
+"""Twenty-five ways out of a sandbox and around a grader, tried in every tier that this machine has."""
+
+import json
+import os
+import re
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rallypoint.environments.sandbox import Limits, SandboxError, open_sandbox
+from rallypoint.environments.sandbox.choose import local_tiers, probe
+from rallypoint.environments.sandbox.remote import Remote
+from rallypoint.environments.shipped.code import run_tests
+
+SECRET = "a-secret-of-the-parent"
+TIME_S = 60.0
+"""Seconds that a program may take where its end is not what is tested."""
+
+
+def tiers():
+    found = {}
+    for tier in local_tiers():
+        found.setdefault(type(tier).__name__, []).append(tier)
+    return found
+
+
+@pytest.fixture(scope="module", params=["Bubblewrap", "Landlock"])
+def sandbox(request):
+    problems = []
+    for tier in tiers().get(request.param, ()):
+        problem = probe(tier)
+        if problem is None:
+            return tier
+        problems.append(problem)
+    pytest.skip(f"{request.param} does not work here: {problems or 'not installed'}")
+
+
+FAILS = {
+    "network": "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=5)",
+    "datagrams": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 53))",
+    "unix sockets": "import socket; socket.socket(socket.AF_UNIX)",
+    "a fork": "import os; os.fork()",
+    "a fork bomb": "import os\nwhile True: os.fork()",
+    "a daemon": "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)",
+    "another program": "import os; os.execv('/bin/sh', ['sh', '-c', 'echo out'])",
+    "memory": "x = bytearray(4 * 2**30)",
+    "memory in small pieces": "x = []\nwhile True: x.append(bytearray(2**20))",
+    "memory behind a descriptor": "import os; os.memfd_create('x')",
+    "a file elsewhere": "open('/var/tmp/rallypoint-escape', 'w')",
+    "a file of the system": "open('/etc/passwd').read()",
+    "the answers on the parent's disk": "open('ANSWERS').read()",
+    "a symlink to them": "import os; os.symlink('ANSWERS', '/tmp/link'); open('/tmp/link').read()",
+    "the parent's memory": "open('/proc/PARENT/mem', 'rb')",
+    "the parent's environment": "open('/proc/PARENT/environ').read()",
+    "the rights of a file": "import os; os.chmod('ANSWERS', 0o777)",
+    "a signal to the parent": "import os; os.kill(PARENT, 0)",
+    "a signal to its own parent": "import os, signal; os.kill(os.getppid() or 1, signal.SIGTERM)",
+    "a higher limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); x = bytearray(4 * 2**30)",
+    "another user": "import os; os.setuid(0); open('/etc/shadow')",
+}
+NAMED = {
+    "ptrace": "ctypes.CDLL(None).ptrace(16, PARENT, 0, 0)",
+    "a new namespace": "ctypes.CDLL(None).unshare(0x10000000)",
+    "a mount": "ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None)",
+    "reading another process": "ctypes.CDLL(None).process_vm_readv(PARENT, 0, 0, 0, 0, 0)",
+    "a call of the 32-bit kind": "ctypes.CDLL(None).syscall(0x40000000 + 57)",
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("answers") / "answers.json"
+    path.write_text(SECRET)
+    path.chmod(0o644)
+    return path
+
+
+def filled(text, answers, port=9):
+    return text.replace("ANSWERS", str(answers)).replace("PARENT", str(os.getpid())).replace("PORT", str(port))
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_what_would_lead_out_fails(sandbox, answers, what):
+    ran = sandbox.run(filled(FAILS[what], answers), limits=Limits(time_s=TIME_S, memory_mib=256))
+    assert ran.status == "failed", ran
+    assert re.search(r"(OSError|PermissionError|FileNotFoundError|MemoryError|ValueError)[^\n]*\s*$", ran.stderr), ran
+    assert SECRET not in ran.stdout + ran.stderr
+    assert not Path("/var/tmp/rallypoint-escape").exists()
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_calls_of_the_kernel_that_would_lead_out_are_refused(sandbox, answers, what):
+    program = f"import ctypes, sys\nsys.exit(0 if {filled(NAMED[what], answers)} == -1 else 7)"
+    ran = sandbox.run(program, limits=Limits(time_s=TIME_S))
+    assert ran.exit_status in (0, -signal.SIGSYS, 128 + signal.SIGSYS), ran
+
+
+def test_the_environment_is_empty_and_nothing_of_the_parent_is_open(sandbox, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    program = (
+        "import os, json\nfound = []\nfor fd in range(3, 60):\n"
+        "    try: os.fstat(fd); found.append(fd)\n    except OSError: pass\n"
+        "print(json.dumps([dict(os.environ), found]))"
+    )
+    assert json.loads(sandbox.run(program, limits=Limits(time_s=TIME_S)).stdout) == [{}, []]
+
+
+def test_a_gigabyte_of_output_is_cut_and_costs_no_memory_here(sandbox):
+    program = "import sys\nwhile True: sys.stdout.write('x' * 2**20)"
+    ran = sandbox.run(program, limits=Limits(time_s=TIME_S, output_kib=64))
+    assert (ran.status, len(ran.stdout)) == ("failed", 2**16)
+    assert "File too large" in ran.stderr
+
+
+def test_disk_is_limited(sandbox):
+    program = (
+        "import itertools\ntry:\n    for n in itertools.count():\n"
+        "        open(f'/tmp/{n}', 'wb').write(bytes(2**17))\n"
+        "except OSError as error:\n    print(n)"
+    )
+    ran = sandbox.run(program, limits=Limits(time_s=TIME_S, files_mib=4))
+    assert ran.status == "ok", ran
+    assert int(ran.stdout) <= 32, "of 128 KiB in 4 MiB, or none at all"
+
+
+def test_a_program_that_does_not_end_is_ended(sandbox):
+    for program in ("while True: pass", "import time; time.sleep(600)", "import signal\nsignal.pause()"):
+        assert sandbox.run(program, limits=Limits(time_s=0.5)).status == "timeout"
+
+
+def test_threads_work_and_end_with_the_program(sandbox):
+    program = (
+        "import threading, time\ndone = []\nthread = threading.Thread(target=lambda: done.append(1))\n"
+        "thread.start(); thread.join(); print(done)\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    assert sandbox.run(program, limits=Limits(time_s=TIME_S)).stdout == "[1]\n"
+
+
+ADD = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
+READ = {"inputs": ["1 2", "2 2"], "outputs": ["3", "4"]}
+CHEATS = {
+    "sys.exit(0)": "import sys\nsys.exit(0)",
+    "os._exit(0) before the tests": "import os\nos._exit(0)",
+    "an __eq__ that is always true": "class Yes:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: 'Yes()'\n"
+    "def add(a, b): return Yes()",
+    "an int that is equal to all": "class Yes(int):\n    __eq__ = lambda *_: True\ndef add(a, b): return Yes(9)",
+    "patching json": 'import json\njson.dumps = lambda *_, **__: \'["True", "True"]\'\ndef add(a, b): return 0',
+    "patching unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef add(a, b): return 0",
+    "patching builtins": "import builtins\nbuiltins.repr = lambda _: 'True'\ndef add(a, b): return 0",
+    "an early answer": "print('PASSED 2/2')\nimport os; os._exit(0)",
+    "looking for the answers": "import gc, sys\ndef add(a, b):\n"
+    "    return next((x for x in gc.get_objects() if isinstance(x, dict) and 'outputs' in x), 0)",
+    "raising": "def add(a, b): raise SystemExit(0)",
+    "no program": "I cannot do that.",
+    "a huge number": "def add(a, b): return 10 ** (10 ** 6)",
+    "deep nesting": "def add(a, b):\n    class X:\n        __repr__ = lambda _: '[' * 10**5\n    return X()",
+}
+
+
+@pytest.mark.parametrize("what", CHEATS)
+def test_a_program_that_works_on_its_grader_is_wrong(sandbox, what):
+    for tests in (ADD, READ):
+        assert run_tests(sandbox, f"```python\n{CHEATS[what]}\n```", tests, Limits(time_s=TIME_S)) == [False, False]
+
+
+def test_a_right_program_is_right(sandbox):
+    function, program = "```\ndef add(a, b): return a + b\n```", "a, b = map(int, input().split())\nprint(a + b)"
+    assert run_tests(sandbox, function, ADD, Limits(time_s=TIME_S)) == [True, True]
+    assert run_tests(sandbox, program, READ, Limits(time_s=TIME_S)) == [True, True]
+    by_name = {"inputs": [[1, 2], "2\n5"], "outputs": [3, "8"], "fn_name": "add"}
+    assert run_tests(sandbox, function, by_name, Limits(time_s=TIME_S)) == [True, False]
+
+
+class Service(BaseHTTPRequestHandler):
+    """Answers as SandboxFusion does; it runs nothing."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/run_code"
+        assert asked["language"] == "python"
+        results = {
+            "print(6 * 7)": {"status": "Finished", "return_code": 0, "stdout": "42\n", "stderr": ""},
+            "hang": {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": None},
+        }
+        found = results.get(asked["code"], {"status": "Finished", "return_code": 1, "stdout": asked["stdin"]})
+        status = "SandboxError" if asked["code"] == "broken" else "Success"
+        answer = json.dumps({"status": status, "message": "no place", "run_result": found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def service():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_remote_sandbox_speaks_the_protocol_of_sandboxfusion(service):
+    remote = open_sandbox(service)
+    assert isinstance(remote, Remote)
+    assert remote.run("hang").status == "timeout"
+    ran = remote.run("x", stdin="given")
+    assert (ran.status, ran.stdout, ran.exit_status) == ("failed", "given", 1)
+    with pytest.raises(SandboxError, match="no place"):
+        remote.run("broken")
+
+
+def test_a_remote_sandbox_that_is_not_there_is_an_error():
+    with pytest.raises(SandboxError, match="refused"):
+        open_sandbox("http://127.0.0.1:9")
+
+
+class Leaky:
+    """A sandbox that holds nothing."""
+
+    name = "leaky"
+
+    def run(self, code, *, stdin="", limits=None):
+        import subprocess
+        import sys
+
+        from rallypoint.environments.sandbox import Ran
+
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        return Ran("ok" if not done.returncode else "failed", done.stdout, done.stderr, done.returncode)
+
+
+def test_a_sandbox_that_lets_a_program_out_is_not_used():
+    problem = probe(Leaky())
+    assert problem.startswith("it does not hold ")
+    assert {"files", "writing", "processes"} <= set(re.findall(r"\w+", problem))
+    Path("/var/tmp/rallypoint-probe").unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""A judge behind a real HTTP server that speaks OpenAI's API, busy and broken in turn."""
+
+import contextlib
+import json
+import threading
+from concurrent.futures import CancelledError
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from rallypoint.config import RewardConfig
+from rallypoint.environments.outcome import Failure, RewardCall, Scores
+from rallypoint.environments.pool import open_grader
+from rallypoint.environments.reward import check_reward_spec
+from rallypoint.environments.shipped.judge import Cache, Endpoint, JudgeError, Rate, read_number, read_verdict
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Replies with what the answer says after `reply `; with a status if it begins with one, so many times."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][-1]["content"]
+        with self.server.lock:
+            self.server.asked.append((self.path, self.headers.get("Authorization"), asked))
+            refusals = self.server.refusals.pop(0) if self.server.refusals else None
+        if self.server.together is not None:
+            self.server.together.wait(60)
+        status, headers = refusals or (200, {})
+        reply = text.rpartition("reply ")[2].partition("\n")[0]
+        body = json.dumps({"choices": [{"message": {"content": reply}}]} if status == 200 else {"error": "busy"})
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body.encode()))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.refusals, server.lock, server.together = [], [], threading.Lock(), None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def call(text, question="2 + 2?"):
+    return RewardCall(
+        name="train.jsonl:1, sample 0",
+        data_source="lab",
+        solution_str=text,
+        ground_truth="4",
+        extra_info={},
+        token_ids=(1,),
+        ended=True,
+        messages=({"role": "user", "content": question},),
+    )
+
+
+def score(server, texts, **parameters):
+    """Score responses through the grader of a run."""
+    settings = RewardConfig(function="judge", parameters={"url": server.url, "model": "m", "retries": 0, **parameters})
+    with contextlib.closing(open_grader(settings)) as grader:
+        grader.load()
+        return [future.result(60) for future in grader.submit([call(text) for text in texts])]
+
+
+def test_a_judge_is_asked_by_its_template_and_its_number_becomes_the_score(server):
+    found = score(server, ["reply 7", "reply I say 10."])
+    assert found == [Scores((0.7,), {}), Scores((1.0,), {})]
+    path, authorization, asked = server.asked[0]
+    assert (path, authorization, asked["model"], asked["temperature"]) == ("/v1/chat/completions", None, "m", 0.0)
+    assert "Question:\n2 + 2?\n\nRight answer:\n4\n\nAnswer to be graded:\nreply " in asked["messages"][0]["content"]
+
+
+def test_a_reply_without_a_score_is_a_failure_and_not_a_zero(server):
+    found = score(server, ["reply fine", "reply 70"])
+    assert all(isinstance(one, Failure) and one.kind == "raised" for one in found)
+    assert "the judge's reply has no number from 0 to 10: 'fine'" in found[0].reason
+
+
+def test_verdicts_have_numbers(server):
+    parameters = {"scores": {"yes": 1, "no": -1, "not sure": 0}, "template": "{response}"}
+    texts = ["reply Yes!", "reply yes or no: no", "reply NOT SURE", "reply eyes"]
+    found = score(server, texts, **parameters)
+    assert [sum(one.token_scores) for one in found[:3]] == [1.0, -1.0, 0.0]
+    assert "has none of yes, no, not sure" in found[3].reason
+
+
+def test_a_key_comes_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    score(server, ["reply 1"], key="JUDGE_KEY")
+    assert server.asked[0][1] == "Bearer secret"
+    (found,) = score(server, ["reply 1"], key="NO_SUCH_KEY")
+    assert "the environment variable NO_SUCH_KEY is not set" in found.reason
+
+
+def test_requests_are_made_at_once_up_to_the_concurrency(server):
+    server.together = threading.Barrier(8)
+    assert score(server, ["reply 5"] * 8, concurrency=8) == [Scores((0.5,), {})] * 8
+
+
+def test_replies_are_kept_on_disk(server, tmp_path):
+    cache = str(tmp_path / "new" / "judge.sqlite")
+    for _ in range(2):
+        assert score(server, ["reply 1", "reply 2"], cache=cache, concurrency=1)[1] == Scores((0.2,), {})
+    again = Endpoint(server.url, None, 0, 60.0, cache=Cache(cache))  # as after a restart
+    assert again.ask(server.asked[0][2]) == "1"
+    assert len(server.asked) == 2
+
+
+def endpoint(server, retries, slept):
+    return Endpoint(server.url, None, retries, 60.0, sleep=slept.append)
+
+
+def test_a_busy_endpoint_is_asked_again_after_a_pause_and_as_long_as_it_says(server):
+    server.refusals = [(503, {}), (429, {"Retry-After": "7"}), (500, {})]
+    slept = []
+    assert endpoint(server, 3, slept).ask({"messages": [{"content": "reply ok"}]}) == "ok"
+    assert slept == [1.0, 7.0, 4.0]
+
+
+def test_an_endpoint_that_stays_busy_or_refuses_is_an_error_with_its_words(server):
+    server.refusals = [(503, {})] * 3
+    with pytest.raises(JudgeError, match=r'status 503: {"error": "busy"}, 3 times'):
+        endpoint(server, 2, []).ask({"messages": [{"content": "x"}]})
+    server.refusals, slept = [(401, {})], []
+    with pytest.raises(JudgeError, match="status 401"):
+        endpoint(server, 2, slept).ask({"messages": [{"content": "x"}]})
+    assert slept == []
+
+
+def test_an_endpoint_that_is_not_there_is_an_error(server):
+    gone = Endpoint("http://127.0.0.1:9/v1", None, 1, 5.0, sleep=lambda _: None)
+    with pytest.raises(JudgeError, match=r"http://127.0.0.1:9/v1: URLError: .*refused.*, 2 times"):
+        gone.ask({"messages": [{"content": "x"}]})
+
+
+def test_requests_are_spaced_by_the_rate():
+    now, slept = [100.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    rate = Rate(30, lambda: now[0], sleep)
+    for _ in range(3):
+        rate.wait()
+    now[0] += 60
+    rate.wait()
+    assert slept == [2.0, 2.0]
+
+
+def test_calls_that_wait_are_cancelled_when_a_judge_is_closed(server):
+    server.together = threading.Barrier(2)
+    settings = RewardConfig(function="judge", parameters={"url": server.url, "model": "m", "concurrency": 1})
+    grader = open_grader(settings)
+    grader.load()
+    first, second = grader.submit([call("reply 1"), call("reply 2")])
+    grader.close()
+    server.together.abort()
+    with contextlib.suppress(CancelledError):  # it may not have begun
+        first.exception(60)
+    assert second.cancelled() or second.cancel()
+
+
+def test_a_number_outside_of_its_range_is_no_score():
+    for reply in ("11", "-1", "", "nan"):
+        with pytest.raises(JudgeError):
+            read_number(reply, 0, 10)
+    with pytest.raises(JudgeError):
+        read_verdict("", {"a": 1})
+
+
+def test_what_a_judge_needs_is_said_before_anything_starts():
+    assert "needs the parameter 'url'" in check_reward_spec("judge", {"model": "m"})
+    assert "did you mean 'retries'?" in check_reward_spec("judge", {"url": "u", "model": "m", "retry": 1})
