@@ -1,4 +1,4 @@
-"""What is particular to running on CPUs; docs/cpu.md says what each part of it gains, measured.
+"""What is done for CPUs only; docs/cpu.md says what each part gains, measured.
 
 Must not know: models, roles, configs.
 

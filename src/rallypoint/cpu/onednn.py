@@ -1,7 +1,7 @@
 """The kernels that oneDNN compiles: one for each shape of a product in half precision.
 
-Compiling takes longer than many a product, and every kernel stays in memory while its cache has room. So passes are
-filled up to few numbers of tokens, and the caches are bounded.
+Compiling a kernel takes longer than many products, and every kernel stays in memory while its cache has room. So passes
+are padded to a few numbers of tokens, and the caches are bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _QUANTUM = 8
 """Step between sizes of few tokens. Fewer than this are filled up to a power of two."""
 
 _NUM_KERNELS = 128
-"""Kernels that each cache keeps: more than a layer needs, forward and backward. By default they keep 1,024."""
+"""Number of kernels that each cache keeps: more than a layer needs, forward and backward. The default is 1,024."""
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """oneDNN's own cache, and that of the library through which torch calls it, which every thread has for itself."""
 

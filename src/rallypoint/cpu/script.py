@@ -1,11 +1,11 @@
-"""Functions of tensors that are computed without Python, so that threads which compute beside each other get its lock.
+"""Tensor functions compiled by TorchScript, so that parallel threads do not wait for Python's lock.
 
-A step of decoding is hundreds of small operations. Python needs its lock between any two of them, and two threads spend
-more time waiting for it than they win: with it, two lanes of a model of 1M parameters gain nothing, without it a third.
-torch.compile would do as well, but takes longer to begin than the rollouts of many a step. TorchScript begins within
-0.1 s and computes the same operations in the same order. It is deprecated, and knows a part of Python only: annotations
-of named tuples must be types rather than strings, and globals that are numbers are passed as arguments. Where there is
-none, Python computes by the same functions, and only lanes lose.
+A decoding step is hundreds of small operations. Python needs its lock between any two of them, and two threads lose
+more time waiting for it than they gain: with the lock, two lanes of a 1M model gain nothing, without it a third.
+torch.compile would work too, but takes longer to start than the rollouts of many steps. TorchScript starts within 0.1 s
+and computes the same operations in the same order. It is deprecated and knows only a part of Python: annotations of
+named tuples must be types rather than strings, and globals that are numbers are passed as arguments. Without
+TorchScript the same functions run in Python, and only lanes lose.
 """
 
 import functools
@@ -25,7 +25,7 @@ _READING = threading.Lock()
 
 
 def without_python(function: FunctionT, device: torch.device) -> FunctionT:
-    """Return what computes the same without Python and its lock; the function itself where there is no TorchScript.
+    """Return the function compiled by TorchScript; the function itself where there is no TorchScript.
 
     On accelerators too: their operations do not wait for Python, and TorchScript would compile kernels of its own, with
     other bits.

@@ -1,8 +1,8 @@
-"""Threads that compute side by side, one core each, in place of operations that are cut over the cores.
+"""Lanes: threads that compute in parallel, one core each, instead of splitting every operation over the cores.
 
 Owns: the threads. Must not know: what they compute. A decoding step is hundreds of operations, most of them too small
-to be worth two cores: cut one by one, each waits for its slower half. Work that is cut into jobs waits once. Results
-depend on how the work was cut into jobs, and on nothing else.
+to be worth two cores: if each is split, each waits for its slower half. Work that is split into jobs waits only once.
+Results depend only on how the work was split into jobs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rallypoint.cpu.forms import computes_in_pieces
 ResultT = TypeVar("ResultT")
 
 _SWITCH_SECONDS = 3e-4
-"""Time after which a thread hands Python's lock to a waiting one, once a process has lanes. With Python's 5 ms, a lane
-waits that long for a lock that it needs for a moment; with 20 microseconds, lanes keep each other from it."""
+"""Seconds after which a thread hands Python's lock to a waiting one, once a process has lanes. With Python's 5 ms, a
+lane waits that long for a lock that it needs only briefly; with 20 microseconds, lanes keep taking it from each
+other."""
 _MAX_THREADS = 1024
 """Bound on threads; there are as many as jobs have run at a time."""
 
@@ -50,7 +51,7 @@ class Lanes:
         raise, the first one's error is raised when all have ended.
 
         Args:
-            jobs: that touch nothing of each other.
+            jobs: independent of each other.
             num_threads_each: threads of torch for each job; None for an equal share, at least one.
         """
         has_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()

@@ -22,8 +22,9 @@ class EngineThread:
     Consumes: requests. Produces: calls of `deliver`, from the engine's thread. Waits for: requests, while there are
     none. Unblocked by: `submit`, `call` and `close`.
 
-    A step that fails costs the requests that are open then. Whether the engine goes on is up to a short request of our
-    own: it is given up when a step with this one alone fails, too. So requests that it cannot bear never end it.
+    A step that fails ends all open requests with an error. Whether the engine goes on is decided by a short request of
+    our own: the engine is given up only if a step with this request alone fails too. So a bad request cannot end the
+    engine.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class EngineThread:
         """Begin without requests.
 
         Args:
-            engine: that nobody else steps.
+            engine: stepped by nobody else.
             on_failure: called after a step that failed with what its requests are told, whose cause is what the step
                 raised, until it returns; must not block.
         """
@@ -105,13 +106,13 @@ class EngineThread:
         self._executor.shutdown()
 
     def _keep_stepping(self) -> None:
-        """Have a step taken, unless one is coming anyway; the lock is held."""
+        """Schedule a step, unless one is scheduled already; the lock is held."""
         if not self._is_stepping and self._failure is None:
             self._is_stepping = True
             self._executor.submit(self._take_turn)
 
     def _take_turn(self) -> None:
-        """Take a step, and see to it that there will be others, whatever comes of it."""
+        """Take a step, and schedule the next one whatever the outcome."""
         try:
             error = _error_of(self._step)
             if error is not None:
@@ -134,16 +135,16 @@ class EngineThread:
                 _hand_over(deliver, output)
 
     def _after_call(self, done: Future[ResultT]) -> None:
-        """Have a step taken: the engine may have been woken, and an end of what was cancelled may be due."""
+        """Schedule a step: the engine may have been woken, or cancelled requests may have to end."""
         del done
         with self._lock:
             self._keep_stepping()
 
     def _survive(self, error: BaseException) -> None:
-        """Have the requests under way fail, and the engine forget them; give it up if it cannot sample any more."""
+        """Fail the running requests, and make the engine forget them; give it up if it cannot sample any more."""
         failure = _failure_of("the engine failed and its requests are lost", error)
         self._tell(failure)
-        with self._lock:  # until it is known whether there is sense in requests, none comes: it could fail the probe
+        with self._lock:  # no request is accepted until the probe is over: it could make the probe fail
             self._end_all(failure)
             problem = None if self._engine.is_asleep or self._failure is not None else _error_of(self._probe)
             if problem is None:
@@ -164,7 +165,7 @@ class EngineThread:
             self._engine.cancel(request_id)
 
     def _tell(self, failure: GenerationError) -> None:
-        """Have it known what has failed, and keep nothing of it."""
+        """Report a failure, and keep no reference to it."""
         with contextlib.suppress(Exception):  # such as a full disk: requests are answered all the same
             self._on_failure(failure)
         failure.__cause__ = None
@@ -200,11 +201,11 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     """Do something, and return what it raises, without what was computed on the way there."""
     try:
         work()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for what is done about it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, callers wait for a reaction
         seen: list[BaseException] = []
         rest: BaseException | None = error
         while rest is not None and rest not in seen:
-            # A device that has no memory left would not get back what the step that failed has taken.
+            # Otherwise a device without free memory would not get back what the failed step took.
             traceback.clear_frames(rest.__traceback__)
             seen.append(rest)
             rest = rest.__cause__ or rest.__context__
@@ -213,13 +214,13 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
 
 
 def _failure_of(what: str, error: BaseException) -> GenerationError:
-    """Return what requests are told about an error, which is its cause."""
+    """Return the error that requests get; the original error is its cause."""
     failure = GenerationError(f"{what}: {type(error).__name__}: {first_line(error)}")
     failure.__cause__ = error
     return failure
 
 
 def _hand_over(deliver: Callable[[Output], None], output: Output) -> None:
-    """Deliver an output; who cannot take it must not keep others from theirs."""
+    """Deliver an output; a callback that raises must not keep others from theirs."""
     with contextlib.suppress(Exception):
         deliver(output)

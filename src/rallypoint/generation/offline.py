@@ -1,4 +1,4 @@
-"""Sampling without other requests beside it: a whole batch, or one stream."""
+"""Sampling with an engine that has no other requests: a whole batch, or one stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(
         params: see there.
         version: that must be loaded; stamped on every rollout.
         group_size: G, rollouts of each prompt.
-        tick: called at every step, so that whoever waits knows that it gets on.
+        tick: called at every step, as a sign of progress.
         failures: takes the errors of rollouts that failed because of their engine, which the result then lacks; None:
             the first one is raised.
 
@@ -71,7 +71,7 @@ def generate(
 
 
 def as_turn(prompt: tuple[int, ...], outputs: Sequence[Output]) -> Turn:
-    """Return the exchange that the outputs of a request are, of which the last one ends it."""
+    """Return the turn that a request's outputs make up; the last output ends it."""
     return Turn(
         prompt=prompt,
         response=tuple(token for output in outputs for token in output.tokens),

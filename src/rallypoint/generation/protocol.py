@@ -98,7 +98,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One response that is asked for."""
+    """A request for one response."""
 
     tokens: tuple[int, ...]
     """The prompt. Requests with the same beginning share its computation."""
@@ -159,7 +159,7 @@ class GenerationEngine(Protocol):
         ...
 
     def cancel(self, request_id: int) -> None:
-        """Give a request up: its next output is its last. One that has ended, or never was, is left alone."""
+        """Cancel a request: its next output is its last. Does nothing if it has ended or does not exist."""
         ...
 
     def step(self) -> list[Output]:
@@ -180,7 +180,7 @@ class GenerationEngine(Protocol):
         ...
 
     def load(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
-        """Take over weights; requests under way go on with them, their next tokens under the new version.
+        """Load weights; running requests continue with them, and their next tokens have the new version.
 
         Args:
             version: of the weights.
@@ -192,11 +192,11 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back all memory but the weights'; requests under way wait, and are computed again after `wake`."""
+        """Release all memory except the weights'; running requests wait, and are computed again after `wake`."""
         ...
 
     def wake(self) -> None:
-        """Go on after `sleep`."""
+        """Continue after `sleep`."""
         ...
 
 

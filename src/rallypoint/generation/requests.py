@@ -1,4 +1,4 @@
-"""What all engines ask of a request, a model and its weights, and where a response ends."""
+"""What all engines require of a request, a model and its weights, and where a response ends."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class _Context(FunctionCtx):
 
 
 def replicate(tensor: Tensor, group: Collective) -> Tensor:
-    """Pass a tensor on that all ranks hold alike; backward adds up the gradients of the ranks.
+    """Pass on a tensor that is the same on all ranks; backward sums the gradients of the ranks.
 
     Before a matrix that is cut by its outputs, of which each rank has some (Megatron's f, arXiv 1909.08053).
     """
@@ -32,7 +32,7 @@ def replicate(tensor: Tensor, group: Collective) -> Tensor:
 
 
 def reduce(tensor: Tensor, group: Collective) -> Tensor:
-    """Add up what the ranks computed in parts; backward passes the gradient on to every part.
+    """Sum what the ranks computed in parts; backward passes the gradient to every part.
 
     Behind a matrix that is cut by its inputs (Megatron's g).
     """

@@ -46,10 +46,10 @@ class GroupMesh(TorchMesh):
 
 
 class ShardedRoot(nn.Module):
-    """The root of a sharded model: whatever is called within a pass sees whole weights.
+    """The root of a sharded model: code that runs within a pass sees whole weights.
 
-    Layers are gathered when they run, and given up behind it; everything else, embeddings and head, is there for the
-    whole pass, so that a loss may use the head's weight as it likes.
+    Layers are gathered when they run and freed afterwards. Everything else, embeddings and head, stays gathered for the
+    whole pass, so that a loss may use the head's weight freely.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], group: Group, *, frozen: bool) -> None:
@@ -86,7 +86,7 @@ class ShardedRoot(nn.Module):
             module.set_force_sum_reduction_for_comms(True)
 
     def forward(self, call: Callable[[], ResultT]) -> ResultT:
-        """Call with the weights there; FSDP2's hooks stand around this."""
+        """Call a function while the weights are gathered; FSDP2's hooks wrap this method."""
         return call()
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -117,7 +117,7 @@ class ShardedRoot(nn.Module):
     def touch(self) -> Tensor:
         """Return a zero that depends on all trained weights outside the units, within a pass.
 
-        FSDP2 sends gradients of what was used. A rank that has nothing to compute uses everything all the same.
+        FSDP2 sends gradients only for weights that were used, so a rank without rows must use all of them.
         """
         weights = (self.model.get_parameter(name) for name in self._root_weights)
         return sum((w.flatten()[:0].sum().float() for w in weights if w.requires_grad), start=torch.zeros(()))

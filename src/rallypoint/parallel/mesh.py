@@ -1,4 +1,4 @@
-"""The device mesh of a role: which ranks hold what of its model, and the groups in which they talk.
+"""The device mesh of a role: which ranks hold which part of its model, and the groups in which they communicate.
 
     dp_replicate    copies of the model, different rows
     dp_shard        one copy cut over the ranks (FSDP2), different rows

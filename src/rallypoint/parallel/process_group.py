@@ -3,10 +3,10 @@
 Owns: how ranks that have met connect: who listens where, and the addresses that they exchange. Must not know: what is
 reduced. There is no global default group: a process may have several, and ranks may be threads of one process.
 
-Every port is listened on before its address is told, so that no port is raced for and no connection comes too early. On
-CPUs gloo listens on a port that the system gives it, and its address is the rank's payload: gloo needs nothing but the
-rendezvous. Other backends need a store for as long as they live: rank 0 opens one before it joins, and its address is
-the payload. torch knows which backend a type of device has.
+A rank listens on a port before it tells its address, so ranks do not race for a port and no connection comes too early.
+On CPUs gloo listens on a port that the system gives it, and its address is the rank's payload: gloo needs nothing but
+the rendezvous. Other backends need a store for as long as they live: rank 0 opens one before it joins, and its address
+is the payload. torch knows which backend a type of device has.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Group:
         self.membership.close()
 
     def abandon(self) -> None:
-        """Leave in the middle of an operation: the others fail at once, and learn that this rank left."""
+        """Leave in the middle of an operation: the other ranks fail at once and learn that this rank left."""
         self.membership.close()
         if self.device == "cpu":
             sever([member.payload.partition(b" ")[2] for member in self.membership.members])
@@ -89,11 +89,11 @@ class Group:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Name the rank that is gone if an operation in the block failed for that.
+        """If an operation in the block fails because a rank is gone, name that rank.
 
         Raises:
-            MembershipLostError: a rank that the rendezvous knows to be gone, or misses before long.
-            PeerFailedError: a rank that it does not know of has cut its connection, or did not come in time.
+            MembershipLostError: the rendezvous knows that a rank is gone, or notices soon that it is missing.
+            PeerFailedError: another rank closed its connection, or did not come in time.
         """
         try:
             yield
@@ -130,7 +130,7 @@ class Group:
         work.wait()
 
     def _wait_for_news(self) -> None:
-        """Give the rendezvous time to miss a rank that died."""
+        """Give the rendezvous time to notice a rank that died."""
         until = time.monotonic() + _PATIENCE_LEASES * self.membership.lease_s
         while time.monotonic() < until:
             time.sleep(_LOOK_EVERY_S)

@@ -113,7 +113,7 @@ class Sharding:
         return torch.zeros(()) if self._root is None else self._root.touch()
 
     def reduce_and_clip(self, weights: Mapping[str, Tensor], max_norm: float) -> float:
-        """Sum gradients over the ranks, scale them down to a global norm, and return the norm before.
+        """Sum gradients over the ranks, clip them to a global norm, and return the norm before clipping.
 
         Args:
             weights: what is stepped, with gradients; the names are those of `self.weights`.

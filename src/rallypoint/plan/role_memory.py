@@ -32,7 +32,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
 """Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
 _SERVER_BYTES = 930 * 2**20
-"""vLLM's own processes on CPUs, beside weights and cache; measured. What a run measures is without them."""
+"""vLLM's own processes on CPUs, beside weights and cache; measured. A run's own measurement leaves them out."""
 _SAMPLED_LOGITS = 6
 """Numbers of four bytes for every token of the vocabulary that a token is drawn with: shares, and float64 sums."""
 
@@ -181,7 +181,8 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> i
 
 
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:
-    """Return the most that full micro-batches need, forward and backward; `num_parts` is of mini-batches an epoch.
+    """Return the most bytes that full micro-batches need, forward and backward, with `num_parts` mini-batches per
+    epoch.
 
     The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
     """
@@ -207,9 +208,9 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
 
 
 def _gathered_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
-    """Return what a rank of `dp_shard` holds of the others' weights during a pass (`parallel/fsdp.py`).
+    """Return the bytes of other ranks' weights that a rank of `dp_shard` holds during a pass (`parallel/fsdp.py`).
 
-    Embeddings and head are there for the whole pass, layers one at a time and the next one on its way.
+    Embeddings and head are there for the whole pass, and two layers: the current one and the next, being gathered.
     """
     sizes = config.mesh(role)
     if sizes["dp_shard"] == 1:
@@ -246,9 +247,9 @@ def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _full_pass(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> _Pass:
-    """Return the largest micro-batch; `num_parts` is of mini-batches an epoch."""
+    """Return the largest micro-batch; `num_parts` is the number of mini-batches per epoch."""
     row, num_ranks = config.max_row_tokens, config.num_parts(role)
-    is_reward = role == "reward"  # it reads rows to their end, and is asked about that alone
+    is_reward = role == "reward"  # a reward model reads whole rows, and its head is needed only at their end
     num_rows = -(-config.num_rows // num_parts // num_ranks)
     most = max(1, config.engine.max_tokens_per_micro_batch // row)
     # Rows of a prompt stay together where there are prompts enough for all mini-batches and ranks.
@@ -312,7 +313,7 @@ def reserved_tokens(config: RunConfig) -> int:
 
 
 def least_tokens(config: RunConfig) -> int:
-    """Return the least tokens that there are blocks for where memory is short: one row's, unless the config says."""
+    """Return the fewest tokens that the cache has blocks for if memory is short: one row's, unless the config says."""
     if config.cluster.device == "cpu" or config.rollout.cache_tokens is not None:
         return reserved_tokens(config)
     return config.max_row_tokens + 2 * BLOCK_TOKENS
@@ -342,7 +343,7 @@ def _prompts_together(config: RunConfig) -> int:
 
 
 def _on_device(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed: bool = False) -> int:
-    """Return what tensors of a pass take of a process that has the role; on CPUs more than they have."""
+    """Return the bytes that a pass's tensors take in a process with this role; on CPUs more than their own size."""
     if config.cluster.device != "cpu":
         return num_bytes
     roles, native = config.roles, config.rollout.engine == "native"

@@ -40,7 +40,7 @@ class RunPlan:
     def held_memory(self, pool: str) -> int:
         """Return the bytes of weights, gradients and optimizers that a process of a pool holds, however short rows are.
 
-        Of roles that sleep only one at a time is there.
+        Of the roles that sleep, only one at a time counts.
         """
         roles = [memory for memory in self.memory if memory.pool == pool]
         awake = max((m.weights + m.gradients + m.optimizer + m.borrowed - m.held for m in roles), default=0)
@@ -102,7 +102,7 @@ def make_plan(config: RunConfig) -> RunPlan:
 
 
 def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
-    """Return the way that published weights take to the rollout role; None while only the placement will tell.
+    """Return the way that published weights take to the rollout role; None if only the placement can tell.
 
     Args:
         config: the run's.
@@ -113,7 +113,7 @@ def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
     if config.rollout.weights != "auto":
         return config.rollout.weights
     if config.rollout.engine == "vllm":
-        return "folder"  # the one that a process without our packages can read
+        return "folder"  # a process without our packages can read it
     num_nodes = num_nodes or _num_nodes(config)
     if num_nodes is None:
         return None

@@ -1,4 +1,4 @@
-"""Our own engine: continuous batching over a paged KV cache, on the very modules that are trained.
+"""Our own engine: continuous batching over a paged KV cache, on the same modules that are trained.
 
 From a request to its token, in eight files:
 
@@ -7,7 +7,7 @@ From a request to its token, in eight files:
 3. `sequence.py`: a request while it is answered, and the prefill chunks that it is cut into.
 4. `scheduler.py`: which sequences run, on which blocks; admission, preemption, batches.
 5. `block_manager.py`: free and shared blocks, the prefix cache, block tables and attention metadata.
-6. `model_runner.py`: prefill attention, decode batches, and the `Backend` protocol for what a device does its own way.
+6. `model_runner.py`: prefill attention, decode batches, and the `Backend` protocol for what differs between devices.
 7. `cpu/backend.py` or `accelerator/backend.py`: decode attention, and several steps in one call.
 8. `generation/sampler.py`: from logits to a token and its logprobs.
 

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache are free, who uses the others, and which prompts can be found again.
+"""Which blocks of the KV cache are free, which sequences use the others, and which prompts can be found again.
 
 Owns: blocks, block tables and the attention metadata made of them. Must not know: requests, models, or the tensors.
 
@@ -113,7 +113,7 @@ class BlockManager:
         self._num_unused = 0
 
     def _has_free(self) -> bool:
-        """Have a free block, if need be by evicting the end of the least recently used prompt."""
+        """Make sure that a block is free, if necessary by evicting the end of the least recently used prompt."""
         if self._free:
             return True
         parents = {block.parent for block in self._shared.values()}

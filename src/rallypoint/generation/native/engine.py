@@ -1,4 +1,4 @@
-"""The engine: continuous batching over a paged KV cache, on the very modules that are trained.
+"""The engine: continuous batching over a paged KV cache, on the same modules that are trained.
 
 Owns: requests that come and go, the order of what a step does, outputs, weights and sleep. Must not know: what the
 responses are for, how memory is shared out (`Scheduler`), or how tokens go through the model (`ModelRunner`).
@@ -6,10 +6,10 @@ responses are for, how memory is shared out (`Scheduler`), or how tokens go thro
 A step admits waiting sequences and prefills their prompts, sends the newest token of all others through the model, and
 samples one token for each. Small models sample some steps ahead, which new weights undo.
 
-In the mode `fast` the last bits of logits depend on which tokens are computed together, as matrix products round by
-their size; so two runs that batch otherwise may sample another token where the random number lies within 1e-6 (float32)
-or 1e-2 (bfloat16) of the border between two. In the mode `exact` every product has one shape, and logits are
-bit-identical whatever else is in the batch.
+In the mode `fast` the last bits of logits depend on which tokens are computed together, because the rounding of matrix
+products depends on their size. So two runs that batch differently may sample different tokens if the random number lies
+within 1e-6 (float32) or 1e-2 (bfloat16) of the boundary between two. In the mode `exact` every product has one shape,
+and logits are bit-identical whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NativeEngine:
 
     @property
     def num_preempted(self) -> int:
-        """Times that a running request lost its memory, to an older one or to a sleep."""
+        """How often a running request was preempted, for an older one or for a sleep."""
         return self._scheduler.num_preempted
 
     @property
@@ -145,7 +145,7 @@ class NativeEngine:
         if self._recomputes:
             scheduler.preempt(scheduler.running)
         scheduler.end_batches()
-        self._runner.end_batches()  # and drop what the old weights have sampled ahead
+        self._runner.end_batches()  # and drop tokens that the old weights have sampled ahead
         scheduler.forget_prompts()
 
     def sleep(self) -> None:
@@ -241,7 +241,7 @@ class NativeEngine:
         return outputs
 
     def _start_over(self, outputs: abc.Sequence[Output]) -> None:
-        """After an error: have all sequences wait, and forget prompts that may lack keys and values."""
+        """After an error: send all sequences back to the queue, and forget prompts that may lack keys and values."""
         self._late += outputs
         self._scheduler.preempt(self._scheduler.running)
         self._scheduler.forget_prompts()

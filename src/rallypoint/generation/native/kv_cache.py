@@ -54,7 +54,7 @@ class KVCache:
         """The keys as `Bags` writes them."""
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Clear new blocks: what lies behind the end of a sequence is multiplied by 0, so it must be finite."""
+        """Clear new blocks: numbers beyond the end of a sequence are multiplied by 0, so they must be finite."""
         if blocks:
             index = torch.tensor(blocks, device=self.keys.device)
             self.keys.index_fill_(1, index, 0.0)

@@ -66,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def parts(self, num_tokens: int, num_lanes: int) -> tuple[int, int | None]:
-        """Return into how many parts that run side by side to cut so many tokens, and the threads of each.
+        """Return into how many parallel parts to cut so many tokens, and the number of threads of each.
 
         Threads are None if each part has its share of them.
         """
@@ -95,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of all memory that belongs to a cache."""
+        """Release all memory that belongs to a cache."""
         ...
 
 
@@ -112,7 +112,7 @@ class DecodeBatch:
 
     @property
     def max_steps(self) -> int:
-        """Most steps to make before anybody sees their tokens."""
+        """Most steps to make before their tokens are returned."""
         is_streamed = any(sequence.request.streamed for sequence in self.sequences)
         return self._backend.max_steps if self._sampler.is_stateless and not is_streamed else 1
 
@@ -168,7 +168,7 @@ class ModelRunner:
         return self.cache
 
     def release_cache(self) -> None:
-        """Let go of the cache, and of all that belongs to it."""
+        """Release the cache, and everything that belongs to it."""
         self.end_batches()
         self.cache = None
         self._backend.release()
@@ -229,7 +229,7 @@ class ModelRunner:
         return [(batch.sequences, sampled) for batch, sampled in zip(self._batches, self._ahead.popleft(), strict=True)]
 
     def end_batches(self) -> None:
-        """Let go of the batches, and of what was sampled ahead."""
+        """Drop the batches, and the tokens that were sampled ahead."""
         self._batches = []
         self._ahead.clear()
 

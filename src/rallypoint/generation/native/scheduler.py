@@ -6,9 +6,9 @@ Sequences are admitted in the order of their requests, as long as there is memor
 none is left, the one admitted last is preempted: it loses its blocks, waits, and is computed again when its turn comes.
 Its tokens stay the same, because they do not depend on when they are sampled.
 
-Sequences that decode together form batches. To make batches costs more than to compute a few rows for nothing, so they
-last for several steps: sequences get memory for some tokens ahead, and one that has ended keeps its row until the next
-batches are made. That happens when memory is needed, when too many rows are wasted, or when too many could join.
+Sequences that decode together form batches. Making batches costs more than computing a few wasted rows, so they last
+for several steps: sequences get memory for some tokens ahead, and one that has ended keeps its row until new batches
+are made. That happens when memory is needed, when too many rows are wasted, or when too many could join.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class Scheduler:
             self.num_steps = min(self.num_steps, max(num_sampled_ahead, 1 if could_join else 0))
 
     def preempt(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Take memory from sequences, and have them wait for their turn with the tokens that they have."""
+        """Preempt sequences: take their memory, and queue them again with the tokens that they have."""
         self.num_preempted += len(sequences)
         self.waiting = deque(sorted((*sequences, *self.waiting), key=lambda one: one.id))
         self.end(sequences)
         self.end_batches()
 
     def end(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Have sequences run no more. While their batch goes on, it goes on writing to their blocks."""
+        """Stop running sequences. Until their batch ends, it still writes to their blocks."""
         for sequence in sequences:
             self._held += sequence.blocks
             self.tables.free_line(sequence.line)
@@ -116,7 +116,7 @@ class Scheduler:
             self.end_batches()
 
     def end_batches(self) -> None:
-        """Let go of the batches, and free the memory of sequences that have ended."""
+        """Drop the batches, and free the memory of sequences that have ended."""
         self.num_steps = self._num_wasted = self._num_ended = 0
         if self._held:
             assert self.blocks is not None, "sequences ran"
@@ -153,7 +153,7 @@ class Scheduler:
         return len(found)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Have memory for some tokens of a response, if need be that of the sequence that was submitted last."""
+        """Get memory for some tokens of a response, if necessary by preempting the sequence that was submitted last."""
         assert self.blocks is not None, "sequences run"
         while len(sequence.own_blocks) * BLOCK_TOKENS < num_tokens:
             block = self.blocks.allocate()
@@ -167,7 +167,7 @@ class Scheduler:
                 return
 
     def _grow_ahead(self, sequences: abc.Sequence[Sequence]) -> int:
-        """Have memory for as many steps as pay, if nobody is preempted for it, and return their number."""
+        """Get memory for as many steps as pay without preempting a sequence, and return their number."""
         assert self.blocks is not None, "sequences run"
         in_memory = np.array([sequence.num_steps_in_memory for sequence in sequences])
         num_steps = steps_that_pay(in_memory)

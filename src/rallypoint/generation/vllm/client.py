@@ -1,8 +1,9 @@
 """The client of a server on this machine: as much of HTTP as it takes, and the JSON of its endpoint for token ids.
 
 Owns: bytes on the wire, one request a connection over a Unix socket; what `/inference/v1/generate` is sent, and what
-its answers say. Whatever is no answer to the request is refused. Must not know: which requests there are. Every wait
-ends: the caller gives a deadline or cancels.
+its answers say. Anything that does not answer the request is an error. Must not know: which requests there are. Every
+wait
+ends: the caller sets a deadline or cancels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A vLLM server behind the protocol of all engines.
 
-Owns: requests that are under way, and what becomes of them when the server dies, hangs or answers nonsense. Must not
+Owns: running requests, and what happens to them if the server dies, hangs or answers nonsense. Must not
 know: how a server is started, or what its answers look like.
 
 Two threads: the caller's, in which all state lives, and that of the connection, which talks to the server and puts what
@@ -359,7 +359,7 @@ class VLLMEngine:
         return [self._end(sequence, "failed", error)]
 
     def _look_for_silence(self) -> None:
-        """Give up a server that has work and does none."""
+        """Give up a server that has work but makes no progress."""
         beat, now = self._supervisor.beat(), time.monotonic()
         if beat != self._sign[0]:
             self._sign = (beat, now)

@@ -91,7 +91,7 @@ class Supervisor:
             self._server.stop()
 
     async def revive(self) -> None:
-        """Return when a server is well and holds the weights that were loaded last.
+        """Wait until a healthy server holds the weights that were loaded last.
 
         Raises:
             GenerationError: it ended while it started, or did not start in time.
@@ -124,7 +124,7 @@ class Supervisor:
         await self._call(server, "/update_weight_version", {"new_version": str(version)})
 
     async def load(self, version: int, folder: Path) -> None:
-        """Have the server hold other weights; requests under way wait and go on with them.
+        """Load other weights into the server; running requests pause and continue with them.
 
         Raises:
             WeightsMismatchError: it does not take them, and keeps the old ones.

@@ -1,4 +1,4 @@
-"""Decoding on accelerators: attention over block tables, several steps without a look of the host.
+"""Decoding on accelerators: attention over block tables, several steps without a wait of the host.
 
 Owns: what changes from step to step, all of it in memory of the device, so that one step can follow another without the
 host (`PagedAttention`); and which kernel, captured graphs and padding a device gets (`AcceleratorBackend`).
@@ -32,7 +32,7 @@ from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.head import soft_capped
 
 _STEPS_AT_ONCE = 8
-"""Steps in one call: the device waits while the host looks."""
+"""Steps in one call: between calls the device waits for the host."""
 
 
 class AcceleratorBackend:

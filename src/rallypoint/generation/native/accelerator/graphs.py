@@ -1,4 +1,4 @@
-"""Steps of decoding on an accelerator, several without a look of the host, and captured as graphs where that works.
+"""Steps of decoding on an accelerator: several without a wait of the host, captured as graphs where that works.
 
 Owns: the memory that a step reads and writes, and the captured graphs. Must not know: what a step computes.
 
@@ -7,8 +7,8 @@ them. A captured step is launched as a whole, and reads and writes the same memo
 step to step lies in tensors of fixed shapes, `GraphBuffers`; a batch takes the buffers of an earlier one with as many
 rows and block columns, which are padded to a few numbers.
 
-A captured step is never trusted unseen: two steps are made as usual, and its replays of both must sample the same
-tokens. If capturing fails, or that does, steps go on as usual, and the log says why.
+A captured step is verified before it is used: two ordinary steps are made, and replays of both must sample the same
+tokens. If capturing or this check fails, the engine continues with ordinary steps, and the log says why.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GraphBuffers(NamedTuple):
 
     @property
     def shape(self) -> Hashable:
-        """What buffers have in common that can take each other's place."""
+        """The shapes of the buffers; buffers with equal shapes can replace each other."""
         return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self.tensors)
 
     def copy_from(self, other: GraphBuffers) -> None:
@@ -185,7 +185,7 @@ class GraphRunner:
 
     def _step(self, batch: PagedAttention, buffers: GraphBuffers) -> None:
         """Sample a token of every row, which is the one that the next step computes."""
-        batch.forget()  # nothing that was made outside of a captured step may be in it
+        batch.forget()  # a captured step must not contain anything that was made outside of it
         at = buffers.metadata.step
         numbers = buffers.numbers.index_select(0, at).view(-1)
         found = sample_tokens(self._logits(batch), buffers.sampling, numbers, None)

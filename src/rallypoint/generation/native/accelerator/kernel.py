@@ -136,7 +136,7 @@ def _reason(error: Exception) -> str:
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """Log a line once in this process: every engine looks for its kernel."""
+    """Log a line once in this process, because every engine looks for its kernel."""
     _LOG.warning(line)
 
 

@@ -30,13 +30,13 @@ from rallypoint.models.attention import NO_LIMITS, Limits
 _SLOTS_OF_A_CLASS = 64
 """Blocks of one head that may be computed for nothing; another class of lengths costs about as much."""
 _NUMBERS_OF_A_LANE = 4_000
-"""Least numbers of hidden states, of rows that are computed beside others; with fewer, to hand work to another thread
-costs what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
+"""Fewest numbers of hidden states (rows times width) for a second thread; with fewer, handing over the work costs
+what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
 _WIDTH_OF_SEVERAL_THREADS = 1024
 """Least width of hidden states for operations on few rows to be cut over threads: up to 50M, one thread is faster."""
 _STEPS_AT_ONCE = 8
-"""Steps in one call, of models below that width: their steps are short, so nobody waits long, and what Python does
-between two of them counts."""
+"""Steps in one call, for models below that width: their steps are short, so nobody waits long, and the time that
+Python takes between two of them matters."""
 _TILE = 32
 """Tokens that go through the model together in the mode `exact`."""
 
