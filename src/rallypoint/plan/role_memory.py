@@ -181,8 +181,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> i
 
 
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:
-    """Return the most bytes that full micro-batches need, forward and backward, with `num_parts` mini-batches per
-    epoch.
+    """Return the most that full micro-batches need, forward and backward, with `num_parts` mini-batches per epoch.
 
     The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
     """
