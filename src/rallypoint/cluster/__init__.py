@@ -59,8 +59,8 @@ def open_runtime(
         dashboard: whether Ray's dashboard is started, on loopback.
         placement_timeout_s: how long a pool may wait for its place.
         silence_s: how long a process may give no sign of life during a call, and Ray no answer.
-        preload: modules that every process imports as soon as it is there.
-        say: called with one line about everything that is waited for.
+        preload: modules that every process imports as soon as it has started.
+        say: called with one line about every wait.
 
     Raises:
         ClusterError: Ray is asked for and not installed, or there is no cluster at the address.

@@ -1,4 +1,4 @@
-"""A call on the ranks of a group, from when it is sent until its result or its error is known.
+"""A call on the ranks of a group, from sending it until its result or its error is known.
 
 One implementation for both ways to wait: `await call` in a coroutine, `call.result()` anywhere else.
 A call that is never waited for can still be passed on by `call.reference`.
@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Pending(Protocol):
-    """The answer of one rank, which may not be there yet."""
+    """The answer of one rank, which may not exist yet."""
 
     @property
     def invocation(self) -> Invocation:
@@ -56,7 +56,7 @@ class Pending(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Stop it if possible; nobody waits for it any more."""
+        """Stop the call if possible; nobody waits for it any more."""
         ...
 
 
@@ -113,7 +113,7 @@ class Process(Protocol):
 
 
 class Call(Generic[ResultT]):
-    """A call on the ranks of a group: its result, once it is there.
+    """A call on the ranks of a group, and its result once there is one.
 
     `await call` and `call.result()` raise the same errors:
         WorkerError: a rank raised; the first one's traceback is shown, the calls of the others are cancelled.
@@ -131,9 +131,9 @@ class Call(Generic[ResultT]):
     ) -> None:
         self.pending = tuple(pending)
         self.deadline_s = deadline_s
-        """Seconds it may take without progress; None for ever."""
+        """Seconds it may take without progress; None for no limit."""
         self.sources = tuple(sources)
-        """Processes that make what the arguments refer to."""
+        """Processes that compute the results that the arguments refer to."""
         self._answering, self._join = tuple(answering), join
         self._values: list[Any] | None = None
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class Call(Generic[ResultT]):
         """Wait for the result.
 
         Raises:
-            TimeoutError: it is not there after that many seconds; the call goes on and can be waited for again.
+            TimeoutError: there is none after that many seconds; the call goes on and can be waited for again.
         """
         goes_on = False
         try:

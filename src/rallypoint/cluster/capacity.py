@@ -25,7 +25,7 @@ from rallypoint.cluster.pool import ResourcePool
 
 _MOST_TRIES = 20_000
 _ROUNDING = 1e-6
-"""Part of a process that rounding may cost: amounts are fractions, and three times 0.1 must fit into 0.3."""
+"""Tolerance for rounding, in processes: amounts are fractions, and three times 0.1 must fit into 0.3."""
 
 
 def num_cores() -> int:
@@ -69,8 +69,8 @@ def misfit(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, grows: bool 
 
     Args:
         pools: all that are wanted at the same time.
-        nodes: all that there are, empty.
-        grows: nodes may still join. Then only what is too large although there are nodes enough is a misfit.
+        nodes: all nodes, as if they were empty.
+        grows: whether nodes may still join. Then a pool is a misfit only if it is too large for nodes like these.
     """
     for pool in pools:
         if grows and len(pool.processes_per_node) > sum(_offers(node, pool) for node in nodes):
@@ -116,7 +116,7 @@ def _has_enough(name: str, pools: Sequence[ResourcePool], nodes: Sequence[Node])
 
 
 def table(pool: ResourcePool, nodes: Sequence[Node]) -> str:
-    """Draw what a pool wants beside what there is: most processes beside most room, node by node."""
+    """Draw what a pool wants beside what there is, node by node: the largest entry beside the roomiest node."""
     wants = sorted(pool.processes_per_node, reverse=True)
     there = _roomiest_first(pool, nodes)
     rows = [("node", "wanted", "available", "")]
@@ -138,7 +138,7 @@ def table(pool: ResourcePool, nodes: Sequence[Node]) -> str:
 
 
 def amounts_text(amounts: Mapping[str, float]) -> str:
-    """Return resources in a person's words; memory comes in bytes and goes out in GiB."""
+    """Return resources as text for the user; memory is given in bytes and shown in GiB."""
     parts = [
         f"{amount / 2**30:g} GiB memory" if name == "memory" else f"{amount:g} {name}"
         for name, amount in amounts.items()
@@ -164,7 +164,7 @@ def _side_by_side(pool: ResourcePool, nodes: Sequence[Node]) -> list[tuple[int, 
 
 
 def _can_pack(pools: Sequence[ResourcePool], nodes: Sequence[Node]) -> bool:
-    """Try to give every pool its nodes, two of one pool never the same one; gives up saying yes."""
+    """Try to give every pool its nodes, never one node to two entries of a pool; returns True if it takes too long."""
     wants = [(pool, count) for pool in pools for count in sorted(pool.processes_per_node, reverse=True)]
     taken = [Counter[str]() for _ in nodes]
     tries = 0

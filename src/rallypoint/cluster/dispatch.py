@@ -1,8 +1,8 @@
-"""How one call on a group becomes calls on its ranks, and their results one result.
+"""How one call on a group becomes calls on its ranks, and how their results become one result.
 
-The rule stands on the worker's method, as a decorator. It depends on the types of the arguments, never
-on their values, and it modifies none of them. The decorated method stays what it was: calling it on a
-worker object is a plain call.
+The rule is a decorator on the worker's method. It depends on the types of the arguments, never
+on their values, and it modifies none of them. The decorated method stays a plain method: it can be
+called on a worker object.
 
 | rule | who is called, with what | result |
 |---|---|---|
@@ -46,20 +46,20 @@ Kwargs = Mapping[str, Any]
 
 @runtime_checkable
 class Splittable(Protocol):
-    """Something that can be dealt out to ranks."""
+    """Something that can be split over ranks."""
 
     def split(self, num_parts: int) -> Sequence[Self]:
         """Cut into that many parts, in order; parts may be empty.
 
-        Rows that stand in two arguments of a call meet on the same rank if both are cut as lists are: part i ends
-        before row `num_rows * (i + 1) // num_parts`.
+        Rows that belong together in two arguments of a call reach the same rank if both are cut as lists are: part i
+        ends before row `num_rows * (i + 1) // num_parts`.
         """
         ...
 
 
 @runtime_checkable
 class Joinable(Protocol):
-    """Something whose parts, one from each rank, make a whole."""
+    """Something that can be joined from parts, one from each rank."""
 
     @classmethod
     def join(cls, parts: Sequence[Any]) -> Any:
@@ -94,7 +94,7 @@ class Rule:
 
 
 def dispatched(rule: Rule) -> Callable[[MethodT], MethodT]:
-    """Give a method a rule of one's own."""
+    """Give a method your own rule."""
 
     def decorate(method: MethodT) -> MethodT:
         method.__dispatch__ = rule  # pyright: ignore[reportFunctionMemberAccess]
@@ -107,7 +107,7 @@ def rule_of(method: Callable[..., Any]) -> Rule:
     """Return the rule of a worker's method.
 
     Raises:
-        TypeError: the method has none, so a group cannot know who is to be called.
+        TypeError: the method has none, so a group cannot know which ranks to call.
     """
     rule = getattr(method, "__dispatch__", None)
     if not isinstance(rule, Rule):
@@ -194,10 +194,10 @@ def _can_be_split(value: Any) -> bool:
 
 
 def _cut(value: Any, num_parts: int) -> Sequence[Any]:
-    """Return the parts of an argument: what cannot be split is the same for everybody."""
+    """Return the parts of an argument; every rank gets all of what cannot be split."""
     if isinstance(value, Reference):
         if len(value.parts) == num_parts and value.join in (joined, list):
-            # Cut already, and each part stays with the rank of its number.
+            # It is cut already, and part i stays with rank i.
             return [Fetch((part,), value.join, _own, 0, num_parts) for part in value.parts]
         return _cut_there(value, _cut, num_parts)
     if not _can_be_split(value):
@@ -213,7 +213,7 @@ def _cut(value: Any, num_parts: int) -> Sequence[Any]:
 
 
 def _cut_there(value: Reference, cut: Callable[[Any, int], Sequence[Any]], num_parts: int) -> list[Fetch]:
-    """Have the ranks cut what the driver does not have."""
+    """Let the ranks cut a value that the driver does not have."""
     return [dataclasses.replace(value.whole(), cut=cut, index=part, num_parts=num_parts) for part in range(num_parts)]
 
 

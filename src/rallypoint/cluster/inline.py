@@ -2,8 +2,8 @@
 
 For debugging, for notebooks, and where Ray is not installed. The workers, their ranks and their results
 are those of the Ray runtime, bit for bit; only the speed of several ranks differs, because they share
-one interpreter. Arguments and results are handed over as they are: a worker that modified an argument in place, which
-Ray's copies forgive, would modify it for everybody.
+one interpreter. Arguments and results are not copied: a worker that modifies an argument in place, which is harmless
+with Ray's copies, modifies it for everybody.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PATIENCE_S = 30.0
 """Seconds that a running call may take to end when the runtime is shut down."""
 
 _LAST_MOMENT_S = 3.0
-"""The same for threads that were given up: one that returns from a library while Python shuts down makes it abort."""
+"""The same for abandoned threads: if one returns from a library while Python shuts down, Python aborts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class InlinePending:
 
     def error(self, raised: BaseException) -> BaseException:
         """See `Pending.error`."""
-        return copy.copy(raised) if isinstance(raised, RallyError) else raised  # others may refer to this call
+        return copy.copy(raised) if isinstance(raised, RallyError) else raised  # other calls may refer to this one
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
@@ -118,7 +118,7 @@ class InlineProcess:
             self._runtime.released(self)
 
     def kill(self, why: WorkerDiedError) -> None:
-        """See `Process.kill`; a thread cannot be killed, but it is told to end, and nobody waits for it any more."""
+        """See `Process.kill`; a thread cannot be killed: it is told to end, and nobody waits for it any more."""
         self._end(lambda _: copy.copy(why))
 
     def end(self) -> None:
@@ -210,7 +210,7 @@ class InlineRuntime:
         return pool.ranks(places)
 
     def released(self, process: InlineProcess) -> None:
-        """End a thread that has no role any more, and forget its pool if it was the last."""
+        """End a thread without roles, and forget its pool if it was the pool's last."""
         if not process.roles:
             process.end()
         processes = self._pools.get(process.pool, [])

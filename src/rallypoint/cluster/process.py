@@ -1,10 +1,10 @@
 """One process of a pool, and the workers that live in it.
 
 Colocated roles are workers of one process: they take turns on its cores, and may share objects by name
-(`WorkerContext.shared`), which is how a rollout worker samples from the very weights that the actor
+(`WorkerContext.shared`). In this way a rollout worker samples from the same weights that the actor
 trains.
 
-Two threads come here. One executes calls, one after another. The other answers `pulse` and `interrupt` while a
+Two threads work here. One executes calls, one after another. The other answers `pulse` and `interrupt` while a
 call is under way, so that the driver can tell a process that works from one that hangs.
 """
 
@@ -61,15 +61,15 @@ class WorkerContext:
     mesh: Mesh
     """How the ranks of the role are arranged."""
     num_cpus: int
-    """Cores (and threads) of this process."""
+    """Number of cores (and threads) of this process."""
     device: str
     """"cpu", or torch's word for the accelerator that this process holds."""
     shared: dict[str, Any]
     """Objects that the workers of one process share, by a name both know."""
     tick: Callable[[], None] = lambda: None
-    """Call it whenever a long method makes progress: a call's deadline counts from the last tick."""
+    """Called by a long method whenever it makes progress: a call's deadline counts from the last tick."""
     say: Callable[[str], None] = print
-    """Call it, from any thread, with a line for the user; the driver prints it within seconds."""
+    """Called, from any thread, with a line for the user; the driver prints it within seconds."""
 
     @property
     def num_ranks(self) -> int:
@@ -127,10 +127,10 @@ class Invocation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse:
-    """The answer of a process that is asked whether it is alive."""
+    """A process's answer to the question whether it is alive."""
 
     progress: int
-    """Rises with every call that begins or ends and with every tick."""
+    """Counter that rises with every call that begins or ends and with every tick."""
     call: Invocation | None
     """The call it is executing."""
     notes: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class WorkerProcess:
     """Holds the workers of one process by role and calls their methods."""
 
     def __init__(self, num_cpus: int, device: str, preload: Sequence[str] = ()) -> None:
-        """Import the modules of `preload`, which workers need, while the driver is busy with other things."""
+        """Import the modules of `preload`, which workers need, while the driver does other things."""
         for module in preload:
             importlib.import_module(module)
         self._num_cpus, self._device = num_cpus, device
@@ -209,7 +209,7 @@ class WorkerProcess:
             self._execute(invocation, lambda: worker.__exit__(None, None, None))
 
     def pulse(self) -> Pulse:
-        """Answer at once, whatever the thread of the calls does."""
+        """Answer at once, whatever the calls' thread is doing."""
         notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
         return Pulse(self._progress, self._running, notes)
 
@@ -236,11 +236,11 @@ class WorkerProcess:
             raise CallCancelledError(str(invocation)) from None
 
     def _work(self, invocation: Invocation, work: Callable[[], ResultT]) -> ResultT:
-        """Note what is done, do it, and turn what it raises into an error that crosses processes."""
+        """Record the call, execute it, and turn an exception into an error that can cross processes."""
         try:
             with self._lock:
                 if invocation.number in self._cancelled:
-                    raise _CancelledError  # noqa: TRY301 - as if it had been stopped at its first line
+                    raise _CancelledError  # noqa: TRY301 - as if it had been stopped at its first line of code
                 self._running, self._thread = invocation, threading.get_ident()
             self._tick()
             return work()
@@ -261,10 +261,10 @@ class _CancelledError(BaseException):
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have a thread raise at its next line of Python; None takes that back.
+    """Make a thread raise at its next line of Python; None takes that back.
 
-    Before Python 3.12 a thread that is being started has the number of the one that starts it, and is found first: it
-    would end before it ran, and the other would wait for it for ever. So nothing is raised while one is being started.
+    Before Python 3.12 a thread that is being started has the id of the thread that starts it, and is found first. It
+    would end before it ran, and the starting thread would wait for ever. So nothing is raised during a thread's start.
     """
     what = None if kind is None else ctypes.py_object(kind)
     while True:

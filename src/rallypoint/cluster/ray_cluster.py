@@ -75,7 +75,7 @@ _OF_OUR_CLUSTERS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray makes its workers nice (15); ours do the actual work, and the driver waits for them.
     "RAY_worker_niceness": "0",
-    # Ray leaves it alone which GPUs are visible in processes that have none of their own, and does not warn about it.
+    # In processes without GPUs of their own Ray leaves the visible GPUs unchanged, and does not warn about it.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
@@ -85,7 +85,7 @@ _HEALTH = {
     "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
 }
-"""A dead or frozen node is noticed in seconds instead of a minute; the first check leaves time to start."""
+"""With these a dead or frozen node is noticed in seconds, not a minute; the first check leaves time to start."""
 
 _MAX_SOCKET_PATH = 103
 """Characters in the path of a Unix socket, on the system that allows fewest."""
@@ -93,7 +93,7 @@ _MAX_SOCKET_PATH = 103
 _SOCKETS = "/rally-0123456789ab/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _VOICE_EVERY_S, _LEAVE_TIMEOUT_S, _END_TIMEOUT_S = 10.0, 20.0, 20.0
 _REAPER_PATIENCE = 12.0
-"""Times the limit that the reaper waits: longer than `RayThread` does, if that can run."""
+"""How many limits the reaper waits: longer than `RayThread`, which acts first if it can run."""
 
 Say = Callable[[str], None]
 
@@ -116,7 +116,7 @@ class RayCluster:
         self.ray_thread = RayThread(
             limit_s=silence_s, fault=self.daemons.fault, note_busy=None if own is None else own.note_busy, say=say
         )
-        """The thread in which Ray is asked whatever may block."""
+        """The thread that makes all calls to Ray that may block."""
         self._is_leaving = False
         threading.Thread(target=self._watch_raylet, name="raylet", daemon=True).start()
 
@@ -227,7 +227,7 @@ class RayCluster:
             self._own.end()
 
     def _watch_raylet(self) -> None:
-        """Say at once that the raylet is gone: the next access to its store would end this program from C++."""
+        """Report at once that the raylet is gone: at the next access to its store Ray's C++ would end this program."""
         self.daemons.wait_for_raylet()
         found = self.daemons.fault()
         if found is not None and not self._is_leaving:
@@ -273,12 +273,12 @@ class _OwnCluster:
             )
 
     def note_busy(self, number: int) -> None:
-        """Let the reaper see which question Ray has to answer; 0 for none."""
+        """Tell the reaper the number of the call that Ray is working on; 0 for none."""
         if self._busy is not None:
             self._busy[0] = number
 
     def end(self) -> None:
-        """Have the reaper end what Ray left, and keep the logs."""
+        """Let the reaper end what Ray left, and keep the logs."""
         try:
             self._reaper.communicate(b"\n", timeout=_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -347,7 +347,7 @@ def _token_environment() -> dict[str, str | None]:
 
 
 def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: float) -> str:
-    """Have the cluster probed, and return its address; the wait has an end."""
+    """Probe the cluster in a child process, and return its address; the wait has a deadline."""
     with _environment({**_READ_AT_IMPORT, **token}):
         probe = subprocess.Popen(
             [sys.executable, "-P", ray_probe.__file__, address],

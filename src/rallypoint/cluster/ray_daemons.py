@@ -33,7 +33,7 @@ class Fault:
     is_gone: bool
     """Whether it is gone for good; one that is stopped may still be continued."""
     is_raylet: bool
-    """Whether it is the raylet, which workers need for their calls; without a GCS those that run work on."""
+    """Whether it is the raylet, which workers need for their calls; without a GCS running workers continue."""
 
     def __str__(self) -> str:
         return self.what
@@ -76,7 +76,7 @@ class RayDaemons:
         return None
 
     def wait_for_raylet(self) -> None:
-        """Return when the raylet has ended, or never if that cannot be seen from here."""
+        """Wait until the raylet has ended; never returns if that cannot be seen from here."""
         for one in self._processes:
             if one.is_raylet and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ def _find(node: Any) -> Iterator[_Process]:
 
 
 def _listener(path: str) -> int:
-    """Return who listens at a Unix socket; 0 when that cannot be seen from here."""
+    """Return the pid of the process that listens at a Unix socket; 0 if that cannot be seen from here."""
     with contextlib.suppress(OSError, AttributeError), socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
         return struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]

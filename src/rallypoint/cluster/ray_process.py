@@ -93,7 +93,7 @@ class RayPending:
         return raised
 
     def _death(self, cause: RayError) -> WorkerDiedError | RayLostError:
-        """Say who died: the process of this call, one whose result was an argument of it, or their node."""
+        """Say what died: the process of this call, one whose result was an argument of it, or their node."""
         it = self.invocation
         dead = self.process.runtime.process_of(cause.actor_id) if isinstance(cause, RayActorError) else None
         dead = dead or self.process
@@ -102,7 +102,7 @@ class RayPending:
         if not dead.ended and (gone := dead.runtime.node_lost(dead.info, str(cause))) is not None:
             when = "" if it.step is None else f" at step {it.step}"
             return RayLostError(f"{gone}; the workers of node {dead.info.node} ended with it, during {it}{when}")
-        # What follows in Ray's text are guesses, and advice about Ray's own settings.
+        # The rest of Ray's text is guesses, and advice about Ray's own settings.
         told = " ".join(str(cause).split()).split(" Some common causes include")[0]
         detail = WAS_ENDED if dead.ended else told
         if dead is not self.process:
@@ -121,7 +121,7 @@ class RayProcess:
     """The driver's end of one Ray actor."""
 
     def __init__(self, runtime: RayRuntime, pool: ResourcePool, handle: Any) -> None:
-        """Take a Ray actor over; it is ready for calls once `info` is known."""
+        """Wrap a Ray actor; it is ready for calls once `info` is known."""
         self.runtime, self.pool, self.watch, self.handle = runtime, pool, runtime.watch, handle
         self.info = ProcessInfo("", "", 0)
         self.roles: dict[str, int] = {}
@@ -174,10 +174,10 @@ class RayProcess:
             self.runtime.released(self)
 
     def end(self) -> None:
-        """Have Ray end the process, which is no accident then."""
+        """Let Ray end the process, and remember that this was intended."""
         if not self.ended:
             self.ended = True
-            with contextlib.suppress(RayLostError):  # then it is gone, or ends with this program
+            with contextlib.suppress(RayLostError):  # then the process is gone, or ends with this program
                 self.runtime.ray_thread.ask(f"Ray to end process {self.info.pid}", lambda: ray.kill(self.handle))
 
     def kill(self, why: WorkerHungError) -> None:

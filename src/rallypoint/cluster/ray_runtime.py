@@ -78,7 +78,7 @@ class RayRuntime:
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
         self.ray_thread = cluster.ray_thread
-        """Where Ray is asked what may take it long."""
+        """Makes the calls to Ray that may take long."""
         detector = HangDetector(
             processes=self._all,
             silence_s=silence_s,
@@ -152,7 +152,7 @@ class RayRuntime:
         return processes
 
     async def _describe(self, pool: ResourcePool, processes: Sequence[RayProcess]) -> None:
-        """Wait until processes have a place and have said where they are; say every while what is missing."""
+        """Wait until processes have a place and have said where they are; say now and then what is missing."""
         asked = {asyncio.wrap_future(process.handle.describe.remote().future()): process for process in processes}
         for answer in asked:
             answer.add_done_callback(_take_note)
@@ -199,7 +199,7 @@ class RayRuntime:
         return None
 
     def released(self, process: RayProcess) -> None:
-        """End a process that has no role any more, and give the place of its pool back if it was the last."""
+        """End a process without roles, and give its pool's place back if it was the pool's last."""
         if not process.roles:
             process.end()
         processes = _started(self._pools.get(process.pool))
@@ -212,7 +212,7 @@ class RayRuntime:
     def _give_back(self, pool: ResourcePool) -> None:
         if pool in self._groups:
             group = self._groups.pop(pool)
-            with contextlib.suppress(RayLostError):  # it went with Ray
+            with contextlib.suppress(RayLostError):  # it ended with Ray
                 self.ray_thread.ask(f"Ray to take pool {pool.name!r} back", lambda: remove_placement_group(group))
 
     def _all(self) -> list[RayProcess]:
@@ -230,9 +230,7 @@ class RayRuntime:
         await asyncio.gather(*starting, return_exceptions=True)
         for process in self._all():
             process.ended = True
-            self.ray_thread.put(
-                partial(ray.kill, process.handle)
-            )  # whether it is done is seen by the time that leaving takes
+            self.ray_thread.put(partial(ray.kill, process.handle))  # how long leaving takes shows whether it is done
         for group in self._groups.values():
             self.ray_thread.put(partial(remove_placement_group, group))
         self._pools.clear()
@@ -243,7 +241,7 @@ class RayRuntime:
         return await asyncio.to_thread(self.ray_thread.ask, what, question)
 
     def node_lost(self, where: ProcessInfo, told: str) -> str | None:
-        """Return what a process was lost with, if that is its whole node; `told` is what Ray says about its end."""
+        """Return the cause if a process was lost with its whole node; `told` is what Ray says about its end."""
         found = self._cluster.daemons.fault()
         if not (found is not None and found.is_raylet) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
             return None

@@ -1,9 +1,9 @@
-"""One thread in which Ray is asked whatever it may keep its callers waiting for.
+"""One thread that makes all calls to Ray that may block.
 
-Ray's client waits without a deadline, and deaf to signals, for two daemons: the raylet of this machine, which keeps the
-store that data passes, and the GCS of the cluster, which knows places, names and ends. If one of them is stopped or
-gone, the thread that asked does not come back. So the driver's own threads never ask. They wait for this thread, say
-what they wait for, and raise at a limit.
+Ray's client waits without a deadline, and without handling signals, for two daemons: the raylet of this machine, which
+keeps the object store, and the GCS of the cluster, which knows places, names and ends. If one of them is stopped or
+gone, the calling thread does not return. So the driver's own threads never call Ray for that. They wait for this
+thread, say what they wait for, and raise at a limit.
 
 Consumes: questions, one after another. Waits for: Ray. Unblocked by: Ray's answer. Those who ask wait no longer than
 the limit, and then nothing is asked any more.
@@ -28,9 +28,9 @@ AnswerT = TypeVar("AnswerT")
 
 _LOOK_S = 1.0
 _HURRIED_LIMIT_S = 3.0
-"""Seconds that a Ray with a fault is waited for once the user wants the end."""
+"""Seconds to wait for a Ray with a fault after the user has asked to end the run."""
 _TIMES_IF_WELL = 10
-"""Times the limit that Ray may take without a fault: a full store or a busy machine is slow with data."""
+"""How many limits Ray may take while no fault is seen: a full store or a busy machine is slow with data."""
 
 _ABANDONED = threading.Event()
 
@@ -48,7 +48,7 @@ class Ask(Protocol):
     """See `RayThread.ask`."""
 
     def __call__(self, what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
-        """Have Ray asked, and wait for the answer."""
+        """Run a call to Ray in the thread, and wait for its answer."""
         ...
 
 
@@ -86,7 +86,7 @@ class RayThread:
         """Why nothing is asked any more."""
 
     def ask(self, what: str, question: Callable[[], AnswerT], *, needs_gcs: bool = True) -> AnswerT:
-        """Have Ray asked, and wait for the answer.
+        """Run a call to Ray in the thread, and wait for its answer.
 
         Args:
             what: what is waited for, in words, as in "Ray to take the arguments of actor.update".
@@ -130,7 +130,7 @@ class RayThread:
             raise self.lose(why) if found.is_raylet else RayLostError(why)
 
     def put(self, question: Callable[[], Any]) -> Future[Any]:
-        """Have Ray asked when its turn comes; nobody waits for it."""
+        """Queue a call to Ray; nobody waits for its answer."""
         answer: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
@@ -149,7 +149,7 @@ class RayThread:
         _ABANDONED.set()
 
     def lose(self, why: str) -> RayLostError:
-        """Have nothing asked any more; the first reason counts, and is returned."""
+        """Make no more calls to Ray; return the reason, which is the first one given."""
         self.lost = self.lost or RayLostError(why)
         return RayLostError(str(self.lost))
 
@@ -182,7 +182,7 @@ class RayThread:
             self._note_busy(number)
             try:
                 answer.set_result(question())
-            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to whoever asked
+            except BaseException as error:  # noqa: BLE001 - every error goes to the caller
                 answer.set_exception(error)
             finally:
                 self._note_busy(0)
@@ -197,7 +197,7 @@ def _is_over(answer: Future[Any], look_s: float) -> bool:
 
 
 def _is_cancelled() -> bool:
-    """Whether the task that asks is being cancelled, as asyncio does at the first Ctrl-C; it cannot hear of it here."""
+    """Whether the asking task is being cancelled, as asyncio does at the first Ctrl-C; it cannot notice itself."""
     with contextlib.suppress(RuntimeError):  # no event loop runs in this thread
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

@@ -39,7 +39,7 @@ _ROUNDS = 3
 
 
 def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s: str = "") -> None:
-    """Wait for the driver's end, end what it left, and put the logs where they are looked for.
+    """Wait for the driver's end, end what it left, and put the logs where users look for them.
 
     Args:
         driver: process id of the driver, which is the parent of this process.
@@ -66,7 +66,7 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
 
 
 class Guard:
-    """Notices a driver that does not return from a call into Ray, even if its interpreter runs no more code."""
+    """Notices a driver that does not return from a call into Ray, even if its interpreter no longer runs code."""
 
     def __init__(self, driver: int, busy: int, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with what the page says now."""
@@ -118,8 +118,8 @@ def _has_ended(driver: int, guard: Guard | None) -> bool:
 
     Returns False if it has done neither, but its guard says that it is lost.
 
-    That the pipe is closed says too little where a pidfd can be had: a driver that ends without a word still has
-    Ray's own clean-up before it, and a process that it forked may hold the pipe open after its death.
+    Where there are pidfds, a closed pipe is not enough: a driver that ends without a message has Ray's own clean-up
+    still to come, and a process that it forked may hold the pipe open after the driver's death.
     """
     pipe = sys.stdin.fileno()
     watched = select.poll()

@@ -13,16 +13,16 @@ from typing import Any, NoReturn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """Stands for the result of a call in the arguments of another one; it need not be there yet."""
+    """Stands for the result of a call in the arguments of another one; the result need not exist yet."""
 
     parts: tuple[Any, ...]
     """The runtime's own handles of the ranks' results, in rank order."""
     join: Callable[[Sequence[Any]], Any]
     makers: tuple[Any, ...] = ()
-    """The processes that have to do their work before it is there."""
+    """The processes that compute it."""
 
     def whole(self) -> Fetch:
-        """Return what a rank is sent that needs all of it."""
+        """Return what to send to a rank that needs all of it."""
         return Fetch(self.parts, self.join)
 
     def __reduce__(self) -> NoReturn:
@@ -31,7 +31,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetch:
-    """What a rank is sent in place of a value: the parts to get, and what to do with them."""
+    """Sent to a rank in place of a value: the parts to get, and what to do with them."""
 
     parts: tuple[Any, ...]
     """The runtime's handles; where values stand in a list of their own, their places in it."""
@@ -42,13 +42,13 @@ class Fetch:
     num_parts: int = 1
 
     def value(self, parts: Sequence[Any]) -> Any:
-        """Return what the method is to see, from the values of the parts."""
+        """Return the argument for the method, from the values of the parts."""
         whole = self.join(parts)
         return whole if self.cut is None else self.cut(whole, self.num_parts)[self.index]
 
 
 def whole(value: Any) -> Any:
-    """Return what a rank is sent for an argument that no rule has cut."""
+    """Return what to send to a rank for an argument that no rule has cut."""
     return value.whole() if isinstance(value, Reference) else value
 
 

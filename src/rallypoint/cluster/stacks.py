@@ -40,7 +40,7 @@ def find_py_spy() -> str | None:
 
 
 def stacks_of(processes: Sequence[ProcessInfo], find: Callable[[], str | None] = find_py_spy) -> str:
-    """Return the stacks of processes of this machine, one after another; what cannot be had is said there."""
+    """Return the stacks of processes of this machine, one after another; the text says which are missing."""
     tool = find()
     with ThreadPoolExecutor(max(1, len(processes))) as at_once:  # patience with each, but not with one after the other
         texts = at_once.map(lambda one: _stacks(one, tool), processes)

@@ -42,7 +42,7 @@ class Wait:
             limit_s: seconds after which the wait is over; may be changed.
             say: called with a line.
             every_s: seconds between two lines.
-            longest_gap_s: seconds that count between two looks at most; in a longer gap this process stood still.
+            longest_gap_s: most seconds that count between two looks; in a longer gap this process was not running.
             clock: seconds that never go back.
         """
         self.what, self.limit_s = what, limit_s

@@ -6,7 +6,7 @@ runs/NAME/
     metrics.jsonl    one line a step
     timeline.jsonl   when the groups of each step were admitted, sampled and scored
     schedule.jsonl   what was sampled when, in a run that samples ahead
-    rollouts/        step_000020.jsonl: a few rollouts of each step, in words
+    rollouts/        step_000020.jsonl: a few rollouts of each step, as text
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
     logs/            train.log, and Ray's own logs below ray/
     published/       weights on their way to the rollout role, while the run goes on

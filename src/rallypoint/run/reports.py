@@ -22,7 +22,7 @@ REWARD_FAILED, REWARD_SCORED = "reward/failed", "reward/num_scored"
 TOKENS_SAMPLED, TOKENS_TRAINED = "rollout/num_tokens", "actor/num_tokens"
 """Names in metrics.jsonl under which the summary finds a step's token counts."""
 MEMORY = "/memory_gib"
-"""Behind a role's name: its peak in a step."""
+"""Suffix after a role's name: the role's peak memory in a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +38,13 @@ class RunInfo:
     detail: str = ""
     """A few words on what runs where: `llama 0.4M, 2 workers on ray`."""
     first_step: int = 1
-    """Larger than 1 when the run was resumed."""
+    """First step of this start; larger than 1 if the run was resumed."""
     rewards: Sequence[float] = ()
     """Mean rewards of the steps before `first_step`, for a resumed run's sparkline."""
     validations: Sequence[float] = ()
     """Validation scores before `first_step`, oldest first."""
     num_warmup_steps: int = 0
-    """Steps of the learning rate's warmup, in which nobody expects the policy to learn."""
+    """Steps of the learning rate's warmup, in which the policy is not expected to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Summary:
     curve: Path | None = None
     """The picture, if there is one."""
     why_no_curve: str = PLOT_HINT
-    """Why there is none."""
+    """Why there is no picture."""
     checkpoints: Sequence[Path] = ()
     """Oldest first."""
     commands: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -120,7 +120,7 @@ class Summary:
         Args:
             metrics_path: file of the run.
             predicted_memory_gib: prediction for each role.
-            num_warmup_steps: steps in which nobody expects the policy to learn.
+            num_warmup_steps: steps in which the policy is not expected to learn.
             text_of: says what a token looks like.
         """
         records = read_metrics(metrics_path)
@@ -145,7 +145,7 @@ def _step_s(records: Sequence[Mapping[str, float]]) -> float:
 
 
 def _not_learning(records: Sequence[Mapping[str, float]], num_warmup_steps: int) -> tuple[str, ...]:
-    """Say so if the reward did not rise in many steps."""
+    """Return a warning if the reward did not rise in many steps."""
     steps, course = [record for record in records if REWARD in record], RewardTrend(num_warmup_steps=num_warmup_steps)
     for record in steps:
         course.add(record)

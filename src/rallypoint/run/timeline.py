@@ -1,4 +1,4 @@
-"""When what happened to the groups of each step: what a simulator of other settings needs (`rally simulate`).
+"""The times at which the groups of each step were admitted, sampled and scored, for `rally simulate`.
 
 Owns: the file `timeline.jsonl`, a line a step. Must not know: what the times mean for other settings.
 
@@ -21,12 +21,12 @@ TIMELINE = "timeline.jsonl"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTimes:
-    """A group's way from its admission to its scores, in seconds since the run, or its latest start, began."""
+    """Times of a group from its admission to its scores, in seconds since the latest start of the run."""
 
     index: int
-    """Of its prompt in the run."""
+    """Index of its prompt in the run."""
     rank: int
-    """Of the rollout role, which sampled it."""
+    """Rank of the rollout role that sampled it."""
     admitted_s: float
     sampled_s: float
     scored_s: float
@@ -34,17 +34,17 @@ class GroupTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """A step as its batch saw it; seconds since the run, or its latest start, began."""
+    """Times of a step's batch, in seconds since the latest start of the run."""
 
     step: int
     asked_s: float
     """When the trainer asked for the batch."""
     taken_s: float
-    """When it had it."""
+    """When the trainer got the batch."""
     loaded_s: float
-    """When the weights of the step before had been loaded."""
+    """When the weights of the previous step had been loaded."""
     busy_s: tuple[float, ...]
-    """Seconds that each rank has sampled since the batch before was taken."""
+    """Seconds that each rank has sampled since the previous batch was taken."""
     groups: tuple[GroupTimes, ...]
 
     def to_json(self) -> str:
@@ -71,7 +71,7 @@ class StepTimes:
 
 @dataclasses.dataclass(slots=True)
 class Timeline:
-    """The file of one run, which a run that goes on continues."""
+    """The file of one run; a resumed run continues it."""
 
     path: Path
     _is_cut: bool = False

@@ -23,9 +23,9 @@ from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
 _LOG = logging.getLogger(__name__)
 _SHORTEST_LEASE_S = 2
-"""As etcd is set by default: one and a half times what its servers need to elect another leader."""
+"""etcd's default: one and a half times what its servers need to elect another leader."""
 _SCOPE_LEASE_S = 60
-"""How long what is stored outlives a driver that was killed."""
+"""Seconds that stored data outlives a driver that was killed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class EtcdRooms:
         if self._closing is None or self._closing.is_set():
             return
         self._closing.set()
-        with contextlib.suppress(RendezvousUnreachableError):  # then the leases do the same, a minute later
+        with contextlib.suppress(RendezvousUnreachableError):  # then the leases' end does the same, a minute later
             self._client.call("kv/deleterange", _within(f"/rallypoint/{self._scope}/"))
             self._client.call("lease/revoke", {"ID": self._scope_lease})
 

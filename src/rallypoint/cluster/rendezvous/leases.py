@@ -1,7 +1,7 @@
 """Leases: who is alive, judged by counters that have to move, and the threads that move them.
 
-A lease is measured in looks of the one observer that keeps the room, and not in seconds of anybody's clock: clocks of
-two machines are never compared, and an observer that was itself stopped for a minute takes one look when it wakes and
+A lease is measured in looks by the one observer that keeps the room, not in seconds of a clock. So clocks of two
+machines are never compared, and an observer that was itself stopped for a minute takes one look when it wakes and
 blames nobody.
 
 >>> leases = Leases()
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping
 
 LOOKS_PER_LEASE = 4
-"""How often within one lease its holder renews it, and the observer looks."""
+"""How often per lease its holder renews it, and the observer looks."""
 
 _LAST_MOMENT_S = 5.0
 _RUNNING: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
@@ -31,10 +31,10 @@ class Leases:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def look(self, counters: Mapping[str, int]) -> list[str]:
-        """Take a look, `LOOKS_PER_LEASE` times in a lease; return whose counter stood still for a whole one.
+        """Take a look, `LOOKS_PER_LEASE` times per lease; return whose counter stood still for a whole lease.
 
         Args:
-            counters: by incarnation, how often it has renewed its lease; whoever is not in it is forgotten.
+            counters: by incarnation, how often it has renewed its lease; incarnations that are missing are forgotten.
         """
         seen: dict[str, tuple[int, int]] = {}
         for holder, counter in counters.items():

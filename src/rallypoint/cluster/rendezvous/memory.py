@@ -23,11 +23,11 @@ class Keeper:
         self._leases = Leases()
 
     def room(self, name: str) -> Room:
-        """Return the room of that name; an empty one if nobody has come yet."""
+        """Return the room of that name; an empty one if no rank has joined yet."""
         return self._rooms.get(name) or Room(name)
 
     def transact(self, name: str, change: Change) -> tuple[Room | RendezvousError, bool]:
-        """Apply a transition; also return whether it was news to those who wait."""
+        """Apply a transition; also return whether it was news to waiting ranks."""
         before = self.room(name)
         after = change(before)
         if isinstance(after, RendezvousError):

@@ -1,8 +1,8 @@
 """The API of a rendezvous: join it, and hold a membership.
 
 Owns what a participant does: take a seat, wait, confirm, renew its lease, notice that others are gone. The
-rules are those of `Room`; a backend (`Rooms`) stores rooms, wakes those who wait, and makes members depart who renew no
-more. Knows no backend and no tensors.
+rules are those of `Room`. A backend (`Rooms`) stores rooms, wakes waiting ranks, and removes members that no longer
+renew. Knows no backend and no tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VOICE_EVERY_S = 30.0
 _SOON_S = 5.0
 """Seconds that a transaction may wait for the next change."""
 _PATIENCE_LEASES = 2.0
-"""Leases that a newcomer waits for the holder of its seat to turn out dead."""
+"""Number of leases that a newcomer waits for the holder of its seat to prove dead."""
 
 Change: TypeAlias = Callable[[Room], Room | RendezvousError]
 """A transition of a room; may be called again when another one came first, and may travel to another process."""
@@ -50,11 +50,11 @@ class Rooms(Protocol):
     """
 
     lease_s: float
-    """Seconds after which a member that does not renew is given up, plus half as many at most."""
+    """Seconds after which a member that does not renew counts as dead; it may take up to half as long again."""
 
     @property
     def towards(self) -> str | None:
-        """Host in whose direction the other participants are found; None: all of them are on this machine."""
+        """Host on the network of the other participants; None if all of them are on this machine."""
         ...
 
     def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
@@ -65,7 +65,7 @@ class Rooms(Protocol):
         ...
 
     def wait(self, name: str, news: int, timeout_s: float) -> Room:
-        """Return the room as soon as its `news` is another number, or as it is when the time is over."""
+        """Return the room as soon as its `news` has changed, or unchanged at the timeout."""
         ...
 
     def renew(self, name: str, incarnation: str) -> None:
@@ -104,7 +104,7 @@ class Rendezvous:
         timeout_s: float,
         generation: int | None = None,
     ) -> Membership:
-        """Wait until all ranks are there, and return what each of them brought.
+        """Wait until all ranks have joined, and return every rank's payload.
 
         Args:
             name: of the meeting; the same for all ranks that are to meet.
@@ -146,7 +146,7 @@ class Rendezvous:
         return own_address(self.rooms.towards)
 
     def close(self) -> None:
-        """End it where it was opened, leaving nothing behind; ranks that still wait get an error."""
+        """End the rendezvous where it was opened, leaving nothing behind; ranks that still wait get an error."""
         self.rooms.close()
 
     def __enter__(self) -> Self:
@@ -156,7 +156,7 @@ class Rendezvous:
         self.close()
 
     def _seat(self, member: Member, room: Room, world_size: int, generation: int | None, wait: Wait) -> Room:
-        """Take the seat; if somebody has it, first find out whether that one is alive."""
+        """Take the seat; if it is taken, first find out whether its holder is alive."""
         patience_s = min(wait.limit_s, _PATIENCE_LEASES * self.rooms.lease_s)
         change = partial(Room.join, member=member, world_size=world_size, generation=generation)
         while True:
@@ -222,7 +222,7 @@ class Membership:
 
     @property
     def lease_s(self) -> float:
-        """How long it takes until a member that died is missed."""
+        """Seconds until a member that died is noticed."""
         return self._rooms.lease_s
 
     def check(self) -> None:
@@ -290,7 +290,7 @@ def _depart(rooms: Rooms, name: str, incarnation: str) -> None:
 
 
 def _missing(room: Room) -> str:
-    """Return how many ranks are there, and where the others were last seen."""
+    """Return how many ranks have joined, and where the others were last seen."""
     there = room.world_size - len(room.missing)
     missing = "; ".join(room.whereabouts(rank) for rank in room.missing)
     return f"generation {room.generation}: {there} of {room.world_size} ranks are there. Missing: {missing}"

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rallypoint.cluster.rendezvous.room import Room
 
 _ANSWER_S = 60.0
-"""How long a call that does not wait for anybody may take."""
+"""Seconds that a call may take if it does not wait for other ranks."""
 _MAX_WAITING = 100_000
-"""Calls that the actor has under way at once; each rank that waits is one."""
+"""Most calls that the actor serves at once; each waiting rank is one."""
 
 
 class _KeeperActor:

@@ -1,12 +1,12 @@
 """The rules by which ranks find each other, as a value and its transitions.
 
-A room is what is known under one name. Generations count the attempts to fill it. A generation is open while seats are
-free; when the last one is taken, everybody confirms once more, so that nobody is handed the address of a rank that died
-while others were still on their way; with the last confirmation it is complete, and its members never change again. Who
-goes is remembered as a sighting, for whoever asks where a rank was last seen.
+A room is the state of one meeting, found by its name. Generations count the attempts to fill it. A generation is open
+while seats are free. When the last seat is taken, every rank confirms once more, so that no rank gets the address of
+another that died while others were still on their way. With the last confirmation the generation is complete, and its
+members never change again. A rank that leaves is remembered as a sighting: where it was last seen.
 
 Every backend stores this value and replaces it atomically; none has rules of its own. Nothing here reads a clock, waits
-or knows where the room is kept. Times are wall-clock seconds of whoever wrote them, for messages and never compared.
+or knows where the room is kept. Times are wall-clock seconds of their writer, for messages, and are never compared.
 
 Invariants: one member to a seat; `news` and `generation` never go back; a complete generation keeps its members.
 
@@ -78,7 +78,7 @@ class Room:
 
     name: str
     generation: int = 0
-    """Of the latest attempt, from 1; 0 while nobody has come."""
+    """Number of the latest attempt, from 1; 0 while no rank has joined."""
     world_size: int = 0
     complete: bool = False
     seats: tuple[Member, ...] = ()
@@ -88,7 +88,7 @@ class Room:
     sightings: tuple[Sighting, ...] = ()
     """The latest one of each rank that went, by rank."""
     news: int = 0
-    """Counts what those who wait want to hear of: all seats taken, complete, somebody gone, a new generation."""
+    """Counts the changes that waiting ranks are woken for: all seats taken, complete, a rank gone, a new generation."""
 
     def join(self, member: Member, world_size: int, generation: int | None = None) -> Room | RendezvousError:
         """Take the seat of the member's rank.
@@ -109,7 +109,7 @@ class Room:
         return room._seat(member, world_size)
 
     def confirm(self, incarnation: str) -> Room | RendezvousError:
-        """Say that one is still there now that every seat is taken; the last to say so completes the generation."""
+        """Confirm, after every seat was taken, that a rank is still there; the last one completes the generation."""
         if not any(member.incarnation == incarnation for member in self.seats):
             return self.lost(incarnation)
         if self.complete or not self.assembled:
@@ -147,7 +147,7 @@ class Room:
 
     @property
     def departed(self) -> tuple[Sighting, ...]:
-        """Who of the members is gone, by rank."""
+        """The members that are gone, by rank."""
         members = {member.incarnation for member in self.seats}
         return tuple(sighting for sighting in self.sightings if sighting.incarnation in members)
 
@@ -165,7 +165,7 @@ class Room:
         return str(sighting) if sighting else f"rank {rank} never came"
 
     def member_of(self, rank: int) -> Member | None:
-        """Return who has the seat of a rank."""
+        """Return the member that has the seat of a rank."""
         return next((member for member in self.seats if member.rank == rank), None)
 
     def lost(self, incarnation: str) -> RendezvousError:

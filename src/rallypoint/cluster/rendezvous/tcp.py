@@ -1,6 +1,6 @@
-"""Rooms in torch's TCPStore, for clusters without Ray: one port of the driver that everybody reaches.
+"""Rooms in torch's TCPStore, for clusters without Ray: one port of the driver that all ranks can reach.
 
-A room is one key that is replaced by compare-and-set. Those who wait block on a key that appears with the next news.
+A room is one key that is replaced by compare-and-set. Waiting ranks block on a key that appears with the next news.
 The process that opened the store looks at the leases. The store has no authentication: whoever reaches the port can
 write to it, so it listens on loopback unless told otherwise.
 """
@@ -94,7 +94,7 @@ class TcpRooms:
             store.add(f"lease/{incarnation}", 1)
 
     def release(self, incarnation: str) -> None:
-        """Keep the counter: the look under way may be about to read it, and would wait for a key that is not there."""
+        """Keep the counter: a look in progress may be about to read it, and would wait for a key that is not there."""
 
     def close(self) -> None:
         """See `Rooms.close`."""
