@@ -105,8 +105,9 @@ def test_every_shipped_recipe_parses():
             "model.create=null",
             "data.generate=null",
         )
-        reads_reward = RECIPES[load_config(name, draft=True).config.recipe].reads("reward")
-        assert load_config(name, [key for key in own if reads_reward or not key.startswith("reward.")])
+        spec = RECIPES[load_config(name, draft=True).config.recipe]
+        own = [key for key in own if spec.reads("reward") or not key.startswith("reward.")]
+        assert load_config(name, [*own, "teacher.path=t"] if spec.reads("teacher") else own)
     assert load_config("digits")
 
 

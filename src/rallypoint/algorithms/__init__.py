@@ -18,11 +18,13 @@ from rallypoint.algorithms.advantages import (
 from rallypoint.algorithms.aggregation import Weights, aggregate
 from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
+from rallypoint.algorithms.distillation import DistillationLoss, LossStreams
 from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage, Rewards
 from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
 from rallypoint.algorithms.loss_functions import (
     ActorLoss,
     ClippedValueLoss,
+    Denominator,
     LossFunction,
     LossInputs,
     TokenOutputs,
@@ -52,11 +54,14 @@ __all__ = [
     "ClippedValueLoss",
     "Correction",
     "CrossEntropy",
+    "Denominator",
+    "DistillationLoss",
     "EntropyBonus",
     "KLEstimator",
     "KLLoss",
     "LossFunction",
     "LossInputs",
+    "LossStreams",
     "OverlongPenalty",
     "OwnAdvantage",
     "OwnObjective",

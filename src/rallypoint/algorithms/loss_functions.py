@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences, 
 BatchT_co = TypeVar("BatchT_co", bound=Sequences, covariant=True)
 BatchT_contra = TypeVar("BatchT_contra", bound=Sequences, contravariant=True)
 OutputsT_contra = TypeVar("OutputsT_contra", contravariant=True)
+Denominator: TypeAlias = "float | tuple[float, ...]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,15 +63,16 @@ class LossInputs(Generic[BatchT_co]):
         return self.send(field[self.positions])
 
 
+@runtime_checkable
 class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
     """A sum over the trained tokens of some rows; several threads may call it at once."""
 
-    def denominator(self, batch: BatchT_contra, /) -> float:
-        """Return what divides the sum over a whole mini-batch of all ranks."""
+    def denominator(self, batch: BatchT_contra, /) -> Denominator:
+        """Return what divides the sum over a whole mini-batch of all ranks; of several streams, each sum."""
         ...
 
     def __call__(self, outputs: OutputsT_contra, inputs: LossInputs[BatchT_contra], /) -> tuple[Tensor, Metrics]:
-        """Return the sum, a float64 scalar with gradient, and what to watch.
+        """Return the sum, a float64 scalar with gradient ([K] for K streams), and what to watch.
 
         Args:
             outputs: the model's, for the trained tokens: `TokenOutputs` of a policy, [N] values of a critic.

@@ -16,7 +16,7 @@ from rallypoint.config.sections.algorithms import ClipConfig, DecoupledConfig, G
 if TYPE_CHECKING:
     from rallypoint.config.tree import RunConfig
 
-RoleName = Literal["actor", "rollout", "reward", "reference", "critic"]
+RoleName = Literal["actor", "rollout", "reward", "reference", "teacher", "critic"]
 Examples = Literal["prompts", "conversations", "pairs"]
 
 
@@ -231,6 +231,19 @@ def _check_clipping(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _check_teacher(config: RunConfig) -> Iterator[Problem]:
+    """Yield a teacher that is missing, and an advantage that has no rewards to compare."""
+    if not config.teachers.paths:
+        yield Problem(
+            ("teacher.path",),
+            "teacher.path: required, but not set; expected the Hugging Face folder of a language model with the "
+            "policy's tokenizer, or teacher.by_source with one for each data_source",
+            is_missing=True,
+        )
+    if config.teachers.reward_coef:
+        yield from _check_advantage(config)
+
+
 declare(
     RecipeSpec(
         name="ppo",
@@ -270,5 +283,16 @@ declare(
         roles=("actor",),
         examples="pairs",
         sections=("preference",),
+    )
+)
+declare(
+    RecipeSpec(
+        name="opd",
+        page="rallypoint.recipes.opd:OPD",
+        roles=("actor", "rollout", "teacher"),
+        optional_roles=("reward",),
+        advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
+        sections=("advantage", "loss", "correction", "aggregation"),
+        checks=(_check_teacher, _check_clipping, _check_correction),
     )
 )

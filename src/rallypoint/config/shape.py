@@ -177,8 +177,8 @@ def shape_of(config: RunConfig) -> ModelShape | None:
 
 def role_shape(config: RunConfig, role: RoleName) -> ModelShape | None:
     """Return the shape of a role's model; the critic is taken to be of the actor's."""
-    if role == "reward" and config.reward.path is not None:
-        return read_shape(Path(config.reward.path).expanduser())
+    if role in ("reward", "teacher") and role in config.own_models:
+        return read_shape(Path(config.own_models[role]).expanduser())
     return shape_of(config)
 
 

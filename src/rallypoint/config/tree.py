@@ -30,6 +30,7 @@ from rallypoint.config.sections.learning import (
     KLConfig,
     PreferenceConfig,
     ReferenceConfig,
+    TeacherConfig,
 )
 from rallypoint.config.sections.material import DataConfig, ModelConfig, OverlongConfig, RewardConfig
 from rallypoint.config.sections.places import ClusterConfig, MeshConfig, PlacementConfig
@@ -122,6 +123,7 @@ class RunConfig(Section):
     aggregation: AggregationName = key(
         "token", help="What the loss is a mean of: all tokens, rows, rows of one length, or prompts."
     )
+    teacher: TeacherConfig | None = section(None, help="The models that judge a student (opd); null for none.")
     preference: PreferenceConfig = section(PreferenceConfig, help="The loss of pairs (dpo).")
     engine: EngineConfig = section(EngineConfig, help="Forward and backward passes.")
     validation: ValidationConfig = section(ValidationConfig, help="Validation.")
@@ -151,6 +153,7 @@ class RunConfig(Section):
             "rollout": self.rollout.placement,
             "reward": self.reward.placement,
             "reference": self.reference.placement,
+            "teacher": self.teachers.placement,
             "critic": self.critic.placement,
         }
         return {
@@ -168,7 +171,8 @@ class RunConfig(Section):
     @property
     def own_models(self) -> dict[RoleName, str]:
         """Paths of the models, other than the policy's, that roles of this run start from."""
-        paths: dict[RoleName, str | None] = {"critic": self.critic.path, "reward": self.reward.path}
+        teacher = next(iter(self.teachers.paths), None)
+        paths: dict[RoleName, str | None] = {"critic": self.critic.path, "reward": self.reward.path, "teacher": teacher}
         return {role: path for role, path in paths.items() if path is not None and role in self.roles}
 
     @property
@@ -176,6 +180,11 @@ class RunConfig(Section):
         """The sections that name a function of the user's instead of an algorithm."""
         sections = {"advantage": self.advantage, "loss": self.loss}
         return {name: own for name, own in sections.items() if own.name == "own"}
+
+    @property
+    def teachers(self) -> TeacherConfig:
+        """The section `teacher`, with its defaults where it is off."""
+        return self.teacher or TeacherConfig()
 
     @property
     def trains_on_files(self) -> bool:
@@ -297,6 +306,7 @@ class RunConfig(Section):
             "actor": self.actor.mesh,
             "reward": self.reward.mesh,
             "reference": self.reference.mesh,
+            "teacher": self.teachers.mesh,
             "critic": self.critic.mesh,
         }
         mesh = sections.get(role, MeshConfig())

@@ -16,6 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from rallypoint.algorithms import Denominator
 from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_groups, pad_rows
 from rallypoint.engine.activations import Checkpoints
@@ -30,7 +31,7 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 RowsT = TypeVar("RowsT", bound=Sequences)
 
 Loss: TypeAlias = Callable[[BatchT, Tensor], tuple[Tensor, Metrics]]
-"""(rows of a micro-batch, positions of their trained tokens) -> sum of the loss, metrics."""
+"""(rows of a micro-batch, positions of their trained tokens) -> sum of the loss or of each of its streams, metrics."""
 
 
 class TrainingEngine(Generic[BatchT]):
@@ -112,13 +113,15 @@ class TrainingEngine(Generic[BatchT]):
                     values[at[batch.loss_mask[at]]] = found.to(values)
         return PerToken(offsets=batch.offsets, values=values)
 
-    def train(self, batch: BatchT, loss: Loss[BatchT], *, denominator: float, step: int, num_steps: int) -> Metrics:
+    def train(
+        self, batch: BatchT, loss: Loss[BatchT], *, denominator: Denominator, step: int, num_steps: int
+    ) -> Metrics:
         """Take one optimizer step on the rows of all ranks together.
 
         Args:
             batch: this rank's rows; may be empty: the rank takes part in the step all the same.
             loss: returns a sum over the trained tokens of a micro-batch.
-            denominator: divides the sum of the loss over all ranks.
+            denominator: divides the sum of the loss over all ranks; of a loss of several streams, the sum of each.
             step: the training step, from 1, for the learning rate.
             num_steps: training steps of the whole run.
 
@@ -148,7 +151,7 @@ class TrainingEngine(Generic[BatchT]):
         return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
 
     def accumulate(
-        self, batch: BatchT, loss: Loss[BatchT], denominator: float
+        self, batch: BatchT, loss: Loss[BatchT], denominator: Denominator
     ) -> tuple[list[Metrics], Exception | None]:
         """Compute the gradients of this rank's rows; a loss that is not finite does not end the passes.
 
@@ -169,9 +172,9 @@ class TrainingEngine(Generic[BatchT]):
                     self._sharding.backward(self._sharding.run(functools.partial(self._nothing, part, positions)))
                     continue
                 total, metrics = self._sharding.run(functools.partial(loss, part, positions))
-                self._sharding.backward(total / denominator)
+                self._sharding.backward(_divided(total, denominator))
                 measured.append(metrics)
-                passed.append((rows, total.detach()))
+                passed.append((rows, total.detach().sum()))
         # Read all at once: to read each after its pass would wait for the device while it has nothing else to do.
         totals = torch.stack([total for _, total in passed]).tolist() if passed else []
         for (rows, _), total in zip(passed, totals, strict=True):
@@ -193,7 +196,7 @@ class TrainingEngine(Generic[BatchT]):
         guilty = [
             row
             for row, part in zip(rows, alone, strict=True)
-            if part.num_loss_tokens and not math.isfinite(loss(part, trained_positions(part))[0].item())
+            if part.num_loss_tokens and not math.isfinite(loss(part, trained_positions(part))[0].sum().item())
         ]
         return _name_rows(batch, guilty or rows)
 
@@ -252,6 +255,13 @@ class TrainingEngine(Generic[BatchT]):
             part = part.padded(int(part.lengths.max())) if self._padded and rows else part
             yield rows, part, trained_positions(part)
             self._tick()
+
+
+def _divided(total: Tensor, denominator: Denominator) -> Tensor:
+    """Return the loss; every stream of it is a mean of its own."""
+    if isinstance(denominator, tuple):
+        return (total / torch.tensor(denominator, dtype=total.dtype, device=total.device)).sum()
+    return total / denominator
 
 
 def _name_rows(batch: Sequences, rows: list[int]) -> str:

@@ -40,6 +40,8 @@ def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, 
         critic = read_config(own["critic"], trust)
         check_vocabulary(own["critic"], tokenizer, critic)
         limits.append(RowLimits.of(critic, "the critic"))
+    for teacher in config.teachers.paths if "teacher" in own else ():
+        limits.append(check_reader(teacher, path, tokenizer, whose="the teacher", trust_remote_code=trust))
     if "reward" in own:
         limits.append(check_reward_model(own["reward"], path, tokenizer, trust_remote_code=trust))
     return tokenizer, stops, tuple(limits)
@@ -57,6 +59,7 @@ def check_weights(config: RunConfig) -> None:
     critic = own.get("critic", config.model.path) if "critic" in config.roles else None
     load_actor = load_new_reward_model if RECIPES[config.recipe].trains == "scores" else load_policy
     folders = (config.model.path, load_actor), (critic, load_critic), (own.get("reward"), load_reward_model)
+    folders += tuple((path, load_policy) for path in config.teachers.paths if "teacher" in own)
     for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code)
@@ -138,16 +141,34 @@ def check_reward_model(
     Raises:
         ModelError: it is no reward model, or another tokenizer was used for it.
     """
+    load_reward_model.check_config(path, read_config(path, trust_remote_code))
+    return check_reader(path, model_path, tokenizer, whose="the reward model", trust_remote_code=trust_remote_code)
+
+
+def check_reader(
+    path: str, model_path: str, tokenizer: PreTrainedTokenizerBase, *, whose: str, trust_remote_code: bool
+) -> RowLimits:
+    """Refuse a model that reads the policy's ids with another tokenizer; return its limits.
+
+    Args:
+        path: of the model.
+        model_path: of the policy.
+        tokenizer: of the policy.
+        whose: the model in words.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        ModelError: another tokenizer was used for it.
+    """
     found = read_config(path, trust_remote_code)
-    load_reward_model.check_config(path, found)
     own = load_tokenizer(path, trust_remote_code=trust_remote_code, for_chat=False).get_vocab()
     theirs = tokenizer.get_vocab()
     if others := [token for token, number in theirs.items() if own.get(token) != number]:
         example = min(others, key=theirs.__getitem__)
         raise ModelError(
             f"{path}: {len(others)} of the {len(theirs)} tokens of {model_path} are others in its tokenizer, or none: "
-            f"{example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; a reward model "
-            "reads the policy's token ids, so give one that was trained with the same tokenizer"
+            f"{example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; {whose} reads "
+            "the policy's token ids, so give one that was trained with the same tokenizer"
         )
     check_vocabulary(path, tokenizer, found)
-    return RowLimits.of(found, "the reward model")
+    return RowLimits.of(found, whose)

@@ -63,6 +63,8 @@ def load_checked(
 def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
     models = {"model.path": config.model.path} | {f"{role}.path": path for role, path in config.own_models.items()}
+    if "teacher" in config.roles:
+        models |= {f"teacher.by_source.{source}": path for source, path in config.teachers.by_source.items()}
     for name, path in models.items():
         if path is not None:
             yield from _model(name, path)

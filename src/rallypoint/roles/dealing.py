@@ -7,7 +7,7 @@ is a sum over a global denominator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Concatenate, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,9 +42,10 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
 
 async def per_token(
     group: WorkerGroup[WorkerT],
-    method: Callable[[WorkerT, list[Sequences]], list[PerToken]],
+    method: Callable[Concatenate[WorkerT, list[Sequences], ...], list[PerToken]],
     batch: Sequences,
     attention_cost: float,
+    *args: object,
 ) -> Tensor:
     """Have the ranks of a group compute a number for every token of a batch: [T] float32, in the batch's own order.
 
@@ -53,6 +54,7 @@ async def per_token(
         method: a sharded one, that takes parts of a batch and returns as many.
         batch: any rows; only what a forward pass needs is sent.
         attention_cost: see `row_costs`.
+        *args: further arguments of the method, the same for all ranks.
     """
     parts, place = deal(batch.bare(), group.mesh.num_parts, attention_cost)
-    return PerToken.join(await group.call(method, parts)).rows(place).values
+    return PerToken.join(await group.call(method, parts, *args)).rows(place).values

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms import LossFunction, LossInputs
+from rallypoint.algorithms import Denominator, LossFunction, LossInputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
@@ -205,7 +205,7 @@ class MiniBatches(Generic[BatchT]):
     """The mini-batches of an update, cut before rows are dealt out, so that they do not depend on the ranks."""
 
     parts: tuple[BatchT, ...]
-    denominators: tuple[float, ...]
+    denominators: tuple[Denominator, ...]
     """Divisor of each mini-batch's loss, which is a sum over all ranks."""
     attention_cost: float
     """Cost by which rows are dealt out to ranks; see `row_costs`."""
@@ -215,7 +215,7 @@ class MiniBatches(Generic[BatchT]):
         cls,
         batch: BatchT,
         learner: ActorConfig | CriticConfig,
-        denominator: Callable[[BatchT], float],
+        denominator: Callable[[BatchT], Denominator],
         *,
         seed: int,
         step: int,

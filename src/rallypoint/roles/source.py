@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
-from rallypoint.data import EncodedPrompts, PromptStream
+from rallypoint.data import EncodedPrompts, Example, PromptStream
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
@@ -115,6 +115,10 @@ class RolloutSource:
             limit=num_steps * rollout.num_prompts,
             done=done,
         )
+
+    def example(self, index: int) -> Example:
+        """Return the example that a prompt of the run was made of."""
+        return self._train.examples[self._stream.example_index(index)]
 
     @property
     def num_admitted(self) -> int:

@@ -46,7 +46,11 @@ _ROUNDING = (
     "rollout.exact",
     "rollout.max_batch_rows",
     "rollout.cache_tokens",
-    *(f"{role}.{what}" for role in ("actor", "critic", "reference", "reward") for what in ("placement", "mesh")),
+    *(
+        f"{role}.{what}"
+        for role in ("actor", "critic", "reference", "reward", "teacher")
+        for what in ("placement", "mesh")
+    ),
     "rollout.placement",
 )
 

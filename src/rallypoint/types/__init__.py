@@ -6,6 +6,7 @@ Must not know: who makes or reads them.
 from rallypoint.types.batch import (
     ActorBatch,
     CriticBatch,
+    DistilledBatch,
     JudgedBatch,
     PairBatch,
     PerToken,
@@ -24,6 +25,7 @@ __all__ = [
     "AtMaximum",
     "Carrier",
     "CriticBatch",
+    "DistilledBatch",
     "JudgedBatch",
     "Last",
     "Maximum",

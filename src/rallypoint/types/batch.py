@@ -181,6 +181,14 @@ class ActorBatch(Sequences):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DistilledBatch(ActorBatch):
+    """What a student learns from, whose tokens a teacher has judged."""
+
+    teacher_logprobs: Tensor = per_token()
+    """[T] float32: logprobs by the row's teacher; NaN in rows without one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CriticBatch(Sequences):
     """What the critic learns from."""
 

@@ -95,7 +95,8 @@ def test_what_a_recipe_leaves_to_its_user_is_shown_as_required(command, recipe, 
     lines = lines_of(command("config", recipe, *explain))
     required = [line.split()[0] for line in lines if re.search(r" required +not set yet$", line)]
     left = [] if recipe.startswith("digits") else ["model.path", "data.train", "reward.function"]
-    left = left[:2] if recipe in ("sft", "reward_model", "dpo") else left
+    left = left[:2] if recipe in ("sft", "reward_model", "dpo", "opd") else left
+    left = [*left, "teacher.path"] if recipe == "opd" else left
     assert required == left
 
 

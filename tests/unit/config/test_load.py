@@ -149,8 +149,9 @@ OWN = ("model.path=m", "data.train=d.jsonl", "reward.function=r.py:f", "model.cr
 
 def own_of(name: str) -> tuple[str, ...]:
     """Return what a user sets in a recipe; one that trains on files as they are has no reward."""
-    rewarded = "rollout" in load_config(name, draft=True).config.roles
-    return tuple(one for one in OWN if rewarded or not one.startswith("reward."))
+    roles = load_config(name, draft=True).config.roles
+    own = tuple(one for one in OWN if "rollout" in roles or not one.startswith("reward."))
+    return (*own, "teacher.path=t") if "teacher" in roles else own
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -206,7 +207,7 @@ def test_roles_follow_from_the_recipe_and_from_kl(here: Path):
     assert list(load(*grpo).config.roles) == ["actor", "rollout", "reference"]
     assert list(load(*grpo, "kl=null").config.roles) == ["actor", "rollout"]
     no_model = dict.fromkeys(("reward.placement", "reward.mesh"), "reward.path=null")
-    of_files = ("data.max_row_tokens", "data.num_examples", "preference")
+    of_files = ("data.max_row_tokens", "data.num_examples", "preference", "teacher")
     assert unread_sections(load().config) == no_model | dict.fromkeys(of_files, "recipe=ppo")
     assert unread_sections(load(*grpo, "kl=null").config) == {
         "critic": "recipe=grpo", "reference": "kl=null", **no_model, **dict.fromkeys(of_files, "recipe=grpo"),
@@ -260,7 +261,7 @@ def test_every_shipped_recipe_is_described_and_lacks_only_what_is_the_users(name
         load_config(name)
     except ConfigError as error:
         problems = error.problems
-    required = ("model.path: required", "data.train: required", "reward.function: required")
+    required = ("model.path: required", "data.train: required", "reward.function: required", "teacher.path: required")
     assert all(problem.startswith(required) for problem in problems)
     assert load_config(name, own_of(name)).config.model.path == "m"
 

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     # Words that are none.
     "word: algorithm": (
         "recipe=pppo",
-        ("recipe='pppo'", "one of ppo, grpo, sft, reward_model, dpo; did you mean ppo?"),
+        ("recipe='pppo'", "one of ppo, grpo, sft, reward_model, dpo, opd; did you mean ppo?"),
     ),
     "word: runtime": ("cluster.runtime=slurm", ("cluster.runtime='slurm'", "one of ray, inline")),
     "word: dtype": ("model.dtype=bfloat", ("model.dtype='bfloat'", "did you mean bfloat16?")),
@@ -365,7 +365,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "override: torn list": ("data.train=[a", ("'data.train=[a'", "not valid YAML", "expected ',' or ']'")),
     # Sources that are none; they stand first, in the place of the recipe.
     "source: no such recipe": ("@digts", ("'digts'", "did you mean `digits`?")),
-    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, dpo, dr_grpo, grpo, gspo, ppo")),
+    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, dpo, dr_grpo, grpo, gspo, opd, ppo")),
     "source: no such file": ("@bas.yaml", ("bas.yaml: no such file",)),
     "source: folder without a run": ("@sub", ("'sub'", "nor a run folder")),
     "source: broken YAML": ("@broken.yaml", ("broken.yaml:3: not valid YAML", "expected ',' or ']'")),

@@ -105,6 +105,34 @@ class KLConfig(Section):
         return self.estimator or ("k1" if self.placement == "reward" else "k3")
 
 
+class TeacherConfig(Section):
+    """The models that judge every token that a student samples (opd)."""
+
+    path: str | None = key(
+        None, help="Hugging Face folder (or hub name) of a language model with the policy's tokenizer."
+    )
+    by_source: dict[str, str] = key(
+        {}, help="Other teachers for the prompts of a data_source, such as {math: folder}; path judges the others."
+    )
+    loss: Literal["policy_gradient", "reverse", "forward", "mixed"] = key(
+        "policy_gradient", help="Reverse KL as the advantage of `loss`; or reverse, forward or both KLs as the loss."
+    )
+    coef: float = key(1.0, above=0, at_most=100, help="Weight of the teacher's part of the loss.")
+    reward_coef: float = key(0.0, at_least=0, at_most=100, help="Weight of the rewards' part of the loss; 0 for none.")
+    placement: PlacementConfig = section(PlacementConfig, help="Where the teachers run.")
+    mesh: MeshConfig = section(MeshConfig, help="How their ranks divide models and rows.")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Folders of all teachers, each once."""
+        return tuple(dict.fromkeys([*([self.path] if self.path else ()), *self.by_source.values()]))
+
+    def of(self, source: str) -> int:
+        """Return which teacher judges the prompts of a data_source, by its place in `paths`; -1 for none."""
+        path = self.by_source.get(source, self.path)
+        return -1 if path is None else self.paths.index(path)
+
+
 class PreferenceConfig(Section):
     """How a policy learns which of two answers is better (dpo)."""
 

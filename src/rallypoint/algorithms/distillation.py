@@ -1,0 +1,112 @@
+"""What a student minimises who samples by itself and is judged by a teacher, and several losses of the same rows.
+
+Owns: the divergences between student and teacher, and how streams of loss are added up. Must not know: who the teacher
+is. With d = log p_student - log p_teacher of a token that the student sampled, rho the ratio of the student as it is to
+the one that sampled, and sg: no gradient:
+
+    policy_gradient   the config's policy loss with the advantage -sg(d)    KL(student || teacher), by its score
+    reverse           sg(rho) d^2 / 2                                       KL(student || teacher)
+    forward           sg(rho) (exp(-d) - 1 + d)                             KL(teacher || student)
+    mixed             the mean of the last two
+
+The gradients are those of the divergences in expectation over the student's samples (arXiv 2306.13649, 2601.02780).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rallypoint.algorithms.corrections import Correction, correct
+from rallypoint.algorithms.kl import kl_penalty
+from rallypoint.algorithms.loss_functions import Denominator, LossFunction, LossInputs, TokenOutputs
+from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens
+from rallypoint.types import DistilledBatch, Mean, Metrics, Sequences, merge
+
+DistillationName = Literal["policy_gradient", "reverse", "forward", "mixed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationLoss:
+    """The divergence from a teacher, of the tokens that it has judged."""
+
+    name: DistillationName
+    objective: PolicyObjective
+    """Of `policy_gradient`."""
+    corrections: tuple[Correction, ...] = ()
+    """Weights of tokens for the gap between sampler and trainer, likewise."""
+
+    def denominator(self, batch: DistilledBatch, /) -> float:
+        """Return the number of trained tokens that a teacher has judged."""
+        return float((batch.loss_mask & batch.teacher_logprobs.isfinite()).sum())
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs[DistilledBatch], /) -> tuple[Tensor, Metrics]:
+        """See `LossFunction`."""
+        rows, logprobs = inputs.rows, outputs.logprobs
+        said = inputs.at_tokens(rows.teacher_logprobs)
+        judged = said.isfinite()
+        teacher = torch.where(judged, said, logprobs.detach())
+        old = logprobs.detach()
+        if not inputs.is_on_policy:
+            assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
+            old = inputs.at_tokens(rows.old_logprobs)
+        num_judged = float(judged.sum())
+        gap = (logprobs.detach() - teacher).sum(dtype=torch.float64)
+        watched = Metrics({"teacher_kl": Mean(float(gap), num_judged)})
+        if self.name == "policy_gradient":
+            tokens = PolicyTokens(
+                logprobs=logprobs,
+                old_logprobs=old,
+                rollout_logprobs=inputs.at_tokens(rows.rollout_logprobs),
+                advantages=teacher - old,
+                loss_mask=judged,
+                rows=inputs.at_tokens(rows.row_of_token),
+                num_rows=len(rows),
+            )
+            correction = correct(self.corrections, tokens)[0] if self.corrections else None
+            total = self.objective(tokens, correction=correction).sum
+        else:
+            ratio = (logprobs.detach() - old).exp()
+            lost = {
+                name: kl_penalty(logprobs, teacher, estimator) for name, estimator in _ESTIMATORS[self.name].items()
+            }
+            total = torch.where(judged, ratio * sum(lost.values()) / len(lost), 0.0).sum(dtype=torch.float64)
+        return total, merge(watched, Metrics({"loss": Mean(float(total.detach()), num_judged)}))
+
+
+_ESTIMATORS: dict[str, dict[str, Literal["k2", "k3"]]] = {
+    "reverse": {"reverse": "k2"},
+    "forward": {"forward": "k3"},
+    "mixed": {"reverse": "k2", "forward": "k3"},
+}
+"""Schulman's estimators whose gradients, of tokens that the student sampled, are those of the divergences."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossStreams:
+    """Several losses of the same rows: the sum of coefficient * (sum over tokens / denominator), each with its own.
+
+    Every denominator is counted over the whole mini-batch of all ranks, so that no cut changes the weight of a stream.
+    """
+
+    streams: Mapping[str, tuple[float, LossFunction[Any, TokenOutputs]]]
+    """What stands before the names of its metrics -> coefficient and loss."""
+
+    def denominator(self, batch: Sequences, /) -> tuple[float, ...]:
+        """Return that of each stream; one of a stream without tokens divides 0."""
+        found: list[Denominator] = [loss.denominator(batch) for _, loss in self.streams.values()]
+        return tuple(one if isinstance(one, int | float) and one else 1.0 for one in found)
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs[Any], /) -> tuple[Tensor, Metrics]:
+        """Return the sum of each stream times its coefficient, [K], and what each watches."""
+        totals: list[Tensor] = []
+        watched: list[Metrics] = []
+        for prefix, (coef, loss) in self.streams.items():
+            total, metrics = loss(outputs, inputs)
+            totals.append(coef * total)
+            watched.append(Metrics({f"{prefix}{name}": metric for name, metric in metrics.items()}))
+        return torch.stack(totals), merge(*watched)

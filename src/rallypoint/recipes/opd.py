@@ -1,0 +1,67 @@
+"""On-policy distillation: the student samples, and a teacher judges every token (arXiv 2306.13649, 2601.02780)."""
+
+from __future__ import annotations
+
+import dataclasses
+from asyncio import gather
+from typing import Self
+
+from rallypoint.algorithms import Advantage, DistillationLoss, LossStreams, weigh
+from rallypoint.observability import span
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of
+from rallypoint.roles.actor import Actor
+from rallypoint.roles.judging import check_judged
+from rallypoint.roles.kl_controller import KLController
+from rallypoint.roles.reference import Reference
+from rallypoint.roles.teacher import Teachers
+from rallypoint.types import DistilledBatch, Metrics, merge
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OPD(RolloutRecipe):
+    """Actor, rollout and teachers, and one step."""
+
+    teachers: Teachers
+    advantage: Advantage
+
+    @classmethod
+    async def create(cls, setup: Setup) -> Self:
+        """Start the roles; the actor minimises the divergence from its teacher, and what the rewards say."""
+        config, rewarded = setup.config, actor_loss_of(setup.config)
+        taught = DistillationLoss(
+            name=config.teachers.loss, objective=rewarded.objective, corrections=rewarded.corrections
+        )
+        streams = {"": (config.teachers.reward_coef, rewarded), "teacher_": (config.teachers.coef, taught)}
+        loss = LossStreams(streams) if config.teachers.reward_coef else taught
+        return cls(
+            config=config,
+            actor=await Actor.create(setup.placement, loss),
+            source=await setup.open_source(),
+            reference=await Reference.create(setup.placement),
+            kl=KLController(None, None),
+            teachers=await Teachers.create(setup.placement),
+            advantage=advantage_of(config),
+        )
+
+    async def train_step(self, step: int) -> Metrics:
+        """One step: sample, judge, weigh, learn, publish."""
+        sampled = await self.source.next_batch()
+        batch = sampled.batch
+
+        with span("judge"):
+            sources = [self.source.example(int(index)).data_source for index in batch.prompt_index]
+            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.logprobs(batch, sources))
+            batch = batch.judged(old_logprobs=old, reference_logprobs=None)
+            judged = check_judged(batch, self.config.checks)
+
+        with span("weigh"):
+            weighed = weigh(batch, self.advantage, kl=None, aggregation=self.config.aggregation)
+            taught = weighed.widen(DistilledBatch, teacher_logprobs=teacher)
+
+        with span("learn"):
+            learned = await self.actor.update(taught, step)
+
+        with span("publish"):
+            await self.actor.publish(self.source.rollouts)
+
+        return merge(sampled.metrics, judged, learned)

@@ -1,0 +1,126 @@
+"""A student samples and a larger teacher judges every token: as advantage and as loss, on its own pool, by source."""
+
+import json
+import shutil
+
+import pytest
+from tiny_runs import Runs, weights_of
+
+from rallypoint.display import Silent
+from rallypoint.errors import ModelError
+from rallypoint.recipes.loop import train
+from rallypoint.recipes.preflight import load_checked
+from rallypoint.run import read_metrics
+
+TEACHER = "{hidden_size: 48, num_layers: 2, num_heads: 2, num_key_value_heads: 2, intermediate_size: 96}"
+STUDENT = "{hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 32}"
+FRAME = """\
+cluster: {runtime: inline, pools: {main: [1]}}
+actor: {optimizer: {lr: 1e-2, schedule: constant, warmup_ratio: 0}}
+"""
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder with prompts, and a teacher that answers a digit with the next one."""
+    folder = tmp_path_factory.mktemp("taught")
+    rows = [(str(digit) * times, str(digit + 1)) for digit in range(9) for times in (1, 2, 3)]
+    write(folder / "shown.jsonl", [{"prompt": asked, "completion": answer} for asked, answer in rows])
+    prompts = [
+        {"prompt": asked, "ground_truth": answer, "data_source": "odd" if int(asked[0]) % 2 else "even"}
+        for asked, answer in rows
+    ]
+    write(folder / "prompts.jsonl", prompts)
+    (folder / "teach.yaml").write_text(
+        f"base: sft\nmodel: {{create: {TEACHER}}}\n{FRAME}"
+        f"data: {{train: {folder}/shown.jsonl, num_examples: 27, max_row_tokens: 10}}\n"
+        f"trainer: {{num_epochs: null, num_steps: 40, runs_dir: {folder}/runs, name: teacher}}\n"
+    )
+    run = Runs(folder / "runs").run_with(str(folder / "teach.yaml"), [])
+    assert [r["actor/loss"] for r in read_metrics(run.metrics) if "actor/loss" in r][-1] < 0.05
+    shutil.copytree(max(run.checkpoints.iterdir()), folder / "teacher")
+    (folder / "student.yaml").write_text(
+        f"base: opd\nmodel: {{create: {STUDENT}}}\n{FRAME}teacher: {{path: {folder}/teacher}}\n"
+        f"data: {{train: {folder}/prompts.jsonl, max_prompt_tokens: 6}}\n"
+        "rollout: {num_prompts: 27, group_size: 4, max_response_tokens: 3}\n"
+        "trainer: {num_steps: 4}\nvalidation: {every_steps: 100}\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def runs(taught, tmp_path):
+    return lambda name, *more: Runs(tmp_path).run_with(
+        str(taught / "student.yaml"), [f"trainer.runs_dir={tmp_path}", f"trainer.name={name}", *more]
+    )
+
+
+def column(run, name):
+    return [record[name] for record in read_metrics(run.metrics) if name in record]
+
+
+@pytest.mark.parametrize("loss", ["policy_gradient", "reverse", "forward", "mixed"])
+def test_a_student_comes_near_to_its_teacher(runs, loss):
+    run = runs(
+        "run", f"teacher.loss={loss}", "trainer.num_steps=20", "actor={num_mini_batches: 4, optimizer: {lr: 2e-2}}"
+    )
+    gap = column(run, "actor/teacher_kl")
+    assert gap[0] > 3, "it begins with all tokens alike"
+    assert sum(gap[-3:]) / 3 < 0.85 * gap[0]
+
+
+def test_every_prompt_has_the_teacher_of_its_source_or_none(runs, taught):
+    one = runs("one", "actor.entropy_coef=0")
+    both = runs("both", f"teacher.by_source={{odd: {taught}/teacher, even: {taught}/teacher}}", "teacher.path=null")
+    assert column(both, "actor/teacher_kl") == pytest.approx(column(one, "actor/teacher_kl"), rel=1e-5)
+    part = runs("part", f"teacher.by_source={{odd: {taught}/teacher}}", "teacher.path=null", "trainer.num_steps=1")
+    assert 0 < column(part, "actor/teacher_kl")[0] != column(one, "actor/teacher_kl")[0]
+
+
+def test_rewards_and_teacher_are_streams_with_a_mean_each(runs, taught):
+    (taught / "rewards.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(solution_str.startswith(ground_truth))\n"
+    )
+    reward = (f"reward.function={taught}/rewards.py:compute_score", "reward.num_processes=1")
+    mixed = runs("mixed", *reward, "teacher.reward_coef=0.5", "trainer.num_steps=12")
+    assert column(mixed, "actor/teacher_teacher_kl")[-1] < column(mixed, "actor/teacher_teacher_kl")[0]
+    assert len(column(mixed, "actor/policy_loss")) == 12
+    with pytest.raises(ValueError, match=r"reward.function: required"):
+        load_checked(str(taught / "student.yaml"), ["teacher.reward_coef=0.5"])
+
+
+@pytest.mark.parametrize("mesh", ["{tp: 2}", "{sp: 2}"])
+def test_a_teacher_on_a_pool_of_its_own_gives_the_same_steps(runs, mesh):
+    alone = runs("alone")
+    split = runs(
+        "split", "cluster.pools={main: [1], judges: [2]}", "teacher.placement.pool=judges", f"teacher.mesh={mesh}"
+    )
+    for name in ("actor/loss", "actor/teacher_kl", "actor/grad_norm"):
+        assert column(split, name) == pytest.approx(column(alone, name), rel=1e-3), name
+
+
+def test_a_stopped_run_ends_with_the_same_bits(runs):
+    whole = runs("whole", "checkpoint={every_steps: 2, keep: 9}")
+    wanted = weights_of(whole)
+    assert train(load_checked(str(whole.path)), whole, Silent(), resume=True, from_step=2)
+    assert weights_of(whole) == wanted
+
+
+def test_a_teacher_is_required_and_has_the_policys_tokenizer(runs, taught, tmp_path):
+    name = str(taught / "student.yaml")
+    with pytest.raises(ValueError, match=r"teacher.path: required, but not set; expected the Hugging Face folder"):
+        load_checked(name, ["teacher.path=null"])
+    with pytest.raises(ValueError, match=r"teacher.path='nowhere': no such folder"):
+        load_checked(name, ["teacher.path=nowhere"])
+    other = tmp_path / "other"
+    shutil.copytree(taught / "teacher", other)
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7": 12', '"x": 12'))
+    with pytest.raises(ModelError, match=r"'7' is 12 for the policy and nothing here; the teacher reads the policy's"):
+        runs("refused", f"teacher.path={other}")
