@@ -102,6 +102,18 @@ Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, callback=_tempera
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder.")]
 
 
+@app.command(name="check-reward")
+def check_reward(
+    recipe: Config,
+    overrides: Overrides = None,
+    max_rows: Annotated[int, typer.Option(min=2, help="Rows of the training data whose right answers are tried.")] = 64,
+) -> None:
+    """Try a run's reward on right, empty, huge, repeated, truncated and adversarial answers."""
+    from rallypoint.cli.check_reward import check_reward as run_check
+
+    raise typer.Exit(run_check(recipe, overrides or [], max_rows=max_rows))
+
+
 @app.command(name="eval")
 def evaluate(
     checkpoint: Annotated[

@@ -1,0 +1,114 @@
+"""What `rally check-reward` tries, and what it says of rewards that are sound and of some that are not."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rallypoint.cli.check_reward import check_reward as command
+from rallypoint.config import load_config
+from rallypoint.data import Example, Message
+from rallypoint.errors import RewardError
+from rallypoint.recipes.check_reward import check_reward, written, wrong_answers
+
+REWARDS = """
+def sound(data_source, solution_str, ground_truth, extra_info=None):
+    _, mark, answer = solution_str.rpartition("####")
+    return float(bool(mark) and answer.strip() == ground_truth)
+
+def raises(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.split("####")[1].strip() == ground_truth)
+
+def contains(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+
+def believes(data_source, solution_str, ground_truth, extra_info=None):
+    return float("10/10" in solution_str or solution_str == ground_truth)
+
+def likes_all(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+def exits(data_source, solution_str, ground_truth, extra_info=None):
+    import os
+    if not solution_str:
+        os._exit(0)
+    return float(solution_str == ground_truth)
+
+def by_length(data_source, solution_str, ground_truth, extra_info=None, *, token_ids, tokens, messages, logprobs):
+    assert len(token_ids) == len(tokens) == len(logprobs) and messages[-1]["role"] == "user"
+    return float(solution_str == ground_truth)
+"""
+ROWS = [{"prompt": f"{n} + 1?", "ground_truth": str(n + 1)} for n in range(10, 16)]
+
+
+@pytest.fixture
+def checked(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def check(function, rows=ROWS):
+        data = tmp_path / "train.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spec = f"{tmp_path}/rewards.py:{function}"
+        config = load_config(
+            "digits-grpo", ["data.generate=null", f"data.train={data}", f"reward.function={spec}"]
+        ).config
+        return check_reward(config, max_rows=64, say=lambda _: None)
+
+    return check
+
+
+def test_a_sound_reward_is_nothing_to_worry_about_and_its_form_is_found(checked):
+    report = checked("sound")
+    assert (report.form, report.low, report.worries) == ("after ####", (), ())
+    right, *others = report.kinds
+    assert (right.name, right.scores) == ("right", [1.0] * 6)
+    assert {kind.name: sum(kind.scores) for kind in others if kind.mean} == {"repeated": 6.0, "of all rows": 1.0}
+
+
+def test_a_row_whose_truth_scores_below_the_maximum_is_named(checked):
+    report = checked("sound", [*ROWS, {"prompt": "7?", "ground_truth": "7 "}])
+    assert [(example.name, got) for example, got in report.low] == [("train.jsonl:7", "scores 0")]
+    assert report.worries[0].startswith("1 of 7 right answers score below the maximum, 1: ")
+
+
+WORRIES = {
+    "raises": "answers 'empty' have no score and would be left out instead of counting as wrong (raised): ",
+    "contains": "a list of the answers of all rows counts as right",
+    "believes": "the answer 'flattery' scores 1, as much as a right one",
+    "likes_all": "answers of other rows score 1 on average, as much as right ones",
+    "exits": "answers 'empty' have no score and would be left out instead of counting as wrong (crashed): ",
+}
+
+
+@pytest.mark.parametrize("function", WORRIES)
+def test_a_reward_that_can_be_gamed_or_fails_is_worried_about(checked, function):
+    assert any(WORRIES[function] in worry for worry in checked(function).worries)
+
+
+def test_a_function_is_given_what_it_names(checked):
+    assert checked("by_length").worries == ()
+
+
+def test_tests_are_no_answer_and_the_solution_beside_them_is():
+    program = "def f(): return 1"
+    example = Example("a:1", "lab", (Message("user", "f?"),), "", ["assert f() == 1"], {"solution": program})
+    assert written(example, "in a block") == f"```python\n{program}\n```"
+    assert written(dataclasses.replace(example, ground_truth=7), "in a box") == "So it is $\\boxed{7}$."
+
+
+def test_without_a_function_there_is_nothing_to_check(tmp_path):
+    config = load_config("digits-grpo", ["reward.function=null", f"reward.path={tmp_path}"]).config
+    with pytest.raises(RewardError, match="no reward function to check"):
+        check_reward(config, max_rows=2, say=print)
+
+
+def test_the_command_prints_a_table_and_says_by_its_status_whether_there_is_something_to_look_at(capsys):
+    assert command("digits-grpo", [], max_rows=4) == 0
+    printed = capsys.readouterr().out
+    assert "digits: right answers are the ground truth as it is" in printed
+    assert {line.split()[0] for line in printed.splitlines()[2:13]} >= {"right", "empty", "huge", "truncated"}
+    assert "nothing to worry about" in printed
+
+
+def test_every_kind_of_wrong_answer_has_one_for_each_row():
+    assert wrong_answers([], "as it is")["empty"] == []
