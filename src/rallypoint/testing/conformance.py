@@ -8,6 +8,7 @@
                 adds up to the same, too
     packing     the trained tokens alone give what the whole rows give
     gradient    reaches logprobs, and nothing else
+    signal      a loss that needs advantages has no loss and no gradient where they are 0: such rows are not computed
     formula     the numbers are those of a loop over tokens, and the gradient that of its differences
 
 Owns: these checks. All but the last need nothing but the function itself, and take a fraction of a second: a
@@ -79,6 +80,8 @@ def check_objective(
                 same = math.isclose(x, merged.get(metric, math.nan), rel_tol=1e-7, abs_tol=1e-7) or math.isnan(x)
                 _expect(same, name, f"the metric {metric} is {x}, but {merged.get(metric)} when rows are cut {parts}")
         _expect_same(whole, _run(objective, case.trained(), rows), name, "its trained tokens are passed alone")
+        if objective.needs_advantage:
+            _check_signal(objective, case, name)
         if formula is not None:
             _check_formula(objective, formula, case, name, by_row=by_row)
 
@@ -178,6 +181,18 @@ def _check_tokens(objective: PolicyObjective, case: Case, name: str) -> None:
     _expect(not bool(outside.any()), name, "the gradient leaves the mask")
     poisoned = loss, {row: gradient[at].tolist() for row, at in enumerate(case.rows)}
     _expect_same(_run(objective, case, range(len(case.rows))), poisoned, name, "NaN stands where none is trained")
+
+
+def _check_signal(objective: PolicyObjective, case: Case, name: str) -> None:
+    """Advantages of 0."""
+    tokens = case.tokens()
+    loss, gradient = _backward(objective, dataclasses.replace(tokens, advantages=torch.zeros_like(tokens.advantages)))
+    is_nothing = loss == 0 and gradient is not None and not bool(gradient.any())
+    _expect(
+        is_nothing,
+        name,
+        f"without an advantage the loss is {loss}, and its gradient {gradient}: set needs_advantage to False",
+    )
 
 
 _Outcome = tuple[float, dict[int, list[float]]]

@@ -1,10 +1,12 @@
 """Functions of a user's own: what is caught before a run begins, and what a good one looks like."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from rallypoint.algorithms import OwnAdvantage, OwnObjective
-from rallypoint.testing import CASES, check_advantage, check_objective
+from rallypoint.algorithms import OwnAdvantage, OwnObjective, PolicyObjective
+from rallypoint.testing import CASES, ConformanceError, check_advantage, check_objective
 from rallypoint.types import Maximum, Mean, Sum
 
 
@@ -43,6 +45,19 @@ def test_metrics_of_any_kind_come_with_a_loss():
     assert isinstance(found["ratio"], Mean)
     assert isinstance(found["ratio_max"], Maximum)
     assert found["ratio"].scalar < found["ratio_max"].scalar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithADecay(PolicyObjective):
+    """Pulls every token to where it was, whatever its advantage."""
+
+    def by_token(self, tokens):
+        return -tokens.ratio * tokens.advantages + 0.1 * tokens.log_ratio.square(), {}
+
+
+def test_a_class_that_learns_from_tokens_without_an_advantage_has_to_say_so():
+    with pytest.raises(ConformanceError, match="set needs_advantage to False"):
+        check_objective(WithADecay())
 
 
 def in_place(tokens):
