@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import Runs, weights_of
 
 from rallypoint.display import Silent
-from rallypoint.errors import ModelError
+from rallypoint.errors import DataError, ModelError
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.run import read_metrics
@@ -124,3 +124,26 @@ def test_a_teacher_is_required_and_has_the_policys_tokenizer(runs, taught, tmp_p
     file.write_text(file.read_text().replace('"7": 12', '"x": 12'))
     with pytest.raises(ModelError, match=r"'7' is 12 for the policy and nothing here; the teacher reads the policy's"):
         runs("refused", f"teacher.path={other}")
+
+
+def test_a_policy_that_has_read_the_answer_teaches_itself(runs, taught, tmp_path):
+    """Shown with their answers, prompts of a model that copies what is behind `=` are easy."""
+    rows = [(str(digit), str((digit * 7 + 3) % 10)) for digit in range(10)]
+    shown = [{"prompt": f"{asked}={answer}", "completion": answer} for asked, answer in rows]
+    shown += [{"prompt": f"{asked}={other}", "completion": other} for asked, _ in rows for other in "0246813579"]
+    write(tmp_path / "shown.jsonl", shown + [{"prompt": asked, "completion": "0"} for asked, _ in rows] * 5)
+    write(tmp_path / "prompts.jsonl", [{"prompt": asked, "ground_truth": answer} for asked, answer in rows])
+    (tmp_path / "copy.yaml").write_text(
+        f"base: sft\nmodel: {{create: {TEACHER}}}\n{FRAME}"
+        f"data: {{train: {tmp_path}/shown.jsonl, num_examples: 80, max_row_tokens: 10}}\n"
+        f"trainer: {{num_epochs: null, num_steps: 60, runs_dir: {tmp_path}, name: copy}}\n"
+    )
+    copier = max(Runs(tmp_path).run_with(str(tmp_path / "copy.yaml"), []).checkpoints.iterdir())
+    own = ("model.create=null", f"model.path={copier}", "teacher.path=null", "teacher.hint='={ground_truth}'")
+    run = runs("own", *own, f"data.train={tmp_path}/prompts.jsonl", "teacher.loss=forward", "trainer.num_steps=1")
+    assert column(run, "actor/teacher_kl")[0] > 1, "without the answer it says 0, with it it would not"
+    assert not any("teacher" in name for name in read_metrics(run.metrics)[1] if name.endswith("memory_gib"))
+    with pytest.raises(DataError, match=r"with teacher.hint behind each prompt: (.|\n)* max_prompt_tokens is 3"):
+        runs("long", *own, f"data.train={tmp_path}/prompts.jsonl", "data.max_prompt_tokens=3")
+    with pytest.raises(ValueError, match=r"teacher.hint='=7' says the same of every prompt; expected {ground_truth}"):
+        load_checked(str(taught / "student.yaml"), ["teacher.hint='=7'"])

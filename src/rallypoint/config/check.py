@@ -89,7 +89,7 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
     if "rollout" not in config.roles:
         return
     yield from (Problem(("reward.functions",), problem) for problem in config.reward.problems())
-    is_needed = "teacher" not in config.roles or config.teachers.reward_coef > 0
+    is_needed = not RECIPES[config.recipe].reads("teacher") or config.teachers.reward_coef > 0
     if is_needed and not config.reward.all_functions and config.reward.path is None:
         yield Problem(
             ("reward.function", "reward.path"),

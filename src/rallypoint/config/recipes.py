@@ -233,12 +233,17 @@ def _check_clipping(config: RunConfig) -> Iterator[Problem]:
 
 def _check_teacher(config: RunConfig) -> Iterator[Problem]:
     """Yield a teacher that is missing, and an advantage that has no rewards to compare."""
-    if not config.teachers.paths:
+    if not config.teachers.paths and config.teachers.hint is None:
         yield Problem(
             ("teacher.path",),
             "teacher.path: required, but not set; expected the Hugging Face folder of a language model with the "
-            "policy's tokenizer, or teacher.by_source with one for each data_source",
+            "policy's tokenizer, teacher.by_source with one for each data_source, or teacher.hint alone",
             is_missing=True,
+        )
+    if config.teachers.hint is not None and "{ground_truth}" not in config.teachers.hint:
+        yield Problem(
+            ("teacher.hint",),
+            f"teacher.hint={config.teachers.hint!r} says the same of every prompt; expected {{ground_truth}} in it",
         )
     if config.teachers.reward_coef:
         yield from _check_advantage(config)
@@ -289,8 +294,8 @@ declare(
     RecipeSpec(
         name="opd",
         page="rallypoint.recipes.opd:OPD",
-        roles=("actor", "rollout", "teacher"),
-        optional_roles=("reward",),
+        roles=("actor", "rollout"),
+        optional_roles=("reward", "teacher"),
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=("advantage", "loss", "correction", "aggregation"),
         checks=(_check_teacher, _check_clipping, _check_correction),

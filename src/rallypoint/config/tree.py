@@ -147,7 +147,11 @@ class RunConfig(Section):
     def roles(self) -> dict[RoleName, PlacementConfig]:
         """The roles that this run has, in the order in which they are created, and where each runs."""
         spec = RECIPES[self.recipe]
-        is_on = {"reward": self.reward.path is not None, "reference": self.kl is not None}
+        is_on = {
+            "reward": self.reward.path is not None,
+            "reference": self.kl is not None,
+            "teacher": bool(self.teachers.paths),
+        }
         placements: dict[RoleName, PlacementConfig] = {
             "actor": self.actor.placement,
             "rollout": self.rollout.placement,

@@ -7,6 +7,7 @@ from asyncio import gather
 from typing import Self
 
 from rallypoint.algorithms import Advantage, DistillationLoss, LossStreams, weigh
+from rallypoint.data import EncodedPrompts
 from rallypoint.observability import span
 from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of
 from rallypoint.roles.actor import Actor
@@ -33,13 +34,16 @@ class OPD(RolloutRecipe):
         )
         streams = {"": (config.teachers.reward_coef, rewarded), "teacher_": (config.teachers.coef, taught)}
         loss = LossStreams(streams) if config.teachers.reward_coef else taught
+        train = setup.material.train
+        assert isinstance(train, EncodedPrompts), "the recipe is declared with prompts"
+        actor = await Actor.create(setup.placement, loss)
         return cls(
             config=config,
-            actor=await Actor.create(setup.placement, loss),
+            actor=actor,
             source=await setup.open_source(),
             reference=await Reference.create(setup.placement),
             kl=KLController(None, None),
-            teachers=await Teachers.create(setup.placement),
+            teachers=await Teachers.create(setup.placement, actor, train, setup.material.tokenizer),
             advantage=advantage_of(config),
         )
 
@@ -49,8 +53,8 @@ class OPD(RolloutRecipe):
         batch = sampled.batch
 
         with span("judge"):
-            sources = [self.source.example(int(index)).data_source for index in batch.prompt_index]
-            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.logprobs(batch, sources))
+            examples = self.source.examples_of(batch)
+            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.logprobs(batch, examples))
             batch = batch.judged(old_logprobs=old, reference_logprobs=None)
             judged = check_judged(batch, self.config.checks)
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
-from rallypoint.data import EncodedPrompts, Example, PromptStream
+from rallypoint.data import EncodedPrompts, PromptStream
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
@@ -116,9 +116,9 @@ class RolloutSource:
             done=done,
         )
 
-    def example(self, index: int) -> Example:
-        """Return the example that a prompt of the run was made of."""
-        return self._train.examples[self._stream.example_index(index)]
+    def examples_of(self, batch: RolloutBatch) -> list[int]:
+        """Return the number of the example that each row answers."""
+        return [self._stream.example_index(int(index)) for index in batch.prompt_index]
 
     @property
     def num_admitted(self) -> int:

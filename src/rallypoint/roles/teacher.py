@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from rallypoint.cluster import WorkerContext, shard
+from rallypoint.cluster import WorkerContext, WorkerGroup, shard
+from rallypoint.config import RunConfig
+from rallypoint.data import EncodedPrompts
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
+from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import in_turn
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
+from rallypoint.roles.hints import Hints, said_of
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
 
@@ -66,19 +72,49 @@ class TeacherWorker(FrozenWorker):
 class Teachers(FrozenModel[TeacherWorker]):
     """The teachers as the driver sees them."""
 
-    @classmethod
-    async def create(cls, placement: Placement) -> Teachers:
-        """Start the workers."""
-        return cls(placement.config, await placement.group("teacher", TeacherWorker))
+    def __init__(
+        self,
+        config: RunConfig,
+        group: WorkerGroup[TeacherWorker] | None,
+        actor: Actor[Any],
+        train: EncodedPrompts,
+        hints: Hints | None,
+    ) -> None:
+        super().__init__(config, group)
+        self._actor, self._train, self._hints = actor, train, hints
 
-    async def logprobs(self, batch: Sequences, sources: Sequence[str]) -> Tensor:
+    @classmethod
+    async def create(
+        cls, placement: Placement, actor: Actor[Any], train: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
+    ) -> Teachers:
+        """Start the workers; without a folder the actor is its own teacher, and reads hints.
+
+        Raises:
+            DataError: a prompt is too long with its hint.
+        """
+        config, hints = placement.config, None
+        if config.teachers.hint is not None:
+            most = config.data.max_prompt_tokens
+            hints = Hints.of(config.teachers.hint, train, tokenizer, max_prompt_tokens=most)
+        group = await placement.group("teacher", TeacherWorker) if "teacher" in config.roles else None
+        return cls(config, group, actor, train, hints)
+
+    async def logprobs(self, batch: Sequences, examples: Sequence[int]) -> Tensor:
         """Return the log-probability of every trained token by the teacher of its row, NaN without one: [T] float32.
 
         Args:
             batch: B rows.
-            sources: data_source of each.
+            examples: of each, the number of the example that it answers.
         """
-        assert self._group is not None, "the recipe has the role"
+        if self._hints is None:
+            return await self._said(batch, examples)
+        shown = self._hints.shown(batch, examples)
+        return said_of(batch, shown, await self._said(shown, examples))
+
+    async def _said(self, batch: Sequences, examples: Sequence[int]) -> Tensor:
+        if self._group is None:
+            return await self._actor.logprobs(batch)
+        sources = [self._train.examples[example].data_source for example in examples]
         chosen = torch.tensor([self._config.teachers.of(source) for source in sources])
         found = torch.full((batch.num_tokens,), torch.nan)
         for teacher in chosen[chosen >= 0].unique().tolist():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rallypoint.config import (
+    RECIPES,
     LoadedConfig,
     RunConfig,
     describe,
@@ -149,9 +150,9 @@ OWN = ("model.path=m", "data.train=d.jsonl", "reward.function=r.py:f", "model.cr
 
 def own_of(name: str) -> tuple[str, ...]:
     """Return what a user sets in a recipe; one that trains on files as they are has no reward."""
-    roles = load_config(name, draft=True).config.roles
-    own = tuple(one for one in OWN if "rollout" in roles or not one.startswith("reward."))
-    return (*own, "teacher.path=t") if "teacher" in roles else own
+    spec = RECIPES[load_config(name, draft=True).config.recipe]
+    own = tuple(one for one in OWN if spec.reads("reward") or not one.startswith("reward."))
+    return (*own, "teacher.path=t") if spec.reads("teacher") else own
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

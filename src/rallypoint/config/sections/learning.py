@@ -114,6 +114,9 @@ class TeacherConfig(Section):
     by_source: dict[str, str] = key(
         {}, help="Other teachers for the prompts of a data_source, such as {math: folder}; path judges the others."
     )
+    hint: str | None = key(
+        None, help="Text with {ground_truth} behind the prompt that it reads; without path the policy teaches itself."
+    )
     loss: Literal["policy_gradient", "reverse", "forward", "mixed"] = key(
         "policy_gradient", help="Reverse KL as the advantage of `loss`; or reverse, forward or both KLs as the loss."
     )
