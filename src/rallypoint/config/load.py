@@ -98,7 +98,7 @@ def load_config(
                 misfits.append(_with_origins(problem, source))
     if problems or misfits or config is None:
         raise ConfigError((*problems.values(), *misfits))
-    origins = {dotted: source.origins.get(dotted, "default") for dotted, _ in values_of(config)}
+    origins = {dotted: _set_at(dotted, source) for dotted, _ in values_of(config)}
     origins |= dict.fromkeys(chosen, THIS_MACHINE) if choose else dict.fromkeys(left_open, AUTOMATICALLY)
     return LoadedConfig(source.name, config, origins, missing, tuple(overrides))
 
@@ -184,6 +184,12 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
     if info is None:
         return {dotted: f"{said}: expected {_expected_section(parts, found)}"}
     return {dotted: f"{said}: expected {expected(info)}{suggest_value(owner, info, found)}"}
+
+
+def _set_at(leaf: str, source: Source) -> str:
+    """Return where a leaf was set, or something inside of one that holds names of the user's."""
+    inside = (place for name, place in source.origins.items() if name.startswith(f"{leaf}."))
+    return source.origins.get(leaf) or next(inside, "default")
 
 
 def _said(dotted: str, found: object, source: Source) -> str:

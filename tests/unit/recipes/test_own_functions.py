@@ -57,7 +57,9 @@ def test_the_files_of_the_docs_are_a_config_and_what_it_names_computes(here):
     assert 0 < loss.metrics().scalars()["rare_fraction"] < 1
     advantages = advantage_of(config)(CASES["usual"].earned())
     assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-9)
-    without = load_checked("mine.yaml", ["loss.parameters.floor=0.0"]).config
+    changed = load_checked("mine.yaml", ["loss.parameters.floor=0.0"])
+    assert changed.origins["loss.parameters"] == "command line"
+    without = changed.config
     assert float(actor_loss_of(without).objective(CASES["usual"].tokens()).sum) != pytest.approx(float(loss.sum))
 
 
