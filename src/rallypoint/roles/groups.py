@@ -77,14 +77,14 @@ class Groups:
         limit: int | None = None,
         done: PromptsDone = PromptsDone(),
     ) -> None:
-        """Begin with no group under way.
+        """Begin without groups.
 
         Args:
             num_prompts: P, prompts of a step.
             max_staleness: S, how many loads the oldest token of a group may be behind the newest one.
             window: W, see the module.
             limit: groups that the run will be trained on; None is no limit.
-            done: of a run that goes on; what was under way then is admitted again.
+            done: of a resumed run; groups that were running when it ended are admitted again.
         """
         self._num_prompts, self._max_staleness, self._window, self._limit = num_prompts, max_staleness, window, limit
         self._num_slots = (max_staleness + 1) * num_prompts - (window - 1)
@@ -109,7 +109,7 @@ class Groups:
         return len(self._under_way)
 
     def loaded(self, version: int) -> None:
-        """Take note that the ranks have new weights, which were trained on all groups that were taken."""
+        """Note that the ranks have new weights, which were trained on all groups taken so far."""
         self._versions = [*self._versions, version][-1 - self._max_staleness :]
         self._num_released = self.num_taken
 
@@ -126,18 +126,18 @@ class Groups:
         return admitted
 
     def drop(self, index: int) -> None:
-        """Give up a group under way, and its slot; the next prompt of the run is admitted in its place."""
+        """Drop a running group and free its slot; the next prompt of the run is admitted in its place."""
         self._dropped.add(index)
         self._picked = [one for one in self._picked if one != index]
         self._end([index])
 
     def complete(self, index: int) -> None:
-        """Take note that a group can be trained on."""
+        """Note that a group can be trained on."""
         assert index in self._under_way, "a group that was admitted, and neither taken nor dropped"
         self._complete.add(index)
 
     def next(self) -> tuple[int, ...] | None:
-        """Return the groups of the next step, in order; None while it is not known which these are.
+        """Return the groups of the next step, in order; None if these cannot be known yet.
 
         In order of admission they are known before they are complete.
         """
@@ -171,7 +171,7 @@ class Groups:
         self._end(list(oldest_versions))
 
     def age(self, version: int) -> int:
-        """Return how many loads ago newer weights than these came; 0 for the newest."""
+        """Return how many loads there were after these weights; 0 for the newest."""
         return sum(loaded > version for loaded in self._versions)
 
     def _end(self, indices: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
 
 _GRACE_S = 10.0
-"""Seconds that ranks are given to forget requests that nobody waits for any more."""
+"""Seconds that ranks may take to drop cancelled requests."""
 
 
 class RolloutWorker(TurnTaker):
@@ -342,7 +342,7 @@ class Rollouts:
                     await self._group.call(RolloutWorker.forget)
 
     def take_busy_s(self) -> list[float]:
-        """Return the seconds that each rank has sampled since this was last asked."""
+        """Return the seconds that each rank has sampled since the last call."""
         busy_s, self._busy_s = self._busy_s, [0.0] * self.num_ranks
         return busy_s
 

@@ -94,7 +94,7 @@ class RolloutSource:
         self._interrupted, self._num_loads = asyncio.Event(), 0
         self._is_complete = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """What ended a group that is under way."""
+        """The error that ended a running group."""
         self._under_way: dict[int, GroupUnderWay] = {}
         self.done = PromptsDone()
         if config.rollout.max_staleness:
@@ -102,7 +102,7 @@ class RolloutSource:
 
     @property
     def done(self) -> PromptsDone:
-        """The prompts that batches were made of: all that has to be saved."""
+        """The prompts that have gone into batches: all that a checkpoint needs."""
         return self._groups.done
 
     @done.setter
@@ -185,7 +185,7 @@ class RolloutSource:
         return await self._finish(self._sampler.begin(prompts, params, 1).groups)
 
     def _admit(self) -> None:
-        """Submit prompts while there are free slots; all of them before the first token of one is sampled."""
+        """Submit prompts while there are free slots; all of them are submitted before their first token is sampled."""
         if self.rollouts.num_loads > self._num_loads:
             self._num_loads = self.rollouts.num_loads
             self._groups.loaded(self.rollouts.version)
@@ -204,7 +204,7 @@ class RolloutSource:
         self._is_complete.set()
 
     async def _next_groups(self) -> list[GroupUnderWay]:
-        """Return those of the next step; those of a window are complete then."""
+        """Return the groups of the next step; with a window they are already complete."""
         while (indices := self.rollouts.schedule.next_take() or self._groups.next()) is None:
             groups = list(self._under_way.values())
             if len(groups) < self._config.rollout.num_prompts:
@@ -226,7 +226,7 @@ class RolloutSource:
         return [self._under_way[index] for index in indices]
 
     async def _begin_again(self) -> None:
-        """Have all that is under way sampled again where the run of a schedule was killed, and went on."""
+        """Sample all running groups again where the run that wrote the schedule was killed and resumed."""
         replay = self.rollouts.schedule.replay
         if replay is None or not replay.resumes_after(self._groups.num_taken // self._config.rollout.num_prompts):
             return
@@ -267,7 +267,7 @@ class RolloutSource:
         return Sampled(scored.batch, merge(measured, scored.metrics), records)
 
     async def _scores_of(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
-        """Return what the reward function says of groups that are sampled.
+        """Return the reward function's scores of groups that are sampled.
 
         Raises:
             AbandonedError: it did not say so within some seconds after an interruption.
@@ -298,21 +298,21 @@ class RolloutSource:
             task.cancel()
 
     def _fail(self, error: BaseException) -> None:
-        """Have whoever waits for a batch raise this."""
+        """Raise this error in the caller who waits for a batch."""
         if not self._failure.done():
             self._failure.set_exception(error)
             self._failure.exception()  # or asyncio says that nobody asked for it
 
     @contextlib.asynccontextmanager
     async def _unless_it_fails(self, groups: Sequence[GroupUnderWay]) -> AsyncIterator[None]:
-        """Leave nothing under way behind an error of the block."""
+        """Cancel everything that is running if the block raises."""
         async with contextlib.AsyncExitStack() as if_it_fails:
             if_it_fails.push_async_callback(self._give_up, groups)
             yield
             if_it_fails.pop_all()
 
     async def close(self) -> None:
-        """Give up what is sampled ahead, and let go of threads."""
+        """Cancel what is being sampled ahead, and release threads."""
         await self._give_up(())
         self._sampler.close()
 
@@ -323,7 +323,7 @@ class RolloutSource:
         await self.rollouts.stop()
 
     def _ages(self, batch: RolloutBatch) -> Metrics:
-        """Return how many steps older than the actor's weights those were that sampled."""
+        """Return by how many steps the weights that sampled were older than the actor's."""
         versions = batch.versions if batch.token_versions is None else batch.token_versions[batch.loss_mask]
         found, counts = versions.unique(return_counts=True)
         ages = [self._groups.age(version) for version in found.tolist()]
