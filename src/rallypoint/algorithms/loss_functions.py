@@ -143,7 +143,7 @@ class ActorLoss:
             total = total - self.entropy_coef * entropy.sum
         metrics = merge(policy.metrics() if not self.is_single_update else policy.mean(), entropy.metrics(), corrected)
         if self.is_single_update and self.objective.is_watched_at_start:
-            metrics = merge(metrics, policy.noted())
+            metrics = merge(metrics, policy.noted(float(len(logprobs))))
         if self.kl is not None and rows.reference_logprobs is not None:
             reference = inputs.at_tokens(rows.reference_logprobs)
             corrected_from = old if self.kl.importance_corrected else None

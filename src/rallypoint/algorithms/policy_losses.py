@@ -110,12 +110,12 @@ class PolicyLoss:
 
     def metrics(self) -> Metrics:
         """Return that, and how far its ratios are from 1."""
-        return merge(self.mean(), self.noted(), {"approx_kl": Mean(float(self.kl_sum), float(self.num_tokens))})
+        weight = float(self.num_tokens)  # each `float` waits for the device
+        return merge(self.mean(), self.noted(weight), {"approx_kl": Mean(float(self.kl_sum), weight)})
 
-    def noted(self) -> Metrics:
-        """Return what the loss wants to be watched."""
-        weight, found = float(self.num_tokens), self.watched.items()
-        return Metrics({name: Mean(float(x), weight) if isinstance(x, Tensor) else x for name, x in found})
+    def noted(self, weight: float) -> Metrics:
+        """Return what the loss wants to be watched, of so many trained tokens."""
+        return Metrics({k: Mean(float(x), weight) if isinstance(x, Tensor) else x for k, x in self.watched.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ class Summary:
 
 
 def _step_s(records: Sequence[Mapping[str, float]]) -> float:
-    steps = [_totals([record], TIME_PREFIX) for record in records if TOKENS_TRAINED in record]
+    steps = [_totals([record], TIME_PREFIX) for record in records if record.keys() & {REWARD, TOKENS_TRAINED}]
     return statistics.median(sum(top_level(spans).values()) for spans in steps) if steps else math.nan
 
 

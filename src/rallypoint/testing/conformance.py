@@ -210,7 +210,8 @@ def _run(objective: PolicyObjective, case: Case, rows: Sequence[int], weights: T
 def _watched(objective: PolicyObjective, case: Case, rows: Sequence[int]) -> Metrics:
     """Return what a loss wants to be watched of some rows of a batch."""
     with torch.no_grad():
-        return objective(case.picked(rows).tokens()).noted()
+        found = objective(case.picked(rows).tokens())
+        return found.noted(float(found.num_tokens))
 
 
 def _backward(

@@ -39,7 +39,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder
 
 def limit_of(*overrides: str) -> int:
     rows = ("data.max_prompt_tokens=40", "rollout.max_response_tokens=25")
-    return RowLimits(num_ids=20, max_positions=64).max_prompt_tokens(load_config("digits", [*rows, *overrides]).config)
+    return RowLimits(num_ids=20, max_positions=64).max_data_tokens(load_config("digits", [*rows, *overrides]).config)
 
 
 def test_rows_longer_than_the_model_supports_are_refused():
@@ -73,7 +73,7 @@ def test_rows_longer_than_the_critic_supports_are_refused(small_critic):
         load_checked("digits", [*small_critic, "rollout.max_response_tokens=9"])
     limits = RowLimits.of(read_config(small_critic[2].split("=")[1], trust_remote_code=False), "the critic")
     with pytest.raises(ModelError, match="the critic supports rows of 32 tokens"):
-        limits.max_prompt_tokens(load_config("digits", ["rollout.max_response_tokens=33"]).config)
+        limits.max_data_tokens(load_config("digits", ["rollout.max_response_tokens=33"]).config)
 
 
 def encoded(*texts: str):

@@ -70,7 +70,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_both_numbers(c
 def test_rows_longer_than_the_model_supports_are_refused(check, tmp_path):
     folder = make_tiny_reward_model(tmp_path / "short", max_position_embeddings=15)
     with pytest.raises(ModelError, match=r"the reward model supports rows of 15 tokens, but .* = 16; lower one"):
-        check(folder).max_prompt_tokens(CONFIG)
+        check(folder).max_data_tokens(CONFIG)
 
 
 def test_a_policy_is_no_reward_model_and_neither_is_a_classifier_with_two_labels(check, tmp_path):
