@@ -12,6 +12,8 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from rallypoint.environments.sandbox import SandboxError, open_sandbox
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
 FEW = ("trainer.num_steps=2", "rollout.num_prompts=16", "validation.every_steps=1", "cluster.pools={main: [1]}")
 
@@ -90,3 +92,18 @@ def test_the_examples_two_configs_differ_only_in_the_recipe_and_the_critic():
     assert (ppo.pop("base"), grpo.pop("base")) == ("ppo", "grpo")
     del ppo["critic"]
     assert ppo == grpo
+
+
+def test_the_example_of_programs_trains_through_a_sandbox_and_says_which(tmp_path):
+    try:
+        sandbox = open_sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    for file in (EXAMPLE.parent / "code").iterdir():
+        shutil.copy(file, tmp_path)
+    in_folder(tmp_path, "make.py")
+    keys = ("cluster.runtime=inline", "trainer.num_steps=1", "rollout.group_size=4", "trainer.name=code")
+    printed = in_folder(tmp_path, "-m", "rallypoint.cli.main", "train", "grpo.yaml", *keys)
+    assert f"model-written code runs in a sandbox: {sandbox.name}" in " ".join(printed.split())
+    rows = rows_of(tmp_path / "runs" / "code" / "metrics.jsonl")
+    assert [row["reward/num_scored"] for row in rows if "reward/num_scored" in row] == [16]

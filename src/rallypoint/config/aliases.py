@@ -205,6 +205,12 @@ ALIASES: tuple[Alias, ...] = (
         ("reward.function",),
         "as file.py:function",
     ),
+    Alias("reward_kwargs", ("reward.parameters",), "arguments of the function by name"),
+    Alias(
+        "reward_weights gdpo_reward_keys gdpo_reward_weights multi_objective_aggregation",
+        ("reward.functions", "advantage.name"),
+        "each reward has a name and a weight; advantage.name=gdpo normalises each apart",
+    ),
     Alias("reward_pretrain reward_model.path reward_model.model.path reward_model_path", (f"reward.path={VALUE}",)),
     # The frame.
     Alias("max_steps total_training_steps max_num_steps num_training_steps", (f"trainer.num_steps={VALUE}",)),
