@@ -186,6 +186,8 @@ table(
     (ADD, {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, 1),
     ("def odd(x): return x % 2 == 1", ["assert odd(3)", "assert not odd(2)", "assert odd(1) is True"], 1),
     ("def odd(x): return x % 2", ["assert odd(3)"], 0),
+    (f"{ADD}\nif __name__ == '__main__':\n    print(add(*input().split()))", ["assert add(1, 2) == 3"], 1),
+    (f"from __future__ import annotations\n{ADD}", ["assert add(1, 2) == 3"], 1),
     (READS, IO, 1),
     (READS.replace("+", "-"), IO, 0),
     ("print(3)", IO, 0),

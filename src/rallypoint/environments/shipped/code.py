@@ -17,6 +17,7 @@ import ast
 import json
 import math
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -49,6 +50,7 @@ def code(
     extra_info: Any = None,  # noqa: ARG001
     *,
     time_s: float = 5.0,
+    total_s: float = 30.0,
     memory_mib: int = 512,
     partial: bool = False,
     url: str | None = None,
@@ -60,17 +62,23 @@ def code(
         solution_str: the response.
         ground_truth: the tests, see above; an object, a list, or the text of one.
         extra_info: ignored.
-        time_s: for each input, or for all calls of a program of functions.
+        time_s: for each input, or for all calls of a program of functions. A program that takes longer has failed the
+            tests that are left, too.
+        total_s: for all inputs; tests that have not begun by then have failed. Less than reward.timeout_s, or a slow
+            program would be a failure of the reward instead of a wrong answer.
         memory_mib: address space of the program.
         partial: makes the score the share of tests that passed.
         url: of a service that speaks SandboxFusion's protocol, instead of a sandbox of this machine.
     """
-    passed = run_tests(open_sandbox(url), solution_str, ground_truth, Limits(time_s=time_s, memory_mib=memory_mib))
+    limits = Limits(time_s=time_s, memory_mib=memory_mib)
+    passed = run_tests(open_sandbox(url), solution_str, ground_truth, limits, total_s)
     share = sum(passed) / len(passed)
     return {"score": share if partial else float(share == 1.0), "passed": share}
 
 
-def run_tests(sandbox: Sandbox, response: str, ground_truth: Any, limits: Limits) -> list[bool]:
+def run_tests(
+    sandbox: Sandbox, response: str, ground_truth: Any, limits: Limits, total_s: float = math.inf
+) -> list[bool]:
     """Return which tests the program of a response passes; see above.
 
     Raises:
@@ -84,19 +92,21 @@ def run_tests(sandbox: Sandbox, response: str, ground_truth: Any, limits: Limits
     if name := tests.get("fn_name"):
         calls = [(f"{name}(*{_arguments(given)!r})", _expected(output)) for given, output in pairs]
         return _calls(sandbox, program, calls, limits)
-    return [_prints(sandbox, program, given, output, limits) for given, output in pairs]
-
-
-def _prints(sandbox: Sandbox, program: str, given: str, expected: str, limits: Limits) -> bool:
-    ran = sandbox.run(program, stdin=given, limits=limits)
-    return ran.status == "ok" and same_output(ran.stdout, expected)
+    passed, latest = [False] * len(pairs), time.monotonic() + total_s
+    for place, (given, output) in enumerate(pairs):
+        ran = sandbox.run(program, stdin=given, limits=limits)
+        passed[place] = ran.status == "ok" and same_output(ran.stdout, output)
+        if ran.status == "timeout" or time.monotonic() > latest:
+            break
+    return passed
 
 
 def _calls(sandbox: Sandbox, program: str, tests: Sequence[tuple[str, object]], limits: Limits) -> list[bool]:
     """Return which calls gave what was expected; all of them are made by one program."""
     mark = secrets.token_hex(8)
     calls = ", ".join(f"lambda: {call}" for call, _ in tests)
-    ran = sandbox.run(program + _RUN.format(calls=calls, mark=mark), limits=limits)
+    name = "" if "from __future__" in program else '__name__ = "program"\n'  # so that its main() is not run
+    ran = sandbox.run(name + program + _RUN.format(calls=calls, mark=mark), limits=limits)
     try:
         results: object = json.loads(ran.stdout.rpartition(mark)[2])
     except ValueError:

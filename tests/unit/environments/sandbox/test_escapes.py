@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.environments.sandbox import Limits, SandboxError, open_sandbox
+from rallypoint.environments.sandbox import Limits, Ran, SandboxError, open_sandbox
 from rallypoint.environments.sandbox.choose import local_tiers, probe
 from rallypoint.environments.sandbox.remote import Remote
 from rallypoint.environments.shipped.code import run_tests
@@ -173,6 +173,27 @@ def test_a_right_program_is_right(sandbox):
     assert run_tests(sandbox, program, READ, Limits(time_s=TIME_S)) == [True, True]
     by_name = {"inputs": [[1, 2], "2\n5"], "outputs": [3, "8"], "fn_name": "add"}
     assert run_tests(sandbox, function, by_name, Limits(time_s=TIME_S)) == [True, False]
+
+
+class Slow:
+    """A sandbox whose programs take their time, and do not end if they are asked for 0."""
+
+    name = "slow"
+
+    def __init__(self):
+        self.asked = []
+
+    def run(self, code, *, stdin="", limits=None):
+        self.asked.append(stdin)
+        return Ran("timeout", "", "", None) if stdin == "0" else Ran("ok", stdin, "", 0)
+
+
+def test_a_program_that_does_not_end_fails_what_is_left_and_a_slow_one_what_has_not_begun():
+    tests = {"inputs": ["1", "0", "2"], "outputs": ["1", "0", "2"]}
+    sandbox = Slow()
+    assert run_tests(sandbox, "x", tests, Limits()) == [True, False, False]
+    assert sandbox.asked == ["1", "0"]
+    assert run_tests(Slow(), "x", tests, Limits(), total_s=-1.0) == [True, False, False]
 
 
 class Service(BaseHTTPRequestHandler):
