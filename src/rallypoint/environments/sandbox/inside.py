@@ -88,6 +88,15 @@ CALLS = {  # name: (x86_64, aarch64); None where there is no such call
     "quotactl": (179, 60),
     "syslog": (103, 116),
     "personality": (135, 92),
+    "setpriority": (141, 140),  # these reach other processes of the same user
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_mrelease": (448, 448),
     "chmod": (90, None),  # these change files, and Landlock does not know them
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -105,6 +114,13 @@ CALLS = {  # name: (x86_64, aarch64); None where there is no such call
     "utimensat": (280, 88),
 }
 """System calls that fail with EPERM."""
+WITH = {  # name: ((x86_64, aarch64), place of an argument, its values)
+    "fcntl": ((72, 25), 1, (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a pipe would send signals
+    "ioctl": ((16, 29), 1, (0x5412, 0x8901, 0x8902)),  # TIOCSTI types on a terminal, the others are as F_SETOWN
+}
+"""System calls that fail with EPERM for these values of an argument."""
+PRLIMIT = (302, 261)
+"""Sets the limits of any process of the user; it may be called for this one, 0."""
 MACHINES = {"x86_64": (0, 0xC000003E, 56, 126), "aarch64": (1, 0xC00000B7, 220, 91)}
 """Column of CALLS, the kernel's number of the architecture, and the calls `clone` and `capset`."""
 CLONE3, CLONE_THREAD = 435, 0x00010000
@@ -174,6 +190,18 @@ def call_only() -> None:
         instruction(RETURN, ALLOW),
         instruction(RETURN, EPERM),
     ]
+    program += [
+        instruction(EQUAL, PRLIMIT[column], 0, 4),
+        instruction(LOAD, 16),
+        instruction(EQUAL, 0, 0, 1),
+        instruction(RETURN, ALLOW),
+        instruction(RETURN, EPERM),
+    ]
+    for numbers, place, values in WITH.values():
+        program += [instruction(EQUAL, numbers[column], 0, 2 * len(values) + 2), instruction(LOAD, 16 + 8 * place)]
+        for value in values:
+            program += [instruction(EQUAL, value, 0, 1), instruction(RETURN, EPERM)]
+        program.append(instruction(RETURN, ALLOW))
     for numbers in CALLS.values():
         if numbers[column] is not None:
             program += [instruction(EQUAL, numbers[column], 0, 1), instruction(RETURN, EPERM)]

@@ -1,4 +1,4 @@
-"""Twenty-five ways out of a sandbox and around a grader, tried in every tier that this machine has."""
+"""Thirty ways out of a sandbox and around a grader, tried in every tier that this machine has."""
 
 import json
 import os
@@ -59,11 +59,15 @@ FAILS = {
     "a signal to the parent": "import os; os.kill(PARENT, 0)",
     "a signal to its own parent": "import os, signal; os.kill(os.getppid() or 1, signal.SIGTERM)",
     "a higher limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); x = bytearray(4 * 2**30)",
+    "a pipe that sends signals": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, PARENT)",
     "another user": "import os; os.setuid(0); open('/etc/shadow')",
 }
 NAMED = {
     "ptrace": "ctypes.CDLL(None).ptrace(16, PARENT, 0, 0)",
     "a new namespace": "ctypes.CDLL(None).unshare(0x10000000)",
+    "the parent's limits": "ctypes.CDLL(None).prlimit(PARENT, 7, (ctypes.c_ulong * 2)(4, 4), None)",
+    "the parent's priority": "ctypes.CDLL(None).setpriority(0, PARENT, 19)",
+    "the parent's cores": "ctypes.CDLL(None).sched_setaffinity(PARENT, 8, (ctypes.c_ulong * 1)(1))",
     "a mount": "ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None)",
     "reading another process": "ctypes.CDLL(None).process_vm_readv(PARENT, 0, 0, 0, 0, 0)",
     "a call of the 32-bit kind": "ctypes.CDLL(None).syscall(0x40000000 + 57)",
