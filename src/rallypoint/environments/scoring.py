@@ -168,13 +168,13 @@ class Scoring:
         return groups
 
     def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
-        responses = [rows.response(row).tolist() for row in range(len(rows))]
+        responses = rows.responses()
         texts = self._decode(responses) if responses else []
         self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [None] * len(rows))
         wants = self._grader.wants
         calls = [
-            _call(rows, row, example, text, wants.more, self._token_texts)
-            for row, (example, text) in enumerate(zip(examples, texts, strict=True))
+            _call(rows, row, example, response, text, wants.more, self._token_texts)
+            for row, (example, response, text) in enumerate(zip(examples, responses, texts, strict=True))
         ]
         self._held.append((index, calls))
         if wants.scope != "batch":
@@ -288,11 +288,12 @@ def _call(
     batch: RolloutBatch,
     row: int,
     example: Example,
+    response: Sequence[int],
     text: str,
     more: Sequence[str],
     token_texts: Callable[[Sequence[int]], Sequence[str]],
 ) -> RewardCall:
-    token_ids = tuple(batch.response(row).tolist())
+    token_ids = tuple(response)
     part = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
     logprobs = batch.rollout_logprobs[part][batch.loss_mask[part]].tolist() if "logprobs" in more else ()
     messages = [{"role": each.role, "content": each.content} for each in example.prompt] if "messages" in more else ()

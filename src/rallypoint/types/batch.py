@@ -20,7 +20,8 @@ A worked example. A prompt of two tokens (5 6) was answered with 7 8 <eos>:
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import itertools
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -72,6 +73,17 @@ class Sequences(Carrier):
         """Return the ids that the policy sampled in one row."""
         part = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return self.tokens[part][self.loss_mask[part]]
+
+    def responses(self) -> list[list[int]]:
+        """Return those of each row."""
+        offsets, tokens, sampled = (
+            cast("list[int]", x.tolist())  # pyright: ignore[reportUnknownMemberType]
+            for x in (self.offsets, self.tokens, self.loss_mask)
+        )
+        return [
+            list(itertools.compress(tokens[start:end], sampled[start:end]))
+            for start, end in itertools.pairwise(offsets)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

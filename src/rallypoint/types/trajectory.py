@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
 from rallypoint.types.batch import RolloutBatch
-from rallypoint.types.carrier import offsets_from_lengths
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,30 +69,34 @@ def assemble(
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     num_tokens = [sum(len(t.prompt) + len(t.response) for t in trajectory.turns) for trajectory in trajectories]
-    lengths = torch.tensor([n for turn in turns for n in (len(turn.prompt), len(turn.response))], dtype=torch.int64)
-    is_response = torch.arange(len(lengths)) % 2 == 1
-    loss_mask = torch.repeat_interleave(is_response, lengths)
+    tokens: list[int] = []
+    is_response: list[bool] = []
+    for turn in turns:
+        tokens += turn.prompt + turn.response
+        is_response += [False] * len(turn.prompt) + [True] * len(turn.response)
 
-    def aligned(logprobs: Iterable[tuple[float, ...]]) -> torch.Tensor:
-        values = torch.zeros(len(loss_mask))
-        values[loss_mask] = torch.tensor(list(chain.from_iterable(logprobs)))
-        return values
+    def aligned(values: Iterable[Sequence[float]], dtype: type = np.float32) -> torch.Tensor:
+        parts = ((0,) * len(turn.prompt) + tuple(of_response) for turn, of_response in zip(turns, values, strict=True))
+        return _tensor(list(chain.from_iterable(parts)), dtype)
 
-    token_versions = None
-    if by_token:
-        token_versions = torch.zeros(len(loss_mask), dtype=torch.int64)
-        spans = [span for turn in turns for span in turn.spans or ((turn.version, len(turn.response)),)]
-        token_versions[loss_mask] = torch.tensor([version for version, n in spans for _ in range(n)], dtype=torch.int64)
-    tokens = chain.from_iterable(chain.from_iterable((turn.prompt, turn.response) for turn in turns))
+    def versions(turn: Turn) -> list[int]:
+        spans = turn.spans or ((turn.version, len(turn.response)),)
+        return [version for version, length in spans for _ in range(length)]
+
     return RolloutBatch(
-        offsets=offsets_from_lengths(torch.tensor(num_tokens, dtype=torch.int64)),
-        tokens=torch.tensor(list(tokens), dtype=torch.int64),
-        loss_mask=loss_mask,
+        offsets=_tensor(list(accumulate(num_tokens, initial=0)), np.int64),
+        tokens=_tensor(tokens, np.int64),
+        loss_mask=_tensor(is_response, np.bool_),
         rollout_logprobs=aligned(turn.logprobs for turn in turns),
         sampled_logprobs=aligned(turn.sampled_logprobs for turn in turns) if is_narrowed else None,
-        prompt_index=torch.full((len(trajectories),), prompt_index, dtype=torch.int64),
-        sample_index=torch.tensor(sample_index, dtype=torch.int64),
-        versions=torch.tensor([min(turn.version for turn in t.turns) for t in trajectories], dtype=torch.int64),
-        token_versions=token_versions,
-        truncated=torch.tensor([t.turns[-1].truncated for t in trajectories], dtype=torch.bool),
+        prompt_index=_tensor([prompt_index] * len(trajectories), np.int64),
+        sample_index=_tensor(sample_index, np.int64),
+        versions=_tensor([min(turn.version for turn in t.turns) for t in trajectories], np.int64),
+        token_versions=aligned(map(versions, turns), np.int64) if by_token else None,
+        truncated=_tensor([t.turns[-1].truncated for t in trajectories], np.bool_),
     )
+
+
+def _tensor(values: Sequence[float], dtype: type) -> torch.Tensor:
+    """Do as `torch.tensor` does, in a third of its time for a list."""
+    return torch.from_numpy(np.array(values, dtype=dtype))  # pyright: ignore[reportUnknownMemberType]
