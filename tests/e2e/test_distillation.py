@@ -147,3 +147,29 @@ def test_a_policy_that_has_read_the_answer_teaches_itself(runs, taught, tmp_path
         runs("long", *own, f"data.train={tmp_path}/prompts.jsonl", "data.max_prompt_tokens=3")
     with pytest.raises(ValueError, match=r"teacher.hint='=7' says the same of every prompt; expected {ground_truth}"):
         load_checked(str(taught / "student.yaml"), ["teacher.hint='=7'"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_student_learns_from_a_teacher_faster_than_from_rewards(taught, tmp_path, seed):
+    """One answer in 400 is right by chance: rewards seldom say anything, a teacher always does."""
+    (taught / "exact.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    (tmp_path / "alone.yaml").write_text((taught / "student.yaml").read_text().replace("base: opd", "base: grpo"))
+    scores = {}
+    for name, file in (("taught", taught / "student.yaml"), ("alone", tmp_path / "alone.yaml")):
+        keys = [
+            f"reward={{function: {taught}/exact.py:compute_score, num_processes: 1}}",
+            f"data.validation={taught}/prompts.jsonl",
+            f"trainer={{num_steps: 40, runs_dir: {tmp_path}, name: {name}}}",
+            f"seed={seed}",
+            "validation.every_steps=10",
+            "actor.num_mini_batches=4",
+            "teacher.loss=forward" if name == "taught" else "kl=null",
+        ]
+        scores[name] = column(Runs(tmp_path).run_with(str(file), keys), "validation/score")
+    print(f"seed {seed}:", {name: [round(score, 2) for score in found] for name, found in scores.items()})
+    assert scores["taught"][-1] > max(0.6, scores["alone"][-1] + 0.2)
