@@ -209,6 +209,12 @@ def _rewards_of(trained: Trained) -> RewardConfig:
             f"the reward of this run is a file's, and a run folder does not decide what is run here; if you know and "
             f"trust it, name it: --reward {own[0]}"
         )
+    urls = [one.parameters["url"] for one in trained.config.reward.all_functions if "url" in one.parameters]
+    if urls:
+        raise RewardError(
+            f"the reward of this run asks {urls[0]}, and a run folder does not decide where responses are sent; name "
+            "another reward: --reward file.py:function"
+        )
     return trained.config.reward
 
 

@@ -10,6 +10,7 @@ from rallypoint.config import load_config
 from rallypoint.data import Example, Message
 from rallypoint.errors import RewardError
 from rallypoint.recipes.check_reward import check_reward, written, wrong_answers
+from rallypoint.recipes.use import Trained, evaluate
 
 REWARDS = """
 def sound(data_source, solution_str, ground_truth, extra_info=None):
@@ -112,3 +113,11 @@ def test_the_command_prints_a_table_and_says_by_its_status_whether_there_is_some
 
 def test_every_kind_of_wrong_answer_has_one_for_each_row():
     assert wrong_answers([], "as it is")["empty"] == []
+
+
+def test_a_run_folder_does_not_decide_where_responses_are_sent(tmp_path):
+    keys = ["reward.function=judge", "reward.parameters={url: 'http://elsewhere/v1', model: m}"]
+    trained = Trained(str(tmp_path), load_config("digits-grpo", keys).config)
+    asked = {"temperature": 0.0, "num_samples": 1, "max_response_tokens": None, "max_prompts": None, "seed": 0}
+    with pytest.raises(RewardError, match="asks http://elsewhere/v1"):
+        evaluate(trained, ["train.jsonl"], reward=None, say=print, **asked)
