@@ -50,7 +50,6 @@ _DTYPES = (("bf16", "bfloat16"), ("fp32", "float32"), ("torch.bfloat16", "bfloat
 _TRUNCATIONS = (("left", "truncate"), ("right", "truncate"), ("middle", "truncate"))
 _PER_STEP = "a step has rollout.num_prompts x rollout.group_size rows, cut into actor.num_mini_batches optimizer steps"
 _BY_TOKENS = "micro-batches are cut by tokens, never by rows"
-_STEPS = "a run is counted in steps of rollout.num_prompts prompts, not in passes over the data"
 
 
 def _same(prefix: str, values: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -136,7 +135,7 @@ ALIASES: tuple[Alias, ...] = (
         "data.train_batch_size rollout_batch_size num_prompts_per_step gen_batch_size",
         (f"rollout.num_prompts={VALUE}",),
     ),
-    Alias("batch_size train_batch_size global_batch_size", ("rollout.num_prompts",), _PER_STEP),
+    Alias("batch_size train_batch_size global_batch_size", ("rollout.num_prompts", "data.num_examples"), _PER_STEP),
     Alias(
         "max_response_length max_completion_length generate_max_len max_new_tokens response_length max_tokens",
         (f"rollout.max_response_tokens={VALUE}",),
@@ -214,7 +213,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("reward_pretrain reward_model.path reward_model.model.path reward_model_path", (f"reward.path={VALUE}",)),
     # The frame.
     Alias("max_steps total_training_steps max_num_steps num_training_steps", (f"trainer.num_steps={VALUE}",)),
-    Alias("total_epochs num_train_epochs num_episodes max_num_epochs total_episodes", ("trainer.num_steps",), _STEPS),
+    Alias("total_epochs num_train_epochs num_episodes max_num_epochs total_episodes", (f"trainer.num_epochs={VALUE}",)),
     Alias(
         "save_freq save_steps save_period save_interval",
         (f"checkpoint.every_steps={VALUE}",),

@@ -60,7 +60,7 @@ def test_no_alias_stands_twice_or_hides_a_key_of_our_own():
         ("algorithm.adv_estimator=grpo", "recipe=grpo"),
         ("algorithm.adv_estimator=gae", "recipe=ppo"),
         ("trainer.n_gpus_per_node=8", "'cluster.pools={main: [8]}'"),
-        ("trainer.total_epochs=3", "trainer.num_steps"),
+        ("trainer.total_epochs=3", "trainer.num_epochs=3"),
         ("trainer.total_training_steps=300", "trainer.num_steps=300"),
         ("trainer.save_freq=-1", "checkpoint.every_steps=null"),
         ("learning_rate=1e-6", "actor.optimizer.lr=1e-06"),
