@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 # Many tests wait for processes, so there are more workers than cores; each computes in one thread.
 WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 1}')
 
-.PHONY: demo test lint check format test-slow test-vllm gpu-check clean
+.PHONY: demo test lint check format learn-check test-slow test-vllm gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/rally train digits
@@ -17,6 +17,10 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+# Draws docs/learning.png anew; fails when an algorithm does not learn.
+learn-check: .venv/installed
+	$(BIN)/rally learn-check --out docs
 
 # Needs `rally engine install vllm`.
 test-vllm: .venv/installed

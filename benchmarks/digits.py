@@ -3,6 +3,7 @@
     python benchmarks/digits.py                      # rally train digits, seeds 0, 1 and 2
     python benchmarks/digits.py digits-grpo --seeds 0
     python benchmarks/digits.py digits trainer.num_steps=60
+    python benchmarks/digits.py rloo actor.entropy_coef=0.01      # any recipe, on the model and the task of `digits`
 
 Every run is a process of its own, as a user starts it. Seconds are read from the run's metrics.jsonl; the first
 step's are counted from the start of the process. How busy the cores were stands beside them:
@@ -20,7 +21,33 @@ import tempfile
 import time
 from pathlib import Path
 
+from rallypoint.config import load_config
 from rallypoint.run import read_metrics
+
+SORTING = (
+    "model.create={architecture: llama, hidden_size: 64, num_layers: 2, num_heads: 2, num_key_value_heads: 2, "
+    "intermediate_size: 128, initializer_range: 0.08}",
+    "data.generate={task: sort, num_digits: 6}",
+    "data.max_prompt_tokens=8",
+    "reward.function=digits",
+    "rollout.max_response_tokens=8",
+    "actor.num_mini_batches=4",
+    "actor.optimizer={lr: 2e-3, betas: [0.9, 0.99], schedule: linear, warmup_ratio: 0.08}",
+    "engine.max_tokens_per_micro_batch=2048",
+    "cluster={runtime: inline, pools: {main: [1]}}",
+    "validation.every_steps=20",
+    "trainer.num_steps=120",
+)
+"""Model, task and rates of `digits`, for recipes that have none."""
+
+
+def with_a_task(recipe: str, overrides: list[str]) -> list[str]:
+    """Return the overrides, after those of the task if the recipe has none; 512 rollouts a step in any case."""
+    loaded = load_config(recipe, draft=True)
+    if "model.path" not in loaded.missing:
+        return overrides
+    groups = [] if loaded.config.rollout.group_size == 1 else ["rollout.num_prompts=128", "rollout.group_size=4"]
+    return [*SORTING, *groups, *overrides]
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -68,11 +95,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    overrides = with_a_task(arguments.recipe, arguments.overrides)
     with tempfile.TemporaryDirectory() as folder:
         results = []
         print("seed  steps  first step  training  command  validation         cores busy")
         for seed in arguments.seeds:
-            result = measure(arguments.recipe, seed, arguments.overrides, Path(folder))
+            result = measure(arguments.recipe, seed, overrides, Path(folder))
             results.append(result)
             print(
                 f"{seed:4}  {result['steps']:5.0f}  {result['first_step_s']:8.1f} s  {result['training_s']:6.1f} s"
