@@ -65,6 +65,8 @@ _FREE = (
     "rollout.weights",
     "reward.num_processes",
     "reward.max_failed",
+    "reward.max_calls",
+    "reward.max_memory_gib",
     "model.trust_remote_code",
     "engine.sleep",
 )
