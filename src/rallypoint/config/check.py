@@ -8,7 +8,7 @@ from rallypoint.config.check_placement import placement_contradictions
 from rallypoint.config.fields import Problem, shown, values_of
 from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE, MOST_VLLM_RANK
 from rallypoint.config.recipes import RECIPES
-from rallypoint.config.sections.material import LoRAConfig
+from rallypoint.config.sections.material import LoRAConfig, path_of, weight_of
 from rallypoint.config.shape import shape_of
 from rallypoint.config.source import COMMAND_LINE
 from rallypoint.config.tree import RunConfig, row_limit, unread_sections, why_unread
@@ -20,6 +20,7 @@ _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
     """Yield everything in which single right keys do not fit together."""
     yield from _either_or(config)
+    yield from _mixture(config)
     yield from _reward(config)
     for check in RECIPES[config.recipe].checks:
         yield from check(config)
@@ -62,13 +63,14 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
     if not data.train and data.generate is None:
         yield Problem(
             ("data.train", "data.generate"),
-            "data.train: required, but not set; expected .parquet or .jsonl files, or data.generate={} for digit tasks",
+            "data.train: required, but not set; expected files, folders or names on the hub, or data.generate={} for "
+            "digit tasks",
             is_missing=True,
         )
     if data.train and data.generate is not None:
         yield Problem(
             ("data.train", "data.generate"),
-            f"data.train={data.train[0]!r} contradicts data.generate, which makes a new data set: "
+            f"data.train={path_of(data.train[0])!r} contradicts data.generate, which makes a new data set: "
             "add data.generate=null",
         )
     if data.generate is not None and config.trains_on_files and not data.train:
@@ -80,8 +82,30 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
     if data.validation and data.generate is not None and not data.train:
         yield Problem(
             ("data.validation", "data.generate"),
-            f"data.validation={data.validation[0]!r} contradicts data.generate, which makes validation prompts too: "
-            "add data.generate=null",
+            f"data.validation={path_of(data.validation[0])!r} contradicts data.generate, which makes validation "
+            "prompts too: add data.generate=null",
+        )
+
+
+def _mixture(config: RunConfig) -> Iterator[Problem]:
+    """Yield data sets of which some have a weight, and what a set has that nothing reads."""
+    weights = {path_of(one): weight_of(one) for one in config.data.train}
+    if None in weights.values() and any(weights.values()):
+        without = ", ".join(path for path, weight in weights.items() if weight is None)
+        yield Problem(
+            ("data.train",),
+            f"data.train: {without} has no weight, and others have; expected one for each, or for none: then they are "
+            "one set, and each prompt occurs once an epoch",
+        )
+    if config.trains_on_files and any(weights.values()):
+        yield Problem(
+            ("data.train", "recipe"),
+            f"data.train has weights, and recipe={config.recipe} takes every example once an epoch: leave them out",
+        )
+    if any(weight_of(one) is not None for one in config.data.validation):
+        yield Problem(
+            ("data.validation",),
+            "data.validation has weights, and every prompt of it is sampled once: leave them out",
         )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -18,7 +18,16 @@ from pydantic_core import ErrorDetails
 
 from rallypoint.config.automatic import Choose, with_values, without_nulls
 from rallypoint.config.check import contradictions
-from rallypoint.config.fields import Problem, is_automatic, leaves, named_sections, shown, unit_of, values_of
+from rallypoint.config.fields import (
+    Problem,
+    Section,
+    is_automatic,
+    leaves,
+    named_sections,
+    shown,
+    unit_of,
+    values_of,
+)
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.source import COMMAND_LINE, Source, origin_of, read
 from rallypoint.config.suggest import foreign_keys, options_of, section_at, suggest_key, suggest_value, words_of
@@ -176,11 +185,14 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
         meaning = f": {info.description.rstrip('.')}" if info and info.description else ""
         return {dotted: f"{dotted}: required, but not set; expected {expected(info) if info else 'a value'}{meaning}"}
     if detail["type"] == "extra_forbidden" and info is not None and len(parts) < len(detail["loc"]):
-        *_, kind, name = detail["loc"]
-        return {dotted: f"{_said(dotted, found, source)}: {kind} has no key {name}; expected {expected(info)}"}
+        *_, where, name = detail["loc"]
+        return {dotted: f"{_said(dotted, found, source)}: {where} has no key {name}; expected {expected(info)}"}
     if detail["type"] == "extra_forbidden":
         return _unknown(parts, found, source)
     said = _said(dotted, found, source)
+    item = _sections_in(info)
+    if item is not None and detail["loc"][-1] in item.model_fields:
+        said = f"{said}: {detail['loc'][-1]}: {detail['msg'].lower()}"
     if info is None:
         return {dotted: f"{said}: expected {_expected_section(parts, found)}"}
     return {dotted: f"{said}: expected {expected(info)}{suggest_value(owner, info, found)}"}
@@ -244,9 +256,26 @@ def expected(info: FieldInfo) -> str:
     return kind + _range(info) + unit + (" or null" if type(None) in options or is_automatic(info) else "")
 
 
+def _sections_in(info: FieldInfo | None) -> type[Section] | None:
+    """Return the section that an item of a list may be in place of a text; None where it may not."""
+    kinds = list(_kinds(info.annotation)) if info is not None and get_origin(info.annotation) is tuple else []
+    sections = [kind for kind in kinds if issubclass(kind, Section)]
+    return sections[0] if sections and str in kinds else None
+
+
+def _kinds(annotation: object) -> Iterator[type]:
+    """Yield the types that an annotation is made of."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _kinds(inner)
+
+
 def _items(info: FieldInfo) -> str:
     """Say what a list holds: texts, or so many numbers in a range."""
     kinds = get_args(info.annotation)
+    if found := _sections_in(info):
+        return f"text, or a list of texts and of objects with the keys {', '.join(found.model_fields)}"
     if Ellipsis in kinds and str not in kinds:
         return "a list of sections with a name each, such as [{name: tis, cap: 2.0}]"
     if not kinds or str in kinds:

@@ -334,6 +334,7 @@ def row_limit(config: RunConfig) -> tuple[tuple[str, ...], str]:
 
 
 _OF_PROMPTS = (
+    "data.columns",
     "data.max_prompt_tokens",
     "actor.entropy_coef",
     "validation.temperature",

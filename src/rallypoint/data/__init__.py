@@ -9,15 +9,16 @@ that needs them.
 from rallypoint.data.conversations import Conversation, Conversations, load_conversations
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
-from rallypoint.data.files import check_dataset_path
+from rallypoint.data.locate import DataSet, check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_prompts
 from rallypoint.data.rows import EncodedRows, encode_rows
-from rallypoint.data.stream import PromptStream
+from rallypoint.data.stream import Mixture, PromptStream
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
 
 __all__ = [
     "Conversation",
     "Conversations",
+    "DataSet",
     "Dataset",
     "DigitsTask",
     "EncodedPrompts",
@@ -25,6 +26,7 @@ __all__ = [
     "Example",
     "JSONValue",
     "Message",
+    "Mixture",
     "PromptStream",
     "check_dataset_path",
     "decoder",

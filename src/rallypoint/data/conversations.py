@@ -22,17 +22,10 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from rallypoint.data.dataset import Message, Role, labels, message_problem, no_text, quoted
-from rallypoint.data.files import (
-    Problems,
-    Row,
-    check_dataset_path,
-    found,
-    parquet_columns,
-    read_jsonl,
-    read_parquet,
-    suggestion,
-)
+from rallypoint.data.columns import quoted
+from rallypoint.data.dataset import Message, Role, message_problem, no_text
+from rallypoint.data.files import Problems, Row, found, open_table, suggestion
+from rallypoint.data.locate import DataSet, labelled
 
 Kind = Literal["conversations", "pairs"]
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -70,11 +63,13 @@ class Conversations:
     """Whether its files have more rows than were read."""
 
 
-def load_conversations(paths: Sequence[str | Path], kind: Kind, *, max_rows: int | None = None) -> Conversations:
-    """Read .parquet and .jsonl files, one after another.
+def load_conversations(
+    paths: Sequence[str | Path | DataSet], kind: Kind, *, max_rows: int | None = None
+) -> Conversations:
+    """Read data sets, one after another.
 
     Args:
-        paths: the files; `~` is the home folder.
+        paths: the data sets, or paths of such; `~` is the home folder.
         kind: what an example is.
         max_rows: most good rows to read; None for all.
 
@@ -83,33 +78,27 @@ def load_conversations(paths: Sequence[str | Path], kind: Kind, *, max_rows: int
     """
     problems, is_part = Problems(), False
     read: list[tuple[str, tuple[Conversation, ...]]] = []
-    for path, label in zip(paths, labels(paths), strict=True):
-        if problem := check_dataset_path(path):
-            problems.add(problem)
-            continue
+    for _, _, file, label in labelled(paths, problems):
         before, total = len(read), problems.total
-        rows = _load_file(Path(path).expanduser(), label, kind, problems)
+        rows = _load_file(file, label, kind, problems)
         read += itertools.islice(rows, None if max_rows is None else max_rows - len(read))
         has_more = len(read) == max_rows and next(rows, None) is not None
         is_part = is_part or has_more
         if len(read) == before and not has_more and problems.total == total:
-            problems.add(f"{path} has no rows")
+            problems.add(f"{file} has no rows")
     problems.raise_any()
     return Conversations(tuple(name for name, _ in read), tuple(example for _, example in read), is_part)
 
 
 def _load_file(
-    path: Path, label: str, kind: Kind, problems: Problems
+    file: str, label: str, kind: Kind, problems: Problems
 ) -> Generator[tuple[str, tuple[Conversation, ...]], None, None]:
-    if path.suffix == ".parquet":
-        names = parquet_columns(path, label, problems)
-        if names is None or _form(names, kind, label, problems) is None:
-            return
-        unit, rows = "row", read_parquet(path, [name for name in _COLUMNS if name in names], label, problems)
-    else:
-        unit, rows = "line", read_jsonl(path, label, problems)
-    for number, row in rows:
-        where = f"{label}, {unit} {number}"
+    table = open_table(file, label, problems)
+    names = table.columns if table is not None else None
+    if table is None or (names is not None and _form(names, kind, label, problems) is None):
+        return
+    for number, row in table.read([name for name in _COLUMNS if name in (names or ())]):
+        where = f"{label}, {table.unit} {number}"
         present = [name for name, value in row.items() if value is not None]
         form = _form(present, kind, where, problems)
         if form is None:

@@ -12,44 +12,29 @@ exists has no bad row.
 | `ability`      | text                                                            | ""                       |
 | `extra_info`   | an object for the reward function                               | {}                       |
 
-Other columns are ignored, unless a column is missing and another has nearly its name, or the name that other data sets
-use for it (`question`, `answer`).
+A data set may say that its columns have other names. Other columns are ignored, unless a column is missing and another
+has nearly its name, or the name that other data sets use for it (`question`, `answer`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 import sys
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, overload
 
-from rallypoint.data.files import (
-    Problems,
-    Row,
-    check_dataset_path,
-    found,
-    parquet_columns,
-    read_jsonl,
-    read_parquet,
-    suggestion,
-)
+from rallypoint.data.columns import Columns
+from rallypoint.data.files import FORMATS, Problems, Row, found, open_table, suggestion
+from rallypoint.data.locate import DataSet, labelled
 from rallypoint.errors import DataError
 
 JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
-_COLUMNS = ("prompt", "reward_model", "ground_truth", "data_source", "ability", "extra_info")
-_ELSEWHERE = {
-    "prompt": ("question", "problem", "instruction", "query", "input", "messages", "conversations"),
-    "reward_model": ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label"),
-}
-"""Names of these columns in other data sets, the likeliest first; the second is our `ground_truth`."""
 _KINDS: dict[type, str] = {
     str: "text",
     int: "a number",
@@ -80,6 +65,8 @@ class Example:
     ground_truth: JSONValue
     """None only where the data set was loaded without requiring it."""
     extra_info: dict[str, Any]
+    part: int = 0
+    """Place of its data set among those that are loaded together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,12 +92,12 @@ class Dataset(Sequence[Example]):
 
 
 def load_dataset(
-    paths: Sequence[str | Path], *, require_ground_truth: bool = True, max_rows: int | None = None
+    paths: Sequence[str | Path | DataSet], *, require_ground_truth: bool = True, max_rows: int | None = None
 ) -> Dataset:
-    """Read .parquet and .jsonl files, one after another.
+    """Read data sets, one after another.
 
     Args:
-        paths: the files; `~` is the home folder.
+        paths: the data sets, or paths of such; `~` is the home folder.
         require_ground_truth: False lets rows without a ground truth pass, for rewards that need none.
         max_rows: most good rows to read; None for all.
 
@@ -120,125 +107,59 @@ def load_dataset(
     if isinstance(paths, str | Path):
         raise TypeError(f"paths: expected a list of paths, found one path: write [{str(paths)!r}]")
     if not paths:
-        raise DataError("no data file is given: expected at least one .parquet or .jsonl file")
+        raise DataError(f"no data file is given: expected at least one, that ends in {', '.join(FORMATS)}")
     problems = Problems()
     examples: list[Example] = []
     is_part = False
-    for path, label in zip(paths, labels(paths), strict=True):
-        problem = check_dataset_path(path)
-        if problem is not None:
-            problems.add(problem)
-            continue
+    for part, dataset, file, label in labelled(paths, problems):
         before, total = len(examples), problems.total
-        rows = _load_file(Path(path).expanduser(), label, require_ground_truth, problems)
-        examples += itertools.islice(rows, None if max_rows is None else max_rows - len(examples))
+        rows = _load_file(dataset, file, label, require_ground_truth, problems)
+        read = itertools.islice(rows, None if max_rows is None else max_rows - len(examples))
+        examples += (dataclasses.replace(one, part=part) for one in read) if part else read
         has_more = len(examples) == max_rows and next(rows, None) is not None
         is_part = is_part or has_more
         rows.close()
         if len(examples) == before and not has_more and problems.total == total:
-            problems.add(f"{path} has no rows")
+            problems.add(f"{file} has no rows")
     problems.raise_any()
     return Dataset(tuple(examples), is_part)
 
 
-def labels(paths: Sequence[str | Path]) -> list[str]:
-    """Name files by their last part, or as they were given where two distinct paths share it."""
-    shared = Counter(Path(path).name for path in {str(path) for path in paths})
-    return [str(path) if shared[Path(path).name] > 1 else Path(path).name for path in paths]
-
-
 def _load_file(
-    path: Path, label: str, require_ground_truth: bool, problems: Problems
+    dataset: DataSet, file: str, label: str, require_ground_truth: bool, problems: Problems
 ) -> Generator[Example, None, None]:
-    reader = _RowReader(path, label, require_ground_truth, problems)
-    if path.suffix == ".parquet":
-        names = parquet_columns(path, label, problems)
-        if names is None or not reader.has_columns(names, label):
-            return
-        rows = read_parquet(path, [name for name in _COLUMNS if name in names], label, problems)
-    else:
-        rows = read_jsonl(path, label, problems)
+    table = open_table(file, label, problems)
+    if table is None:
+        return
+    columns = Columns(dataset, label, table.unit, require_ground_truth, problems)
+    if table.columns is not None and not columns.are_there(table.columns):
+        return
+    reader = _RowReader(columns, dataset.name, label, table.unit, problems)
     try:
-        for number, row in rows:
+        for number, row in table.read(columns.wanted(table.columns or ())):
             example = reader.read(number, row)
             if example is not None:
                 yield example
     finally:  # also where no more rows are wanted
-        reader.report_columns()
+        columns.report()
 
 
 class _RowReader:
     """Turns the rows of one file into examples, and collects problems."""
 
-    def __init__(self, path: Path, label: str, require_ground_truth: bool, problems: Problems) -> None:
-        self._stem = path.stem
-        self._label = label
-        self._unit = "row" if path.suffix == ".parquet" else "line"
-        self._require_ground_truth = require_ground_truth
+    def __init__(self, columns: Columns, source: str, label: str, unit: str, problems: Problems) -> None:
+        self._columns, self._source, self._label, self._unit = columns, source, label, unit
         self._problems = problems
-        self._checked_columns: set[tuple[str, ...]] = set()
-        self._bad_columns: dict[tuple[str, ...], tuple[list[str], int]] = {}
-        self._lookalikes: set[str] = set()
         self._kinds: dict[str, tuple[str, int]] = {}
-
-    def has_columns(self, names: Iterable[str], where: str) -> bool:
-        """Return whether all required columns are there, and report names that are nearly right."""
-        names = list(names)
-        missing = [self._missing(column, names, where) for column in self._required(names)]
-        for problem in missing:
-            self._problems.add(problem)
-        self._find_lookalikes(names, where)
-        return not missing
-
-    def _required(self, names: Sequence[str]) -> list[str]:
-        required = [] if "prompt" in names else ["prompt"]
-        if self._require_ground_truth and not {"reward_model", "ground_truth"} & set(names):
-            required.append("reward_model")
-        return required
-
-    def _missing(self, column: str, names: Sequence[str], where: str) -> str:
-        strangers = [name for name in names if name not in _COLUMNS]
-        hint = suggestion(column, strangers)
-        if not hint and (elsewhere := next((name for name in _ELSEWHERE[column] if name in names), None)):
-            own = "ground_truth" if column == "reward_model" else column
-            hint = f"; {elsewhere!r} may be it: write the file with {own!r} in its place (docs/data.md shows how)"
-        return f"{where}: column '{column}' is missing{hint or f'; found {quoted(names)}'}"
-
-    def _find_lookalikes(self, names: Sequence[str], where: str) -> None:
-        strangers = [name for name in names if name not in _COLUMNS]
-        for column in set(_COLUMNS) - set(names) - set(self._required(names)):
-            for name in difflib.get_close_matches(column, strangers, n=1, cutoff=0.85):
-                if name not in self._lookalikes:
-                    self._lookalikes.add(name)
-                    self._problems.add(f"{where}: unknown column '{name}'; did you mean '{column}'?")
-
-    def _check_columns(self, columns: tuple[str, ...], where: str) -> bool:
-        """Return whether a line has the required columns; lines that lack the same ones are one problem."""
-        if missing := self._required(columns):
-            usual = [self._missing(column, columns, where) for column in missing], 0
-            first, count = self._bad_columns.get(columns, usual)
-            self._bad_columns[columns] = first, count + 1
-        else:
-            self._checked_columns.add(columns)
-            self._find_lookalikes(columns, where)
-        return not missing
-
-    def report_columns(self) -> None:
-        """Report the lines that lack a column; call it when the file has been read."""
-        for missing, count in self._bad_columns.values():
-            for problem in missing:
-                more = f" (and {count - 1:,} {self._unit}s more)" if count > 1 else ""
-                self._problems.add(problem + more)
 
     def read(self, number: int, row: Row) -> Example | None:
         """Return the example of one row; None if it has a problem."""
         where = f"{self._label}, {self._unit} {number}"
-        columns = tuple(row)
-        if columns not in self._checked_columns and not self._check_columns(columns, where):
+        if not self._columns.are_in(tuple(row), where):
             return None
-        problems: list[tuple[str, str]] = []
+        row, problems = _split_answer(self._columns.ours(row)), list[tuple[str, str]]()
         prompt = _read_prompt(row["prompt"], problems)
-        data_source = row.get("data_source", self._stem)
+        data_source = row.get("data_source", self._source)
         if not isinstance(data_source, str):
             problems.append(("data_source", f"expected text, found {found(data_source)}"))
         ability = row.get("ability") or ""
@@ -249,7 +170,7 @@ class _RowReader:
             problems.append(("extra_info", f"expected an object, found {found(extra_info)}"))
         ground_truth = self._read_ground_truth(number, str(data_source), row, problems)
         for column, problem in problems:
-            self._problems.add(f"{where}, column {column}: {problem}")
+            self._problems.add(f"{where}, column {self._columns.theirs(column)}: {problem}")
         if problems:
             return None
         return Example(
@@ -267,11 +188,11 @@ class _RowReader:
             column, reward_model = "reward_model", row.get("reward_model")
             if isinstance(reward_model, dict) and "ground_truth" in reward_model:
                 column, value = "reward_model.ground_truth", cast("JSONValue", reward_model["ground_truth"])
-            elif self._require_ground_truth or reward_model is not None:
+            elif self._columns.require_ground_truth or reward_model is not None:
                 problems.append((column, f"expected an object with 'ground_truth', found {found(reward_model)}"))
                 return None
         if value is None:
-            if self._require_ground_truth:
+            if self._columns.require_ground_truth:
                 problems.append((column, "expected the right answer, found null"))
             return None
         if not _is_finite(value):
@@ -288,6 +209,17 @@ class _RowReader:
                 (column, f"expected {usual} as in {self._unit} {first} of {data_source!r}, found {found(value)}")
             )
         return value
+
+
+def _split_answer(row: Row) -> Row:
+    """Take the answer of a conversation, where one column of messages is both prompt and ground truth."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, list) or prompt is not row.get("ground_truth") or not prompt:
+        return row
+    last: object = prompt[-1]  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(last, dict) or last.get("role") != "assistant":  # pyright: ignore[reportUnknownMemberType]
+        return {**row, "ground_truth": None}
+    return {**row, "prompt": prompt[:-1], "ground_truth": last.get("content")}  # pyright: ignore[reportUnknownMemberType]
 
 
 def _read_prompt(value: object, problems: list[tuple[str, str]]) -> tuple[Message, ...]:
@@ -356,8 +288,3 @@ def _is_finite(value: JSONValue) -> bool:
 
 def _not_finite(value: JSONValue) -> str:
     return found(value) if isinstance(value, float) else f"{found(value)} with a NaN or an infinity in it"
-
-
-def quoted(names: Sequence[str]) -> str:
-    """List names of columns."""
-    return ", ".join(map(repr, names)) or "no column"

@@ -1,25 +1,32 @@
 """Files of examples, read row by row; problems are collected, not raised one at a time.
 
-Owns: paths, formats, and how a problem is worded. Must not know: what the columns mean. Rows are numbered
-as other tools number them: from 0 in a .parquet file, lines from 1 in a .jsonl file.
+Owns: formats, and how a problem is worded. Must not know: what the columns mean. Rows are numbered as other tools
+number them: from 0 in .parquet and .arrow files, lines from 1 in .jsonl and .csv files.
 
-Parquet is read through pyarrow and JSON lines by hand; the `datasets` library would let nulls and mixed
-types pass in silence. Nothing is unpickled. The functions that need pyarrow import it themselves, because
-a config is checked without it.
+Parquet and Arrow are read through pyarrow, JSON lines and CSV by hand; the `datasets` library would let nulls and mixed
+types pass in silence. Nothing is unpickled. The functions that need pyarrow import it themselves, because a config is
+checked without it.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import csv
 import dataclasses
 import difflib
+import io
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from rallypoint.errors import DataError
 
-EXTENSIONS = (".parquet", ".jsonl")
+FORMATS = (".parquet", ".arrow", ".jsonl", ".csv")
+"""Endings of files that are read; of data sets that have several, the first is taken."""
 MAX_SHOWN_PROBLEMS = 20
 _ROWS_PER_READ = 8192
 
@@ -63,47 +70,101 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def check_dataset_path(path: str | Path) -> str | None:
-    """Return what is wrong with a path, before anything is read; None if nothing is."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        inside = sorted(entry.name for entry in file.iterdir() if entry.suffix in EXTENSIONS)
-        hint = f"name its files instead: {', '.join(inside[:5])}" if inside else "it holds no .parquet or .jsonl file"
-        return f"{path} is a folder, expected a file; {hint}"
-    if not file.exists():
-        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        missing = "file" if file.parent.is_dir() else f"folder {file.parent}"
-        return f"{path} does not exist (no such {missing}){suggestion(file.name, siblings)}"
-    if file.suffix not in EXTENSIONS:
-        hint = " (write one JSON object a line)" if file.suffix == ".json" else ""
-        return f"{path}: expected a file that ends in .parquet or .jsonl{hint}, found {file.suffix or 'no ending'}"
-    return f"{path} is empty (0 bytes)" if file.stat().st_size == 0 else None
+def is_url(path: str) -> bool:
+    """Whether a path names a file of another file system than the local one.
+
+    >>> is_url("s3://bucket/train.parquet"), is_url("data/train.parquet")
+    (True, False)
+    """
+    return "://" in path
 
 
-def check_dataset_rows(path: str | Path) -> str | None:
-    """Say whether a file that `check_dataset_path` accepts has no rows, from a parquet file's footer alone."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def open_file(path: str) -> BinaryIO:
+    """Open a file for reading, wherever it is."""
+    if not is_url(path):
+        return Path(path).expanduser().open("rb")
+    import fsspec
 
-    file = Path(path).expanduser()
+    system, inside = fsspec.core.url_to_fs(path)
+    return cast("BinaryIO", system.open(inside, "rb"))
+
+
+def fingerprint(url: str) -> str:
+    """Return what changes when the file of a URL does: its size, and its tag or time as far as they are known there."""
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(url)
+    return str(system.ukey(path))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """A file whose rows can be read."""
+
+    columns: tuple[str, ...] | None
+    """Names of the columns; None where every row has its own."""
+    unit: Literal["row", "line"]
+    """What its numbers count."""
+    read: Callable[[Sequence[str]], Iterator[tuple[int, Row]]]
+    """Yields the number and these columns of every row, with a few thousand rows in memory."""
+
+
+def open_table(path: str, label: str, problems: Problems) -> Table | None:
+    """Return a file as a table; None, with the problem, when it cannot be opened or is not what its name says."""
     try:
-        if file.suffix == ".parquet":
-            empty = pq.read_metadata(file).num_rows == 0
-        else:
-            with file.open("rb") as lines:
-                empty = not any(line.strip() for line in lines)
-    except (pa.ArrowException, OSError) as error:
-        return _unreadable(str(path), error)
-    return f"{path}: the data set is empty (no rows)" if empty else None
+        with open_file(path) as file:
+            start = file.read(8)
+        if problem := _disguise(start, Path(path).suffix):
+            problems.add(f"{label}: {problem}")
+            return None
+        match Path(path).suffix:
+            case ".parquet" | ".arrow" as kind:
+                return _open_arrow(path, kind[1:], label, problems)
+            case ".csv":
+                return _open_csv(path, label, problems)
+            case _:
+                return Table(None, "line", lambda _: _read_jsonl(path, label, problems))
+    except OSError as error:
+        problems.add(f"{label} cannot be read: {error}")
+    return None
 
 
-def read_jsonl(path: Path, label: str, problems: Problems) -> Iterator[tuple[int, Row]]:
+def check_dataset_rows(path: str) -> str | None:
+    """Say whether a file has no rows, or cannot be read, from as little of it as tells that."""
+    problems = Problems()
+    table = open_table(path, path, problems)
+    if table is not None and next(table.read((table.columns or ())[:1]), None) is None and not problems.total:
+        return f"{path}: the data set is empty (no rows)"
+    return problems.shown[0] if table is None else None
+
+
+_MAGIC = {
+    b"\x1f\x8b": "is compressed with gzip: decompress it first (gunzip)",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd: decompress it first (unzstd)",
+    b"BZh": "is compressed with bzip2: decompress it first (bunzip2)",
+    b"PK\x03\x04": "is a zip archive: unpack it first",
+    b"PAR1": "is a parquet file: let its name end in .parquet",
+    b"\xff\xfe": "is UTF-16: write it in UTF-8",
+    b"\xfe\xff": "is UTF-16: write it in UTF-8",
+}
+"""First bytes of files that are not what their names say."""
+
+
+def _disguise(start: bytes, suffix: str) -> str | None:
+    """Return what a file is instead, by its first bytes; None if they tell nothing."""
+    if suffix in (".parquet", ".arrow") and not start.startswith((b"\x1f\x8b", b"PK")):
+        return None  # pyarrow says it
+    return next((what for magic, what in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def _read_jsonl(path: str, label: str, problems: Problems) -> Iterator[tuple[int, Row]]:
     """Yield (line number from 1, object) for every line that is not blank."""
     try:
-        with path.open("rb") as lines:
+        with open_file(path) as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    row = _parse_line(line, f"{label}, line {number}", problems)
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    row = _parse_line(text, f"{label}, line {number}", problems)
                     if row is not None:
                         yield number, row
     except OSError as error:
@@ -147,36 +208,88 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return row
 
 
-def parquet_columns(path: Path, label: str, problems: Problems) -> list[str] | None:
-    """Return the names of a parquet file's columns; None when it cannot be opened."""
+def _open_csv(path: str, label: str, problems: Problems) -> Table | None:
+    """Return a file of comma-separated values with a line of names; an empty field is null."""
+
+    def lines() -> Iterator[tuple[int, list[str]]]:
+        csv.field_size_limit(2**31 - 1)
+        number = 1
+        try:
+            with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as text:
+                reader = csv.reader(text, strict=True)
+                for fields in reader:
+                    yield number, fields
+                    number = reader.line_num + 1
+        except UnicodeDecodeError as error:
+            problems.add(f"{label}, line {number} or after it: not valid UTF-8: {error.reason}")
+        except (csv.Error, OSError) as error:
+            problems.add(f"{label}, line {number}: not valid CSV: {error}")
+
+    def rows(_: Sequence[str]) -> Iterator[tuple[int, Row]]:
+        for number, fields in itertools.islice(lines(), 1, None):
+            if fields and len(fields) != len(names):
+                problems.add(f"{label}, line {number}: expected {len(names)} fields, found {len(fields)}")
+            elif fields:
+                yield number, {name: field or None for name, field in zip(names, fields, strict=True)}
+
+    total = problems.total
+    _, names = next(lines(), (1, list[str]()))
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        problems.add(f"{label}, line 1: the column {twice[0]!r} is there {names.count(twice[0])} times")
+    return Table(tuple(names), "line", rows) if problems.total == total else None
+
+
+def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table | None:
+    """Return a parquet file, or what `datasets` saves: a stream or a file of Arrow batches."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    def batches(columns: Sequence[str] | None) -> Iterator[Any]:
+        with contextlib.ExitStack() as until:
+            file = until.enter_context(open_file(path))
+            if kind == "parquet":
+                table = until.enter_context(pq.ParquetFile(file))
+                yield table.schema_arrow
+                yield from table.iter_batches(_ROWS_PER_READ, columns=columns)
+                return
+            reader = _open_stream(file)
+            yield reader.schema
+            for batch in reader:
+                yield batch if columns is None else batch.select(list(columns))
+
+    def rows(columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
+        start = 0
+        try:
+            for batch in itertools.islice(batches(columns), 1, None):
+                yield from enumerate(batch.to_pylist(), start)
+                start += batch.num_rows
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            problems.add(_unreadable(label, kind, error))
+
     try:
-        return list(pq.read_schema(path).names)
+        return Table(tuple(next(batches(None)).names), "row", rows)
     except (pa.ArrowException, OSError) as error:
-        problems.add(_unreadable(label, error))
+        problems.add(_unreadable(label, kind, error))
         return None
 
 
-def read_parquet(path: Path, columns: list[str], label: str, problems: Problems) -> Iterator[tuple[int, Row]]:
-    """Yield (row number from 0, these columns) for every row, with a few thousand rows in memory."""
+def _open_stream(file: BinaryIO) -> Any:
+    """Return the batches of an Arrow stream, or of an Arrow file, which has them with an index behind."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    start = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_ROWS_PER_READ, columns=columns):
-                yield from enumerate(batch.to_pylist(), start)
-                start += batch.num_rows
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        problems.add(_unreadable(label, error))
+        return pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        whole = pa.ipc.open_file(file)
+        return pa.RecordBatchReader.from_batches(
+            whole.schema, (whole.get_batch(index) for index in range(whole.num_record_batches))
+        )
 
 
-def _unreadable(label: str, error: Exception) -> str:
+def _unreadable(label: str, kind: str, error: Exception) -> str:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"{label} cannot be read as parquet, it may be damaged or incomplete: {reason}"
+    return f"{label} cannot be read as {kind}, it may be damaged or incomplete: {reason}"
 
 
 def found(value: object) -> str:

@@ -1,7 +1,7 @@
 """Which example is admitted when: a pure function of the admission's number.
 
-Owns: the order of the prompts. Must not know: what a prompt is. There is no state to save: a run that
-has admitted 130 prompts goes on with `example_index(130)`.
+Owns: the order of the prompts, and of data sets in a mixture. Must not know: what a prompt is. There is no state to
+save: a run that has admitted 130 prompts goes on with `example_index(130)`.
 
 Two epochs over three examples:
 
@@ -10,12 +10,21 @@ Two epochs over three examples:
 [2, 1, 0, 1, 2, 0]
 >>> stream.epoch(3)
 1
+
+A mixture of three examples and two, of which the two have a quarter of the admissions:
+
+>>> mixture = Mixture(parts=(0, 0, 0, 1, 1), weights=(3.0, 1.0), seed=0)
+>>> [mixture.example_index(admission) for admission in range(8)]
+[4, 2, 1, 0, 3, 1, 2, 0]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +38,8 @@ class PromptStream:
     seed: int
     shuffle: bool = True
     """False: every epoch goes through the examples in the order of the file."""
+    part: int = 0
+    """Which of several streams of a run: each has orders of its own."""
 
     def __post_init__(self) -> None:
         if self.num_examples < 1:
@@ -46,13 +57,58 @@ class PromptStream:
         """Return the example that the admission with this number (from 0) admits."""
         epoch = self.epoch(admission)
         place = admission % self.num_examples
-        return int(_permutation(self.num_examples, self.seed, epoch)[place]) if self.shuffle else place
+        return int(_permutation(self.num_examples, self.seed, epoch, self.part)[place]) if self.shuffle else place
 
 
-# Two epochs are in use at once where a step straddles their border.
-@functools.lru_cache(maxsize=4)
-def _permutation(num_examples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Data sets with weights: at any moment each has its share of the admissions so far, within one for each set."""
+
+    parts: Sequence[int]
+    """Place of the data set of each example; those of one set need not be neighbours."""
+    weights: Sequence[float]
+    """Of the data sets, in any unit."""
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if missing := set(range(len(self.weights))) - set(self.parts):
+            raise ValueError(f"parts: expected examples of all {len(self.weights)} data sets, found none of {missing}")
+
+    def example_index(self, admission: int) -> int:
+        """Return the example that the admission with this number (from 0) admits."""
+        part, number = self._place(admission)
+        members = self._members[part]
+        stream = PromptStream(len(members), self.seed, self.shuffle, part)
+        return int(members[stream.example_index(number)])
+
+    @functools.cached_property
+    def _members(self) -> list[NDArray[np.int64]]:
+        """The examples of each data set."""
+        parts = np.asarray(self.parts)
+        return [np.flatnonzero(parts == part) for part in range(len(self.weights))]
+
+    def _place(self, admission: int) -> tuple[int, int]:
+        """Return the data set of an admission, and how many of that set were admitted before.
+
+        The first set takes its share of all admissions, evenly spread, the second its share of what is left, and so on.
+        Fractions are exact: a rounded share would be off by whole prompts after enough of them.
+        """
+        left, number = [Fraction(weight) for weight in self.weights], admission
+        for part, weight in enumerate(left[:-1]):
+            share = weight / sum(left[part:])
+            taken = math.floor(share * number)
+            if math.floor(share * (number + 1)) > taken:
+                return part, taken
+            number -= taken
+        return len(left) - 1, number
+
+
+# Two epochs are in use at once where a step straddles their border, of as many sets as there are.
+@functools.lru_cache(maxsize=64)
+def _permutation(num_examples: int, seed: int, epoch: int, part: int) -> NDArray[np.int64]:
     # Sorted random keys and not `Generator.permutation`: numpy promises that the raw bits stay the same in
     # all its versions, and promises nothing for the methods built on them.
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
+    entropy = [seed, epoch] if part == 0 else [seed, epoch, part]
+    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_examples)
     return np.argsort(keys, kind="stable")

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RECIPES, OnTooLong, RunConfig
 from rallypoint.data import (
+    DataSet,
     EncodedPrompts,
     EncodedRows,
     Example,
@@ -32,6 +33,7 @@ from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models
 from rallypoint.recipes.own_functions import check_own_functions
+from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
 
 
@@ -50,7 +52,11 @@ class Found:
     """Notes on the prompts, a line each."""
 
     def encode(
-        self, config: RunConfig, paths: Sequence[str | Path], say: Callable[[str], None], max_rows: int | None = None
+        self,
+        config: RunConfig,
+        paths: Sequence[str | Path | DataSet],
+        say: Callable[[str], None],
+        max_rows: int | None = None,
     ) -> EncodedPrompts | EncodedRows:
         """Read files of prompts, or of conversations or pairs, and encode them for the models of a run.
 
@@ -115,10 +121,9 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     if config.data.generate is not None:
         return found
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
-    train = found.encode(config, config.data.train, notes.append, max_rows)
-    validation = (
-        found.encode(config, config.data.validation, notes.append, max_rows) if config.data.validation else None
-    )
+    train = found.encode(config, data_sets(config, "data.train"), notes.append, max_rows)
+    held_out = data_sets(config, "data.validation")
+    validation = found.encode(config, held_out, notes.append, max_rows) if held_out else None
     notes += repetitions(config, train, validation)
     return dataclasses.replace(found, train=train, validation=validation, notes=tuple(notes))
 

@@ -32,12 +32,14 @@ from rallypoint.config import (
 from rallypoint.config.automatic import Choose
 from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
-from rallypoint.data.files import check_dataset_path, check_dataset_rows
+from rallypoint.data.files import check_dataset_rows
+from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.errors import ConfigError, EngineError, how_to_install
+from rallypoint.errors import ConfigError, DataError, EngineError, how_to_install
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
+from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
 from rallypoint.run.trust import unsigned
 from rallypoint.user_code import find_misfits
@@ -71,9 +73,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             yield from _positions(name, path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
         yield from _adapter("model.lora.path", config.model.lora.path)
-    for name, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        for path in paths:
-            yield from _data(name, path)
+    for name in ("data.train", "data.validation"):
+        yield from _data(name, config)
     yield from _generated(config)
     yield from _cache(config)
     if config.cluster.runtime == "ray" and importlib.util.find_spec("ray") is None:
@@ -255,10 +256,17 @@ def _cache(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _data(name: str, path: str) -> Iterator[Problem]:
-    problem = check_dataset_path(path) or check_dataset_rows(path)
-    if problem is not None:
-        yield Problem((name,), f"{name}: {problem}")
+def _data(name: str, config: RunConfig) -> Iterator[Problem]:
+    """Look at what is on this machine; other file systems and the hub are asked when prompts are read."""
+    for dataset in data_sets(config, name):
+        problem = check_dataset_path(dataset.path)
+        if problem is None and is_local(dataset.path):
+            try:
+                problem = check_dataset_rows(files_of(dataset)[0])
+            except DataError as error:
+                problem = str(error)
+        if problem is not None:
+            yield Problem((name,), f"{name}: {problem}")
 
 
 def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], None]) -> tuple[LoadedConfig, RunFolder]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import RECIPES, LoRAConfig, RewardConfig, RunConfig, load_config
-from rallypoint.data import EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
+from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.pool import open_grader
@@ -158,7 +158,8 @@ def evaluate(
     own = settings.model_copy(update={"function": reward, "parameters": {}, "functions": ()})
     with contextlib.closing(open_grader(own if reward else _rewards_of(trained))) as grader:
         grader.load()
-        examples = load_dataset(data)[:max_prompts]
+        columns = config.data.columns.named if config and config.data.columns else {}
+        examples = load_dataset([DataSet(path, columns=columns) for path in data])[:max_prompts]
         tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
         engine = _engine(trained, tokenizer)
         limits = RowLimits.of(engine.model.config)

@@ -69,6 +69,17 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, hidden_toke
     )
 
 
+def measure_sources(scored: Scored, examples: Sequence[Example]) -> Metrics:
+    """Return how many prompts of each `data_source` a step had, and the mean of their scores."""
+    rows: dict[str, list[int]] = {}
+    for place, row in enumerate(scored.kept_rows):
+        rows.setdefault(examples[row].data_source, []).append(place)
+    scores, prompts = scored.batch.scores, scored.batch.prompt_index
+    means = {f"reward/mean/{name}": Mean(float(scores[at].sum()), len(at)) for name, at in rows.items()}
+    counts = {f"rollout/num_prompts/{name}": Sum(len(prompts[at].unique())) for name, at in rows.items()}
+    return Metrics({**means, **counts})
+
+
 def records_of(
     scored: Scored, examples: Sequence[Example], texts: Sequence[str], limit: int
 ) -> tuple[RolloutRecord, ...]:

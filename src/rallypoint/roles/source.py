@@ -24,17 +24,18 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
-from rallypoint.data import EncodedPrompts, PromptStream
+from rallypoint.config.sections.material import path_of, weight_of
+from rallypoint.data import EncodedPrompts, Mixture, PromptStream
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
 from rallypoint.environments.scoring import ModelScores, ScoredGroup, combine
-from rallypoint.errors import GenerationError, RewardError, ScheduleError, StalenessError
+from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
 from rallypoint.roles.groups import Groups, PromptsDone
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampled import RolloutRecord, Sampled, measure, records_of
+from rallypoint.roles.sampled import RolloutRecord, Sampled, measure, measure_sources, records_of
 from rallypoint.roles.sampling import GRACE_S, AbandonedError, GroupUnderWay, Sampler, sampling_params
 from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.run.timeline import StepTimes
@@ -46,6 +47,8 @@ ResultT = TypeVar("ResultT")
 _VALIDATION_STREAM = 2**32
 
 
+_MOST_SOURCES = 32
+"""Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
 PATIENCE_S = 30.0
 """Seconds that a step waits before it names a group that is much slower than the others."""
 
@@ -87,7 +90,8 @@ class RolloutSource:
             clock=clock,
         )
         self._penalty = _penalty_of(config)
-        self._stream = PromptStream(len(train.examples), config.seed, config.data.shuffle)
+        self._stream = _stream_of(config, train)
+        self._sources = sorted({example.data_source for example in train.examples})
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
@@ -263,6 +267,8 @@ class RolloutSource:
         examples = [example for group in scored_groups for example in group.examples]
         texts = [text for group in scored_groups for text in group.texts]
         measured = measure(rows, scored, num_failed=len(failures), hidden_tokens=self._hidden_tokens)
+        if 1 < len(self._sources) <= _MOST_SOURCES:
+            measured = merge(measured, measure_sources(scored, examples))
         records = records_of(scored, examples, texts, max(1, self._config.trainer.num_logged_rollouts))
         return Sampled(scored.batch, merge(measured, scored.metrics), records)
 
@@ -342,3 +348,18 @@ def _penalty_of(config: RunConfig) -> OverlongPenalty | None:
         return None
     max_tokens, buffer = config.overlong
     return OverlongPenalty(max_tokens=max_tokens, buffer=buffer, factor=config.reward.overlong.factor)
+
+
+def _stream_of(config: RunConfig, train: EncodedPrompts) -> PromptStream | Mixture:
+    """Return the order of the prompts: of one set, or of several with weights.
+
+    Raises:
+        DataError: a set with a weight has no prompts.
+    """
+    weights = [weight for one in config.data.train if (weight := weight_of(one)) is not None]
+    if not weights:
+        return PromptStream(len(train.examples), config.seed, config.data.shuffle)
+    parts = [example.part for example in train.examples]
+    if missing := [path_of(one) for part, one in enumerate(config.data.train) if part not in set(parts)]:
+        raise DataError(f"data.train: no prompt of {', '.join(missing)} is left, and it has a weight: leave it out")
+    return Mixture(parts, weights, config.seed, config.data.shuffle)

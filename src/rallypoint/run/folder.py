@@ -31,6 +31,7 @@ from typing import Any
 
 from rallypoint.checkpoint import sync, sync_below
 from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, to_yaml, values_of
+from rallypoint.data.locate import is_local
 from rallypoint.disk import naming
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RunFolderError
@@ -253,12 +254,19 @@ def anchored(config: RunConfig) -> RunConfig:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
     values["rollout"]["schedule"] = _absolute(config.rollout.schedule)
     for name in ("train", "validation"):
-        values["data"][name] = [_absolute(path) for path in values["data"][name]]
+        values["data"][name] = [_anchored_set(one) for one in values["data"][name]]
     for one in (*map(values.get, config.own_functions), values["reward"], *values["reward"]["functions"]):
         file, colon, function = (one["function"] or "").rpartition(":")
         if colon and one["function"] not in SHIPPED:
             one["function"] = f"{_absolute(file)}:{function}"
     return RunConfig.model_validate(values)
+
+
+def _anchored_set(dataset: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return a data set of a config whose path, if it is one of this machine, is absolute."""
+    if isinstance(dataset, dict):
+        return {**dataset, "path": _anchored_set(dataset["path"])}
+    return str(_absolute(dataset)) if is_local(dataset) else dataset
 
 
 def newest_run(name: str, runs_dir: Path) -> Path:

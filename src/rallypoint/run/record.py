@@ -18,8 +18,11 @@ from huggingface_hub import try_to_load_from_cache
 
 from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
+from rallypoint.data.files import fingerprint, is_url
+from rallypoint.data.locate import files_of
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import CheckpointError, DataError
+from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
 
 Inputs = dict[str, dict[str, str]]
@@ -108,9 +111,10 @@ def software() -> dict[str, str]:
 
 
 def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]]]]:
-    for key, paths in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        if paths:
-            yield key, {f"file {place}": _reader(Path(path)) for place, path in enumerate(paths, start=1)}
+    for key in ("data.train", "data.validation"):
+        files = [file for each in data_sets(config, key) for file in files_of(each)]
+        if files:
+            yield key, {f"file {place}": _reader(file) for place, file in enumerate(files, start=1)}
     models = {"model.path": config.model.path} | {f"{role}.path": path for role, path in config.own_models.items()}
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
@@ -134,8 +138,9 @@ def _model(path: str) -> dict[str, Callable[[], str]]:
     return {"revision": lambda: Path(cached).parent.name} if isinstance(cached, str) else {}
 
 
-def _reader(path: Path) -> Callable[[], str]:
-    return lambda: digest(path.expanduser())
+def _reader(path: str | Path) -> Callable[[], str]:
+    """Return what reads a file's digest, or of one on another file system what tells that it has changed."""
+    return lambda: fingerprint(str(path)) if is_url(str(path)) else digest(Path(path).expanduser())
 
 
 def made_inputs(folder: RunFolder) -> Inputs:

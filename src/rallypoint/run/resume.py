@@ -28,6 +28,7 @@ _SAME = {
     "model": "the weights so far are of that model",
     "critic.path": "the critic so far is of that model",
     "data.train": "which prompts come next follows from it",
+    "data.columns": "which prompts there are follows from it",
     "data.generate": "which prompts come next follows from it",
     "data.shuffle": "which prompts come next follows from it",
     "data.max_prompt_tokens": "which prompts there are follows from it",

@@ -46,7 +46,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "type: section for a number": ("seed.x=1", ("seed={x: 1}", "a whole number")),
     "type: number for a section": ("actor=3", ("actor=3", "a section with the keys num_epochs")),
     "type: true for a section": ("kl=true", ("kl=true", "{} switches it on")),
-    "type: number for paths": ("data.train=3", ("data.train=3", "text or a list of texts")),
+    "type: number for paths": (
+        "data.train=3",
+        ("data.train=3", "text, or a list of texts and of objects with the keys path, weight"),
+    ),
     "type: pools": ("cluster.pools.main=2", ("cluster.pools.main=2", "such as {main: [2]}")),
     "type: processes": ("cluster.pools.main=[a]", ("cluster.pools.main=['a'] (command line)", "{main: [2]}")),
     "type: object of python": ("seed=!!python/object:os.system", ("seed (command line)", "python/object:os.system")),
@@ -264,7 +267,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: no model": ("model.create=null", ("model.path: required", "Hugging Face folder")),
     "fit: two data sets": ("data.train=good.jsonl", ("data.train='good.jsonl'", "add data.generate=null")),
     "fit: two validation sets": ("data.validation=good.jsonl", ("data.validation='good.jsonl'", "data.generate=null")),
-    "fit: no data": ("data.generate=null", ("data.train: required", ".parquet or .jsonl")),
+    "fit: no data": ("data.generate=null", ("data.train: required", "expected files, folders or names on the hub")),
     "fit: digits without digits": (
         "data.generate=null data.train=good.jsonl",
         ("reward.function='digits'", "expected file.py:function"),
@@ -336,8 +339,30 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "file: no critic": ("critic.path=critic", ("critic.path='critic'", "no such folder")),
     "file: no data": (f"{DATA} data.train=god.jsonl", ("data.train: god.jsonl", "mean 'good.jsonl'?")),
-    "file: data is a folder": (f"{DATA} data.train=sub", ("data.train: sub is a folder", "expected a file")),
-    "file: data of another kind": (f"{DATA} data.train=good.csv", ("good.csv", ".parquet or .jsonl")),
+    "file: data is a folder": (
+        f"{DATA} data.train=sub",
+        ("data.train: sub is a folder", "that holds no .parquet, .arrow, .jsonl or .csv file"),
+    ),
+    "file: a table of names alone": (f"{DATA} data.train=good.csv", ("good.csv", "no rows")),
+    "data: key of a set": (
+        f'{DATA} data.train=[{{"path":"good.jsonl","wieght":2}}]',
+        ("object has no key wieght", "keys path, weight, subset"),
+    ),
+    "data: set without a path": (f'{DATA} data.train=[{{"weight":2}}]', ("path: field required", "weight: 2")),
+    "data: weight of nothing": (
+        f'{DATA} data.train=[{{"path":"good.jsonl","weight":0}}]',
+        ("weight: input should be gr",),
+    ),
+    "data: weight of one alone": (
+        f'{DATA} data.train=[good.jsonl,{{"path":"sub","weight":2}}]',
+        ("good.jsonl has no weight, and others have", "expected one for each, or for none"),
+    ),
+    "data: weight of validation": (
+        f'{DATA} data.validation=[{{"path":"sub","weight":2}}]',
+        ("data.validation has weights",),
+    ),
+    "data: unknown file system": (f"{DATA} data.train=s4://a/b.jsonl", ("s4 is no file system that fsspec knows",)),
+    "columns: unknown": (f"{DATA} data.columns.promt=q", ("did you mean data.columns.prompt?",)),
     "file: data of 0 bytes": (f"{DATA} data.train=zero.jsonl", ("zero.jsonl is empty (0 bytes)",)),
     "file: parquet of 0 bytes": (f"{DATA} data.train=zero.parquet", ("zero.parquet is empty (0 bytes)",)),
     "file: parquet of 0 rows": (f"{DATA} data.train=no_rows.parquet", ("no_rows.parquet", "no rows")),

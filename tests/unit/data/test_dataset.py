@@ -256,31 +256,28 @@ def test_a_parquet_file_with_damaged_pages_is_named(tmp_path):
 
 
 def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
-    (tmp_path / "data").mkdir()
     (tmp_path / "none").mkdir()
-    write_jsonl(tmp_path / "data" / "train.jsonl", [row()])
-    (tmp_path / "train.csv").write_text("prompt\n1")
+    (tmp_path / "train.tsv").write_text("prompt\n1")
     (tmp_path / "train.json").write_text("[]")
     (tmp_path / "train").write_text("x")
     (tmp_path / "zero.jsonl").touch()
     write_jsonl(tmp_path / "blank.jsonl", ["", ""])
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "norows.parquet")
     problems = {
-        "data": "data is a folder, expected a file; name its files instead: train.jsonl",
-        "none": "none is a folder, expected a file; it holds no .parquet or .jsonl file",
-        "train.csv": "expected a file that ends in .parquet or .jsonl, found .csv",
-        "train.json": "ends in .parquet or .jsonl (write one JSON object a line), found .json",
-        "train": "expected a file that ends in .parquet or .jsonl, found no ending",
+        "none": "none is a folder that holds no .parquet, .arrow, .jsonl or .csv file",
+        "train.tsv": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found .tsv",
+        "train.json": "ends in .parquet, .arrow, .jsonl or .csv (write one JSON object a line), found .json",
+        "train": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found no ending",
         "zero.jsonl": "zero.jsonl is empty (0 bytes)",
         "blank.jsonl": "blank.jsonl has no rows",
         "norows.parquet": "norows.parquet has no rows",
-        "tran.csv": "tran.csv does not exist (no such file); did you mean 'train.csv'?",
+        "tran.tsv": "tran.tsv does not exist (no such file); did you mean 'train.tsv'?",
         "nowhere/a.jsonl": f"does not exist (no such folder {tmp_path / 'nowhere'})",
     }
     for name, problem in problems.items():
         assert problem in refusal(tmp_path / name)
     together = refusal(*(tmp_path / name for name in problems))
-    assert together.startswith("10 problems in the data:")
+    assert together.startswith("9 problems in the data:")
     assert all(problem in together for problem in problems.values())
 
 
@@ -338,8 +335,8 @@ def test_columns_of_other_data_sets_are_named_once_with_what_they_are_called_her
     said = refusal(path)
     assert "2 problems" in said
     first = "train.jsonl, line 1: column"
-    assert f"{first} 'prompt' is missing; 'question' may be it: write the file with 'prompt' in its place" in said
-    assert f"{first} 'reward_model' is missing; 'answer' may be it: write the file with 'ground_truth' in" in said
+    assert f"{first} 'prompt' is missing; 'question' may be it: set data.columns.prompt=question" in said
+    assert f"{first} 'reward_model' is missing; 'answer' may be it: set data.columns.ground_truth=answer" in said
     assert said.count("(and 2 lines more)") == 2
 
 

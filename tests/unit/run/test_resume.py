@@ -127,7 +127,7 @@ def test_an_edited_file_is_found_by_its_content(run: RunFolder, material: Path):
         resumed(run)
     assert [change.partition(":")[0] for change in raised.value.changes] == ["data.train", "model.path"]
     (material / "b.jsonl").unlink()
-    with pytest.raises(DataError, match=r"b\.jsonl: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"b\.jsonl does not exist \(no such file\)"):
         resumed(run)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Strict
+from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_serializer
 
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.sections.places import MeshConfig, PlacementConfig
@@ -59,11 +59,75 @@ class GenerateDataConfig(Section):
     )
 
 
+class ColumnsConfig(Section):
+    """What the columns are called in the files; null: as here."""
+
+    prompt: str | None = key(None, help="Column of the prompt: text, or a list of messages.")
+    ground_truth: str | None = key(None, help="Column of the right answer; that of prompt: its last message.")
+    data_source: str | None = key(None, help="Column of what a reward function chooses by.")
+    ability: str | None = key(None, help="Column of the ability.")
+    extra_info: str | None = key(None, help="Column of an object for the reward function.")
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Our names of the columns that have others, with these."""
+        return {name: str(column) for name, column in self if column is not None}
+
+
+class DataSetConfig(Section):
+    """A data set of several, or one of which a path does not say enough."""
+
+    path: str
+    weight: float | None = Field(None, gt=0, le=1e6)
+    """Share of the prompts beside that of the others; None: each prompt of it occurs once an epoch."""
+    subset: str | None = None
+    """Folder of its files inside path."""
+    split: str | None = None
+    columns: ColumnsConfig | None = None
+    """Its own in place of data.columns."""
+    data_source: str | None = None
+    """What rows are called that do not say it themselves."""
+
+    @model_serializer
+    def _short(self) -> dict[str, object]:
+        """Leave out what is not set."""
+        found: dict[str, object] = {name: value for name, value in self if value is not None}
+        return found if self.columns is None else found | {"columns": self.columns.named}
+
+
+def _listed(value: object) -> object:
+    """Let one data set stand for a list of one."""
+    return cast("object", value) if isinstance(value, list | tuple) else (value,)
+
+
+def _kind(value: object) -> str:
+    return "object" if isinstance(value, dict | DataSetConfig) else "text"
+
+
+DataSets = Annotated[
+    tuple[Annotated[Annotated[str, Tag("text")] | Annotated[DataSetConfig, Tag("object")], Discriminator(_kind)], ...],
+    Strict(False),
+    BeforeValidator(_listed),
+]
+"""One data set, or a list of them: each a path, or an object with keys."""
+
+
+def path_of(dataset: str | DataSetConfig) -> str:
+    """Return the path of a data set."""
+    return dataset if isinstance(dataset, str) else dataset.path
+
+
+def weight_of(dataset: str | DataSetConfig) -> float | None:
+    """Return the share of a data set in a mixture; None if it has none."""
+    return None if isinstance(dataset, str) else dataset.weight
+
+
 class DataConfig(Section):
     """Rows of the data: exactly one of train and generate."""
 
-    train: Texts = key((), help="Parquet or jsonl files, or one such file.")
-    validation: Texts = key((), help="The same for validation; empty for none.")
+    train: DataSets = key((), help="Files, folders, URLs or names on the hub; as {path, weight, ...} a mixture.")
+    validation: DataSets = key((), help="The same for validation; empty for none.")
+    columns: ColumnsConfig | None = section(None, help="Names of the columns in the files; null: as here.")
     generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
     num_examples: int = key(
         64, at_least=1, at_most=2**20, unit="examples", help="Conversations or pairs of a step, where none are sampled."

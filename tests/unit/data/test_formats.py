@@ -1,0 +1,177 @@
+"""Data as people have it: formats, folders, other file systems, other names of columns; and twenty kinds of damage."""
+
+import gzip
+import json
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rallypoint.data import DataSet, Message, load_dataset
+from rallypoint.data.locate import choose, files_of, is_hub_name
+from rallypoint.errors import DataError
+
+ROWS = [{"prompt": "1+2?", "ground_truth": "3"}, {"prompt": "2+2?", "ground_truth": "4"}]
+GSM = {"columns": {"prompt": "question", "ground_truth": "answer"}}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def texts(dataset):
+    return [(one.prompt[-1].content, one.ground_truth) for one in dataset]
+
+
+def arrow(path, rows, kind=pa.ipc.new_stream):
+    table = pa.Table.from_pylist(rows)
+    with kind(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_every_format_gives_the_same_examples(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\ufeff" + lines(ROWS))
+    (tmp_path / "a.csv").write_text("\ufeffprompt,ground_truth,more\n1+2?,3,\n\n2+2?,4,x\n")
+    arrow(tmp_path / "a.arrow", ROWS)
+    arrow(tmp_path / "b.arrow", ROWS, pa.ipc.new_file)
+    for name in ("a.parquet", "a.jsonl", "a.csv", "a.arrow", "b.arrow"):
+        assert texts(load_dataset([tmp_path / name])) == [("1+2?", "3"), ("2+2?", "4")], name
+    assert [one.name for one in load_dataset([tmp_path / "a.csv"])] == ["a.csv:2", "a.csv:4"]
+
+
+def test_columns_have_the_names_that_are_said(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(lines([{"question": "1+2?", "answer": "#### 3", "prompt": "not this"}]))
+    example = load_dataset([DataSet(str(path), **GSM)])[0]
+    assert (example.prompt, example.ground_truth) == ((Message("user", "1+2?"),), "#### 3")
+    assert example.data_source == "gsm8k"
+    pq.write_table(pa.table({"question": ["1+2?"], "answer": ["3"], "reward_model": ["x"]}), tmp_path / "a.parquet")
+    assert texts(load_dataset([DataSet(str(tmp_path / "a.parquet"), **GSM, data_source="lab")])) == [("1+2?", "3")]
+
+
+def test_a_conversation_may_hold_prompt_and_answer(tmp_path):
+    turns = [("system", "Add."), ("user", "1+2?"), ("assistant", "3")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([{"messages": messages}, {"messages": messages[:2]}]))
+    both = {"columns": {"prompt": "messages", "ground_truth": "messages"}}
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2, column messages: expected the right answer, found null"):
+        load_dataset([DataSet(str(path), **both)])
+    path.write_text(lines([{"messages": messages}]))
+    example = load_dataset([DataSet(str(path), **both)])[0]
+    assert example.prompt == (Message("system", "Add."), Message("user", "1+2?"))
+    assert example.ground_truth == "3"
+
+
+def test_a_folder_is_read_by_split_and_subset_as_the_hub_lays_it_out(tmp_path):
+    for name in ("main/train-00001-of-00002", "main/train-00000-of-00002", "main/test-00000-of-00001", "other/train-0"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        row = {"prompt": name, "ground_truth": "1"}
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match="has several subsets: main, other; choose one"):
+        load_dataset([tmp_path])
+    main = DataSet(str(tmp_path), subset="main")
+    assert [one.prompt[0].content for one in load_dataset([main])] == [
+        "main/train-00000-of-00002",
+        "main/train-00001-of-00002",
+    ]
+    held_out = DataSet(str(tmp_path), subset="main", splits=("validation", "test"))
+    assert [one.data_source for one in load_dataset([held_out])] == [tmp_path.name]
+    with pytest.raises(DataError, match="has no subset 'mian'; it has main/test"):
+        load_dataset([DataSet(str(tmp_path), subset="mian")])
+    with pytest.raises(DataError, match="has no split validation; it has main/"):
+        files_of(DataSet(str(tmp_path), subset="main", splits=("validation",)))
+
+
+def test_a_folder_that_datasets_saved_is_read(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        arrow(tmp_path / split / "data-00000-of-00001.arrow", ROWS[:1] if split == "train" else ROWS)
+        arrow(tmp_path / split / "cache-1234.arrow", ROWS)
+        (tmp_path / split / "state.json").write_text("{}")
+    assert len(load_dataset([tmp_path])) == 1
+    assert len(load_dataset([DataSet(str(tmp_path), splits=("test",))])) == 2
+    assert choose(["data-00000-of-00001.arrow", "state.json"], DataSet("x")) == ["data-00000-of-00001.arrow"]
+
+
+def test_files_of_another_file_system_are_read_through_fsspec():
+    system = fsspec.filesystem("memory")
+    with system.open("/lab/train.jsonl", "w") as file:
+        file.write(lines(ROWS))
+    assert texts(load_dataset(["memory://lab/train.jsonl"])) == texts(load_dataset(["memory://lab"]))
+    with pytest.raises(DataError, match=r"none\.jsonl cannot be read"):
+        load_dataset(["memory://lab/none.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("path", "is_hub"),
+    [("openai/gsm8k", True), ("gsm8k", False), ("./a/b", False), ("a/b.csv", False), ("s3://a/b", False)],
+)
+def test_a_name_on_the_hub_is_no_path(path, is_hub):
+    assert is_hub_name(path) is is_hub
+
+
+def row(**changes):
+    return json.dumps({**ROWS[0], **changes}) + "\n"
+
+
+GOOD, TABLE = row(), pa.Table.from_pylist(ROWS)
+BROKEN = {
+    "null for a prompt": ("a.jsonl", GOOD + row(prompt=None), "line 2, column prompt: expected a list of messages"),
+    "null for an answer": ("a.jsonl", GOOD + row(ground_truth=None), "line 2, column ground_truth: expected the right"),
+    "number for a prompt": ("a.jsonl", row(prompt=3), "line 1, column prompt: .* found number 3"),
+    "mixed types": ("a.jsonl", GOOD + row(ground_truth=3), "line 2, column ground_truth: expected text as in line 1"),
+    "an answer that is not a number": ("a.jsonl", row(ground_truth=float("nan")), "line 1: not valid JSON: NaN"),
+    "cut off in a row": ("a.jsonl", GOOD + GOOD[:20], "line 2: not valid JSON"),
+    "empty": ("a.jsonl", "", r"is empty \(0 bytes\)"),
+    "blank lines alone": ("a.jsonl", "\n\n", "has no rows"),
+    "names alone": ("a.csv", "prompt,ground_truth\n", "has no rows"),
+    "a table without rows": ("a.parquet", TABLE.slice(0, 0), "has no rows"),
+    "no UTF-8": ("a.jsonl", GOOD.encode() + b'{"prompt": "\xff"}\n', "line 2: not valid UTF-8"),
+    "no UTF-8 in a table": ("a.csv", b"prompt,ground_truth\n\xff,1\n", "not valid UTF-8"),
+    "UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "is UTF-16: write it in UTF-8"),
+    "gzip under another name": ("a.jsonl", gzip.compress(GOOD.encode()), "is compressed with gzip"),
+    "gzip called parquet": ("a.parquet", gzip.compress(GOOD.encode()), "is compressed with gzip"),
+    "lines called parquet": ("a.parquet", GOOD, "cannot be read as parquet"),
+    "lines called arrow": ("a.arrow", GOOD, "cannot be read as arrow"),
+    "parquet called lines": ("a.jsonl", TABLE, "is a parquet file: let its name end in"),
+    "one list of all rows": ("a.jsonl", "[" + GOOD.strip() + "]\n", "line 1: expected a JSON object, found a list of"),
+    "a field too few": ("a.csv", "prompt,ground_truth\n1,2\n1\n", "line 3: expected 2 fields, found 1"),
+    "a quote without an end": ("a.csv", 'prompt,ground_truth\n"1,2\n', "line 2: not valid CSV"),
+    "a name twice": ("a.csv", "prompt,prompt\n1,2\n", "the column 'prompt' is there 2 times"),
+    "a key twice": ("a.jsonl", '{"prompt": "1", "prompt": "2"}\n', "line 1: .* the key 'prompt' is there 2 times"),
+    "no messages": ("a.jsonl", row(prompt=[]), "column prompt: expected a list of messages or text"),
+    "a role of its own": (
+        "a.jsonl",
+        row(prompt=[{"role": "human", "content": "1"}]),
+        r"prompt\[0\]\.role: expected one",
+    ),
+    "a column is missing": (
+        "a.csv",
+        "question,ground_truth\n1,2\n",
+        "'question' may be it: set data.columns.prompt=qu",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_an_error_that_names_file_row_and_column(tmp_path, kind):
+    name, content, problem = BROKEN[kind]
+    path = tmp_path / name
+    if isinstance(content, pa.Table):
+        pq.write_table(content, path)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=problem) as raised:
+        load_dataset([path])
+    assert name in str(raised.value)
+
+
+def test_a_column_that_was_named_and_is_not_there_is_named_with_its_key(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([{"question": "1", "answers": "2"}]))
+    problem = r"column 'answer', which data\.columns\.ground_truth names, is missing; did you mean 'answers'"
+    with pytest.raises(DataError, match=problem):
+        load_dataset([DataSet(str(path), **GSM)])
