@@ -78,7 +78,7 @@ class DataSetConfig(Section):
     """A data set of several, or one of which a path does not say enough."""
 
     path: str
-    weight: float | None = Field(None, gt=0, le=1e6)
+    weight: float | None = Field(default=None, gt=0, le=1e6)
     """Share of the prompts beside that of the others; None: each prompt of it occurs once an epoch."""
     subset: str | None = None
     """Folder of its files inside path."""
