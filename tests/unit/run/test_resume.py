@@ -211,11 +211,12 @@ def test_a_checkpoint_without_a_record_is_named(run: RunFolder):
 
 
 def test_every_entry_of_the_rule_is_a_key_or_a_section_and_stands_on_one_list():
-    known = {key for key, _ in values_of(config_with_everything())}
+    known = {key for config in configs_with_everything() for key, _ in values_of(config)}
     entries = [*_SAME, *_ROUNDING, *_FREE]
     assert len(entries) == len(set(entries))
     assert [entry for entry in entries if not any(f"{key}.".startswith(f"{entry}.") for key in known)] == []
 
 
-def config_with_everything() -> RunConfig:
-    return load_config("digits", ["model.lora={}"]).config
+def configs_with_everything() -> tuple[RunConfig, RunConfig]:
+    taught = ["teacher={path: teacher}", "model.path=student", "data.train=prompts.jsonl"]
+    return load_config("digits", ["model.lora={}"]).config, load_config("opd", taught, draft=True).config
