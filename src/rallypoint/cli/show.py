@@ -125,6 +125,8 @@ def _batches(loaded: LoadedConfig, plan: RunPlan) -> tuple[str, list[str]]:
         f"{'rows' if config.trains_on_files else 'rollouts':13}  {plan.num_prompts} {what} = {plan.num_rows} rows",
         f"tokens         at most {plan.num_rows} x {longest} = {plan.max_tokens:,}",
     ]
+    if most := config.rollout.max_staleness:
+        lines.append(f"sampled ahead  at most {config.max_groups} prompts under way; rollouts at most {most} steps old")
     for role, (num_updates, num_rows, num_micro_batches) in plan.updates.items():
         ranks = config.num_parts(role)
         lines += [

@@ -195,7 +195,7 @@ class Pool:
         self._new = functools.partial(Child, work, log)
         # The kernel ends a process with the thread that started it, so these threads live as long as the pool.
         self._threads = ThreadPoolExecutor(num_processes or min(num_cores(), _MAX_PROCESSES), "reward")
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._is_closed = False
         self._idle: list[Child] = []
         self._starting: set[Child] = set()
@@ -203,10 +203,11 @@ class Pool:
 
     def load(self) -> None:
         """Start the first process, which says whether the function can be called at all."""
-        if self._is_loaded:
-            return
-        first = self._threads.submit(self._take).result()
-        self.wants, self._is_loaded = first.wants, True
+        with self._loading:  # several batches may be scored at once
+            if self._is_loaded:
+                return
+            first = self._threads.submit(self._take).result()
+            self.wants, self._is_loaded = first.wants, True
         with self._lock:
             self._idle.append(first)
 

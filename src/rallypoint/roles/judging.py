@@ -68,17 +68,19 @@ def compare(
     return merge(metrics, gap_metrics(rollout_logprobs, old_logprobs))
 
 
-def check_gap(metrics: Metrics, checks: CheckConfig) -> None:
+def check_gap(metrics: Metrics, checks: CheckConfig, *, steps_behind: int = 0) -> None:
     """Check the gap that `compare` found in all rows of a step.
 
     Raises:
         OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
     """
     found = metrics.scalars()
-    if GAP_MEAN in found and not found[GAP_MEAN] <= checks.rollout_gap:
+    bound = checks.rollout_gap * (1 + steps_behind)  # each step may move the policy that far
+    if GAP_MEAN in found and not found[GAP_MEAN] <= bound:
+        behind = f", for each of {1 + steps_behind} steps" if steps_behind else ""
         raise OffPolicyError(
             f"rollout_logprobs and old_logprobs differ by {found[GAP_MEAN]:.3g} nats on average "
-            f"(checks.rollout_gap={checks.rollout_gap:g}); worst at prompt {found[WORST_PROMPT]:.0f} sample "
+            f"(checks.rollout_gap={checks.rollout_gap:g}{behind}); worst at prompt {found[WORST_PROMPT]:.0f} sample "
             f"{found[WORST_SAMPLE]:.0f}, token {found[WORST_PLACE]:.0f} of its row: "
             f"{found[WORST_ROLLOUT]:.3f} sampled, {found[WORST_OLD]:.3f} recomputed"
         )
@@ -97,7 +99,7 @@ def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
     at = batch.loss_mask.nonzero().flatten()
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[at]
     metrics = compare(batch, at, batch.old_logprobs[at], reference)
-    check_gap(metrics, checks)
+    check_gap(metrics, checks, steps_behind=batch.steps_behind)
     return metrics
 
 

@@ -56,9 +56,11 @@ class Group:
 class _Client:
     """Samples for one episode, see `Client`: each turn continues the tokens of those before."""
 
-    def __init__(self, rollouts: Rollouts, params: SamplingParams, prompt: int, sample: int, rank: int) -> None:
+    def __init__(
+        self, rollouts: Rollouts, params: SamplingParams, prompt: int, sample: int, rank: int, max_tokens: int
+    ) -> None:
         self.params, self.prompt_index = params, prompt
-        self._rollouts, self._sample, self._rank = rollouts, sample, rank
+        self._rollouts, self._sample, self._rank, self._max_tokens = rollouts, sample, rank, max_tokens
         self._tokens: tuple[int, ...] = ()
         self._num_turns = 0
 
@@ -68,6 +70,15 @@ class _Client:
         if self._num_turns:
             params = dataclasses.replace(params, seed=params.seed + self._num_turns * _NEXT_TURN)
         tokens = self._tokens + added
+        room = self._max_tokens - len(tokens)
+        if room < 1 and self._num_turns:
+            raise GenerationError(
+                f"prompt {self.prompt_index} sample {self._sample}: turn {self._num_turns + 1} begins with "
+                f"{len(tokens)} tokens, and a row may have {self._max_tokens}; raise rollout.max_response_tokens"
+            )
+        if self._num_turns and room < params.max_new_tokens:
+            least = min(room, params.min_new_tokens)
+            params = dataclasses.replace(params, max_new_tokens=room, min_new_tokens=least)
         request = Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
         turn = as_turn(added, await self._rollouts.sample(request, self._rank))
         self._tokens = tokens + turn.response  # a turn that failed leaves nothing behind: an episode may repeat it
@@ -193,7 +204,8 @@ class Sampler:
         cohort.running.add_done_callback(self._look_at)
         for place, (index, prompt) in enumerate(prompts.items()):
             rank, times = self._rollouts.rank_of(place, len(prompts)), Times(admitted=self._clock())
-            clients = [_Client(self._rollouts, params, index, number, rank) for number in range(group_size)]
+            most = self._config.max_row_tokens
+            clients = [_Client(self._rollouts, params, index, number, rank, most) for number in range(group_size)]
             sampled = asyncio.create_task(self._sample(place, prompt, clients, times, scoring))
             sampled.add_done_callback(self._look_at)
             group = GroupUnderWay(index, prompt.example.name, rank, cohort, sampled, loop.create_future(), times)

@@ -162,8 +162,10 @@ class RolloutSource:
             del self._under_way[index]
         step = self._groups.num_taken // self._config.rollout.num_prompts
         idle = self._times.taken(step, groups, self.rollouts.take_busy_s())
-        metrics = merge(sampled.metrics, ages, idle) if self._config.rollout.max_staleness else sampled.metrics
-        sampled = dataclasses.replace(sampled, metrics=metrics)
+        if self._config.rollout.max_staleness:
+            behind = int(ages.scalars()["rollout/staleness_max"])
+            batch = dataclasses.replace(sampled.batch, steps_behind=behind)
+            sampled = dataclasses.replace(sampled, batch=batch, metrics=merge(sampled.metrics, ages, idle))
         self.records = sampled.records
         if self._penalty is None:
             return sampled

@@ -138,6 +138,8 @@ class ScoredBatch(RolloutBatch):
     """[T] float32: the reward that arrives with each token; zero where `loss_mask` is False."""
     reward_parts: Tensor | None = per_row(optional=True, columns=True)
     """[B, K] float64: the score by each of K rewards before it is weighed; None where there is one reward."""
+    steps_behind: int = 0
+    """Steps that the oldest weights that sampled a token are behind the actor's."""
     part_names: tuple[str, ...] = ()
     """Name of each of the K rewards."""
 

@@ -56,6 +56,31 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "type: number for two": ("actor.optimizer.betas=0.9", ("betas=0.9", "such as [0.9, 0.95]")),
     "type: one of two": ("actor.optimizer.betas=[0.9]", ("betas=[0.9]", "2 numbers, each from 0 to 0.99999")),
     "type: text in a list": ("actor.optimizer.betas=[0.9,high]", ("betas=[0.9, 'high']", "2 numbers")),
+    # Sampling ahead.
+    "staleness: no room": (
+        "rollout.max_staleness=1",
+        ("pool 'main' has actor, reference, critic, too", "'cluster.pools={main: [1], sampling: [1]}' rollout.placeme"),
+    ),
+    "staleness: no correction": (
+        "rollout.max_staleness=1 loss.name=gspo",
+        ("rollouts of older weights", "loss.name=gspo", "loss.name=decoupled", "correction=[{name: tis, cap: 2.0}]"),
+    ),
+    "staleness: a window that leaves no room": (
+        "rollout.max_staleness=1 rollout.window=200",
+        ("rollout.window=200", "expected at most 129 with rollout.max_staleness=1, or rollout.max_staleness=2"),
+    ),
+    "staleness: a schedule of nothing": (
+        "rollout.schedule=schedule.jsonl",
+        ("rollout.max_staleness=0 samples and trains in turns", "leave it out"),
+    ),
+    "staleness: an endpoint that hardly answers": (
+        "rollout.max_staleness=1 rollout.serve=0",
+        ("sampled while training samples nothing", "expected null, or rollout.max_staleness=0"),
+    ),
+    "staleness: an engine that computes again": (
+        "rollout.engine=vllm rollout.on_load=keep",
+        ("rollout.on_load='keep' is for our own engine", "leave it at recompute"),
+    ),
     # Shaping.
     "overlong: never reached": (
         "reward.overlong.max_tokens=20480",

@@ -42,6 +42,13 @@ def test_the_worst_token_is_named_by_prompt_sample_and_place(batch):
         check_judged(batch, CheckConfig(rollout_gap=0.05))
 
 
+def test_each_step_that_rollouts_are_behind_may_widen_the_gap_as_much(batch):
+    behind = dataclasses.replace(batch, steps_behind=1)
+    check_judged(behind, CheckConfig(rollout_gap=0.06))
+    with pytest.raises(OffPolicyError, match=r"checks.rollout_gap=0.04, for each of 2 steps"):
+        check_judged(behind, CheckConfig(rollout_gap=0.04))
+
+
 def test_every_run_measures_how_far_sampler_and_trainer_are_apart(batch):
     """Gaps of 0, 0.1, 0 and -0.3 nats at the four trained tokens; that of a prompt does not count."""
     found = check_judged(batch, CheckConfig()).scalars()

@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import gc
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -59,6 +61,14 @@ class FakeRollouts:
         self.num_stops += 1
 
 
+class InThreads(Inline):
+    """Calls the function for each response in a thread of its own."""
+
+    def submit(self, calls):
+        threads, one = ThreadPoolExecutor(len(calls)), super().submit
+        return [threads.submit(lambda call=call: one([call])[0].result()) for call in calls]
+
+
 class FakeTokenizer:
     all_special_ids = (0,)
 
@@ -78,8 +88,7 @@ def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, s
         stop_tokens=(0,),
         grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
         reward_model=RewardModel(CONFIG, None),
-        say=lambda line: None,
-        **options,
+        **{"say": lambda line: None, **options},
     )
 
 
@@ -119,6 +128,23 @@ def test_an_environment_of_two_turns_is_sampled_on_the_same_road_and_trains_its_
     assert second.tokens == (*first.tokens, 12, 21, 7, 12)
     assert first.params.seed != second.params.seed
     assert dataclasses.replace(second.params, seed=first.params.seed) == first.params
+
+
+async def goes_on(prompt, client):
+    """Ask until there is no room."""
+    turns = [await client.sample(prompt.tokens)]
+    while True:
+        turns.append(await client.sample((7, 7, 7)))
+
+
+def test_a_turn_without_room_in_its_row_fails_that_rollout_and_not_the_run():
+    async def main():
+        rollouts = FakeRollouts()
+        with pytest.raises(GenerationError, match="turn 4 begins with 17 tokens, and a row may have 13; raise"):
+            await make_source(rollouts, episode=goes_on).next_batch()
+        return [request.params.max_new_tokens for p, s, _, request in rollouts.asked if (p, s) == (0, 0)]
+
+    assert asyncio.run(main()) == [5, 5, 1]
 
 
 async def tries_twice(prompt, client):
@@ -206,3 +232,107 @@ def test_a_batch_that_no_weights_were_loaded_for_is_refused():
             await source.next_batch()
 
     asyncio.run(main())
+
+
+def test_a_token_older_than_the_bound_stops_the_run():
+    async def main():
+        rollouts = FakeRollouts()
+        source = make_source(rollouts, sampling={"max_staleness": 1})
+        for version in (4, 8):
+            await source.next_batch()
+            rollouts.load(version)
+            rollouts.version = 0  # as of a rank that has missed the load
+        with pytest.raises(
+            StalenessError, match=r"prompt 8 was sampled from version 0; the newest is 8, .* allowed is 4"
+        ):
+            await source.next_batch()
+
+    asyncio.run(main())
+
+
+def test_a_window_lets_a_step_overtake_a_straggler_and_the_straggler_is_taken_later():
+    async def main():
+        rollouts, straggler = FakeRollouts(), asyncio.Event()
+        answer = rollouts.sample
+
+        async def sample(request, rank):
+            if request.prompt_index == 0:
+                await straggler.wait()
+            return await answer(request, rank)
+
+        rollouts.sample = sample
+        source = make_source(rollouts, sampling={"max_staleness": 2, "window": P + 1})
+        first = await source.next_batch()
+        kept = source.done
+        rollouts.load(1)
+        straggler.set()
+        second = await source.next_batch()
+        await source.close()
+        return first.batch.prompt_index.unique().tolist(), kept, second.batch.prompt_index.unique().tolist()
+
+    first, kept, second = asyncio.run(main())
+    assert first == [1, 2, 3, 4]
+    assert (kept.num_taken, kept.oldest, kept.ahead) == (P, 0, (1, 2, 3, 4))
+    assert second[0] == 0
+
+
+@pytest.mark.parametrize("is_reward", [False, True], ids=["rank", "reward"])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_reward, max_staleness):
+    said, free = [], threading.Event()
+
+    def score(solution_str, **row):
+        return float(free.wait(60)) if is_reward and solution_str.startswith("12 ") else 1.0
+
+    async def main():
+        rollouts, named = FakeRollouts(), asyncio.Event()
+        answer = rollouts.sample
+
+        async def sample(request, rank):
+            if not is_reward and request.prompt_index == 2:
+                await asyncio.to_thread(free.wait, 60)
+            return await answer(request, rank)
+
+        def say(line):
+            said.append(line)
+            named.set()
+
+        rollouts.sample = sample
+        source = make_source(
+            rollouts,
+            sampling={"max_staleness": max_staleness},
+            grader=InThreads(score),
+            say=say,
+            patience_s=0.02,
+        )
+        batch = asyncio.create_task(source.next_batch())
+        await asyncio.wait_for(named.wait(), 60)
+        free.set()
+        sampled = await batch
+        await source.close()
+        return sampled
+
+    sampled = asyncio.run(main())
+    assert sampled.batch.prompt_index.tolist() == [p for p in range(P) for _ in range(G)]
+    doing = "scored" if is_reward else "sampled by rank 1 of rollout"
+    assert f"the step waits for 1 of {P} prompts: train:" in said[0]
+    assert "prompt 2 of the run, has been under way for" in said[0]
+    assert f"is being {doing}; most others took" in said[0]
+
+
+def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():
+    async def main():
+        rollouts = FakeRollouts()
+        source = make_source(rollouts, sampling={"max_staleness": 1})
+        await source.next_batch()
+        rollouts.load(3)
+        sampled = await source.next_batch()  # of version 0, but for what was sampled since
+        await source.close()
+        return sampled
+
+    sampled = asyncio.run(main())
+    batch, metrics = sampled.batch, sampled.metrics.scalars()
+    assert (batch.token_versions[batch.loss_mask].view(-1, 2) == batch.versions.unsqueeze(1)).all()
+    assert metrics["rollout/staleness_max"] == float((batch.versions < 3).any())
+    assert metrics["rollout/staleness_mean"] == pytest.approx(float((batch.versions < 3).double().mean()))
+    assert 0 <= metrics["actor/idle"] <= 1
