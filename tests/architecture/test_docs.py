@@ -56,6 +56,8 @@ def problem_with_values(name: str, arguments: list[str]) -> str | None:
     except Exception as error:  # noqa: BLE001 - typer may bring a click of its own, with its own errors
         return f"{type(error).__name__} {error}"
     recipe = arguments[0]
+    if recipe.startswith("--from-"):  # keys of others
+        return None
     overrides = [a for a in arguments if re.match(r"[a-z][\w.]*=", a)] if name in {"train", "config"} else []
     if recipe == "digits":  # it is whole, so that values can be checked as well
         try:

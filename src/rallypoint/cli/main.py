@@ -55,14 +55,30 @@ def train(
 
 @app.command()
 def config(
-    recipe: Config,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A shipped recipe, a .yaml file, or a run folder.")
+    ] = None,
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also print what each key means, and its range.")] = False,
+    from_verl: Annotated[
+        str | None, typer.Option("--from-verl", help="Translate a command line or a YAML file of verl's.")
+    ] = None,
+    from_trl: Annotated[
+        str | None, typer.Option("--from-trl", help="Translate arguments of TRL's GRPOConfig or PPOConfig.")
+    ] = None,
 ) -> None:
-    """Print every key of a config with its value and where it was set."""
-    from rallypoint.cli.show import print_config
+    """Print every key of a config with its value and where it was set; or a config of another project as ours."""
+    if sum(one is not None for one in (recipe, from_verl, from_trl)) != 1:
+        raise typer.BadParameter("expected one of RECIPE, --from-verl and --from-trl")
+    if recipe is not None:
+        from rallypoint.cli.show import print_config
 
-    print_config(recipe, overrides or [], explain=explain)
+        print_config(recipe, overrides or [], explain=explain)
+        return
+    from rallypoint.config import translate
+
+    found = translate.from_trl(from_trl) if from_trl is not None else translate.from_verl(from_verl or "")
+    typer.echo(found.as_yaml(), nl=False)
 
 
 @app.command()

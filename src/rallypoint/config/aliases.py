@@ -48,6 +48,15 @@ _ESTIMATORS = (
 _SCHEDULES = (("constant_with_warmup", "constant"), ("cosine_with_min_lr", "cosine"))
 _DTYPES = (("bf16", "bfloat16"), ("fp32", "float32"), ("torch.bfloat16", "bfloat16"), ("torch.float32", "float32"))
 _TRUNCATIONS = (("left", "truncate"), ("right", "truncate"), ("middle", "truncate"))
+_AGGREGATIONS = (
+    ("token-mean", "token"),
+    ("seq-mean-token-mean", "sequence"),
+    ("seq-mean-token-sum-norm", "fixed_length"),
+    ("grpo", "sequence"),
+    ("bnpo", "token"),
+    ("dapo", "token"),
+    ("dr_grpo", "fixed_length"),
+)
 _PER_STEP = "a step has rollout.num_prompts x rollout.group_size rows, cut into actor.num_mini_batches optimizer steps"
 _BY_TOKENS = "micro-batches are cut by tokens, never by rows"
 
@@ -228,7 +237,13 @@ ALIASES: tuple[Alias, ...] = (
         note="it is an option of the command: rally train RUN_FOLDER --resume",
     ),
     Alias(
-        "logger report_to use_wandb logging_steps project_name log_with",
+        "logger report_to log_with",
+        ("trainer.tracking",),
+        "any of tensorboard, wandb, mlflow; each run writes metrics.jsonl in any case",
+    ),
+    Alias("use_wandb", ("trainer.tracking",), values=(("true", "trainer.tracking=wandb"),)),
+    Alias(
+        "logging_steps project_name",
         note="each run writes metrics.jsonl, rollouts/ and curve.png into its folder, at every step",
     ),
     Alias(
@@ -241,8 +256,69 @@ ALIASES: tuple[Alias, ...] = (
         ("cluster.pools",),
         "a count of processes for each node: {main: [8, 8]} is two nodes",
     ),
+    # What has a key of another kind, or needs none.
+    Alias("loss_agg_mode loss_type", ("aggregation",), values=_same("aggregation", _AGGREGATIONS)),
+    Alias("use_token_level_loss", ("aggregation",), values=(("true", "aggregation=token"),)),
+    Alias("val_kwargs.temperature", (f"validation.temperature={VALUE}",)),
+    Alias("val_kwargs.do_sample", ("validation.temperature",), values=(("false", "validation.temperature=0"),)),
+    Alias("use_rslora", (f"model.lora.rslora={VALUE}",)),
+    Alias("lora.target_modules lora_target_modules model.target_modules", (f"model.lora.target_modules={VALUE}",)),
+    Alias("val_max_samples", (f"validation.max_prompts={VALUE}",), values=(("-1", "validation.max_prompts=null"),)),
+    Alias("trainer.device", (f"cluster.device={VALUE}",)),
+    Alias(
+        "use_remove_padding use_rmpad use_dynamic_bsz log_prob_use_dynamic_bsz padding_free balance_batch "
+        "group_by_length",
+        note="rows are packed without padding, and balanced, always",
+    ),
+    Alias(
+        "param_offload optimizer_offload grad_offload offload_policy free_cache_engine enforce_eager "
+        "vllm_enable_sleep_mode",
+        note="engine.sleep=true keeps roles that share a pool in CPU memory while others have their turn",
+    ),
+    Alias(
+        "log_prob_micro_batch_size reward_model.micro_batch_size forward_micro_batch_size_per_gpu "
+        "forward_max_token_len_per_gpu max_num_batched_tokens per_device_eval_batch_size val_batch_size "
+        "local_rollout_forward_batch_size",
+        note=f"{_BY_TOKENS}, engine.max_tokens_per_micro_batch each; results do not depend on it",
+    ),
+    Alias(
+        "enable_chunked_prefill load_format layered_summon use_shm use_torch_compile vllm_mode rollout.mode "
+        "return_raw_chat ignore_eos disable_log_stats vllm_gpu_memory_utilization dataloader_num_workers "
+        "use_fused_kernels use_liger_kernel use_liger_loss ddp_find_unused_parameters val_kwargs.n",
+        note="there is nothing to choose here",
+    ),
+    Alias("prompt_key", note="the column is `prompt` (docs/data.md)"),
+    Alias("val_kwargs.top_p val_kwargs.top_k", note="validation samples as training does, but for its temperature"),
+    Alias("val_before_train", note="a run is validated before its first step, always"),
+    Alias("reward_manager", note="the reward function decides (docs/reward.md)"),
+    Alias("attention_dropout embd_pdrop resid_pdrop hidden_dropout dropout", note="models are trained without dropout"),
+    Alias("vf_coef", note="actor and critic have optimizers of their own"),
+    Alias(
+        "pipeline_model_parallel_size pipeline_parallel_size", note="layers are not cut over ranks; mesh.dp_shard is"
+    ),
+    Alias("remove_unused_columns", note="columns that nobody names are not read"),
+    Alias("log_completions num_completions_to_print", ("trainer.num_logged_rollouts",)),
     Alias("colocate_all_models colocate_actor_ref", note="roles on the same pool share its processes, as by default"),
 )
+
+SAME: tuple[Alias, ...] = (
+    Alias("top_k", (f"rollout.top_k={VALUE}",), values=(("-1", "rollout.top_k=null"),)),
+    Alias("temperature", (f"rollout.temperature={VALUE}",)),
+    Alias("top_p", (f"rollout.top_p={VALUE}",)),
+    Alias("min_p", (f"rollout.min_p={VALUE}",)),
+    Alias("repetition_penalty", (f"rollout.repetition_penalty={VALUE}",)),
+    Alias("warmup_ratio", (f"actor.optimizer.warmup_ratio={VALUE}",)),
+    Alias("weight_decay", (f"actor.optimizer.weight_decay={VALUE}",)),
+    Alias("max_grad_norm", (f"actor.optimizer.max_grad_norm={VALUE}",)),
+    Alias("betas", (f"actor.optimizer.betas={VALUE}",)),
+    Alias("min_lr_ratio", (f"actor.optimizer.min_lr_ratio={VALUE}",)),
+    Alias("lr", (f"actor.optimizer.lr={VALUE}",)),
+    Alias("seed", (f"seed={VALUE}",)),
+    Alias("shuffle", (f"data.shuffle={VALUE}",)),
+    Alias("actor_rollout_ref.model.path", (f"model.path={VALUE}",)),
+    Alias("trust_remote_code", (f"model.trust_remote_code={VALUE}",)),
+)
+"""Keys of the same name in a section of ours; for whole configs, since a single one is found by likeness."""
 
 VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "kl.coef": _NO_KL,

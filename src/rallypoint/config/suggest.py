@@ -63,10 +63,10 @@ def foreign_keys(parts: Sequence[str], found: object) -> tuple[dict[str, object]
     return theirs, [dotted for dotted in inside if dotted not in theirs]
 
 
-def alias_of(parts: Sequence[str]) -> tuple[Alias | None, int]:
+def alias_of(parts: Sequence[str], known: Mapping[str, Alias] = _BY_NAME) -> tuple[Alias | None, int]:
     """Find the alias with the longest end of a dotted name, and of how many words that is."""
     for start in range(len(parts)):
-        if alias := _BY_NAME.get(".".join(parts[start:])):
+        if alias := known.get(".".join(parts[start:])):
             return alias, len(parts) - start
     return None, 0
 
@@ -98,16 +98,21 @@ def section_at(parts: Sequence[str]) -> type[Section] | None:
     return kind
 
 
+def assignments_of(alias: Alias, wanted: Sequence[str], value: object) -> tuple[str, ...]:
+    """Return what an alias and its value are here: assignments, or keys alone where the value means something else."""
+    to, written = alias.to, dict(alias.values).get(_written(value))
+    if written is not None:
+        to = tuple(written.split(" "))
+    elif VALUE in "".join(to) and not all(_fits(assignment, value) for assignment in to):
+        to = tuple(assignment.partition("=")[0] for assignment in to)
+    return tuple(_moved(assignment, wanted).replace(VALUE, shown(value).strip("'")) for assignment in to)
+
+
 def _said(alias: Alias, wanted: Sequence[str], value: object) -> str:
     """Say how it is written here; in a section that has a key of that name, for that section."""
     if not alias.to:
         return alias.note
-    to, written = alias.to, dict(alias.values).get(_written(value))
-    if written is not None:
-        to = (written,)
-    elif VALUE in "".join(to) and not all(_fits(assignment, value) for assignment in to):
-        to = tuple(assignment.partition("=")[0] for assignment in to)
-    meant = " ".join(_quoted(_moved(assignment, wanted).replace(VALUE, shown(value).strip("'"))) for assignment in to)
+    meant = " ".join(map(_quoted, assignments_of(alias, wanted, value)))
     return f"did you mean {meant}?" + (f" ({alias.note})" if alias.note else "")
 
 

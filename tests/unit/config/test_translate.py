@@ -1,0 +1,155 @@
+"""Configs of verl and TRL as ours."""
+
+import pytest
+
+from rallypoint.config import load_config
+from rallypoint.config.translate import Translation, from_trl, from_verl
+from rallypoint.errors import ConfigError
+
+# Keys of the scripts in verl's examples/grpo_trainer, examples/ppo_trainer and recipe/dapo, with values of their kind.
+VERL = """
+algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.001
+algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 algorithm.filter_groups.metric=acc
+data.train_files=a.parquet data.val_files=b.parquet data.return_raw_chat=True data.train_batch_size=1024
+data.gen_batch_size=1536 data.val_batch_size=1312 data.max_prompt_length=512 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error' data.prompt_key=prompt data.shuffle=False
+actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.model.use_shm=True
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.use_rmpad=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.model.lora_rank=64
+actor_rollout_ref.model.lora_alpha=32 +actor_rollout_ref.model.override_config.attention_dropout=0.
++actor_rollout_ref.model.override_config.embd_pdrop=0. +actor_rollout_ref.model.override_config.resid_pdrop=0.
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=10
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 actor_rollout_ref.actor.optim.weight_decay=0.1
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=128
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.grad_clip=1.0
+actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode=token-mean
+actor_rollout_ref.actor.use_token_level_loss=True actor_rollout_ref.actor.ulysses_sequence_parallel_size=8
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.grad_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.actor.fsdp_config.fsdp_size=-1
+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.log_prob_micro_batch_size=128 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
+actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=9000
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.format=hermes
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True
+actor_rollout_ref.rollout.enable_chunked_prefill=True actor_rollout_ref.rollout.max_num_batched_tokens=9000
+actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1
+actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.top_p=0.7
+actor_rollout_ref.rollout.val_kwargs.top_k=-1 actor_rollout_ref.rollout.val_kwargs.do_sample=True
+actor_rollout_ref.rollout.val_kwargs.n=1 actor_rollout_ref.ref.log_prob_micro_batch_size=128
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.ref.fsdp_config.param_offload=True
+actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9000
+actor_rollout_ref.ref.ulysses_sequence_parallel_size=8 actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2 critic.optim.lr=1e-5
+critic.optim.lr_warmup_steps_ratio=0.05
+critic.model.use_remove_padding=True critic.model.use_rmpad=True critic.model.path=Qwen/Qwen2-7B-Instruct
+critic.model.enable_gradient_checkpointing=False critic.ppo_micro_batch_size=16
+critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.grad_offload=False
+critic.model.fsdp_config.optimizer_offload=False reward_model.enable=True reward_model.model.path=some/reward
+reward_model.model.use_rmpad=True reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size=16
+reward_model.reward_manager=dapo custom_reward_function.path=mine.py custom_reward_function.name=score
+reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=256
+reward_model.overlong_buffer.penalty_factor=1.0 trainer.critic_warmup=0 trainer.logger=['console','wandb']
+trainer.project_name=p trainer.experiment_name=e trainer.n_gpus_per_node=8 trainer.nnodes=2
+trainer.val_before_train=False trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+trainer.default_local_dir=out trainer.resume_mode=auto
+"""
+
+
+def loaded(found: Translation, tmp_path):
+    (tmp_path / "translated.yaml").write_text(found.as_yaml())
+    needed = [
+        "model.path=m",
+        "data.train=d.jsonl",
+        "reward={function: 'r.py:f', path: null}",
+        "trainer.num_epochs=null",
+    ]
+    return load_config(str(tmp_path / "translated.yaml"), needed).config
+
+
+def test_nine_of_ten_keys_of_the_published_scripts_of_verl_are_known(tmp_path):
+    found = from_verl(VERL)
+    assert found.num_known / found.num_given >= 0.9, found.unknown
+    assert found.num_given == len(VERL.split())
+    config = loaded(found, tmp_path)
+    assert (config.recipe, config.rollout.num_prompts, config.rollout.group_size) == ("grpo", 1024, 5)
+    assert (config.actor.num_mini_batches, config.actor.optimizer.lr) == (4, 1e-6)
+    assert config.cluster.pools == {"main": (8, 8)}
+    assert config.kl is not None
+    assert (config.kl.coef, config.kl.estimator, config.kl.placement) == (0.001, "k3", "loss")
+    assert (config.rollout.engine, config.rollout.top_k, config.data.on_too_long) == ("vllm", None, "drop")
+
+
+def test_what_is_not_known_and_what_needs_no_key_is_named():
+    text = from_verl("algorithm.adv_estimator=grpo foo.bar=1 actor_rollout_ref.model.use_remove_padding=True").as_yaml()
+    assert "# 2 of 3 keys are known." in text
+    assert "# Without a counterpart:\n#   foo.bar=1\n" in text
+    assert "#   actor_rollout_ref.model.use_remove_padding=True: rows are packed without padding" in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "kl"),
+    [
+        ("algorithm.adv_estimator=grpo", {"kl": None}),
+        ("actor.use_kl_loss=True actor.kl_loss_coef=0.0", {"kl": None}),
+        (
+            "actor.use_kl_loss=True actor.kl_loss_type=mse",
+            {"kl.placement": "loss", "kl.coef": 1e-3, "kl.estimator": "k2"},
+        ),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", {"kl.placement": "reward", "kl.coef": 0.01}),
+        ("algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.01", {"kl": None}),
+    ],
+)
+def test_the_kl_of_verl_follows_from_several_keys(keys, kl):
+    found = from_verl(keys).keys
+    assert {key: value for key, value in found.items() if key.startswith("kl")} == kl
+
+
+def test_arguments_of_grpo_config_are_a_config(tmp_path):
+    found = from_trl(
+        """training_args = GRPOConfig(output_dir="out", learning_rate=1e-6, per_device_train_batch_size=8,
+        gradient_accumulation_steps=4, num_generations=8, max_prompt_length=256, max_completion_length=128, beta=0.04,
+        epsilon=0.2, epsilon_high=0.28, num_iterations=2, loss_type="dr_grpo", scale_rewards=False, bf16=True,
+        temperature=0.9, top_p=0.95, logging_steps=1, report_to="wandb", seed=42, max_steps=100, save_steps=100,
+        warmup_ratio=0.1, weight_decay=0.1, lr_scheduler_type="cosine", max_grad_norm=0.1, log_completions=True,
+        mask_truncated_completions=True, gradient_checkpointing=True)"""
+    )
+    assert found.unknown == []
+    config = loaded(found, tmp_path)
+    assert (config.rollout.num_prompts, config.rollout.group_size, config.rollout.temperature) == (4, 8, 0.9)
+    assert (config.aggregation, config.advantage.name, config.seed) == ("fixed_length", "dr_grpo", 42)
+    assert (config.trainer.num_steps, config.model.dtype, config.actor.num_epochs) == (100, "bfloat16", 2)
+
+
+def test_arguments_of_ppo_config_are_a_config(tmp_path):
+    found = from_trl(
+        "PPOConfig(num_ppo_epochs=4, num_mini_batches=2, kl_coef=0.05, cliprange=0.2, vf_coef=0.1, "
+        "cliprange_value=0.2, gamma=1.0, lam=0.95, response_length=53, missing_eos_penalty=1.0)"
+    )
+    assert found.unknown == ["missing_eos_penalty=1.0"]
+    config = loaded(found, tmp_path)
+    assert (config.recipe, config.actor.num_epochs, config.critic.num_mini_batches) == ("ppo", 4, 2)
+    assert config.rollout.max_response_tokens == 53
+
+
+def test_a_file_and_a_command_line_of_theirs_are_read(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {rollout: {n: 4}}\n")
+    assert from_verl(str(tmp_path / "theirs.yaml")).keys["rollout.num_prompts"] == 8
+    assert from_trl("--learning_rate 1e-6 --num_generations 4").keys["rollout.group_size"] == 4
+
+
+@pytest.mark.parametrize("text", ["", "no keys at all", "missing.yaml", "'unclosed"])
+def test_what_is_no_config_is_an_error(text):
+    with pytest.raises(ConfigError, match="their config"):
+        from_verl(text)
+
+
+def test_a_call_that_is_no_python_is_an_error():
+    with pytest.raises(ConfigError, match="as Python"):
+        from_trl("GRPOConfig(learning_rate=")
