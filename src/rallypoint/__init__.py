@@ -2,7 +2,45 @@
 
 Must not know: torch or Ray when it is imported; the page to read first is `rallypoint/recipes/ppo.py`.
 
-The command is `rally`.
+The command is `rally`. From Python:
+
+    import rallypoint as rally
+
+    run = rally.train("grpo", model="path/to/model", data=[{"prompt": "1 + 1", "answer": "2"}],
+                      reward=lambda completion, answer: float(answer in completion))
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rallypoint.library.run import Best as Best
+    from rallypoint.library.run import Run as Run
+    from rallypoint.library.run import load_run as load_run
+    from rallypoint.library.training import Step as Step
+    from rallypoint.library.training import train as train
+    from rallypoint.library.use import evaluate as evaluate
+    from rallypoint.library.use import generate as generate
+
 __version__ = "0.1.0"
+
+_LIBRARY = {
+    "Best": "run",
+    "Run": "run",
+    "Step": "training",
+    "evaluate": "use",
+    "generate": "use",
+    "load_run": "run",
+    "train": "training",
+}
+"""Names that bring torch along, so that they are imported when they are first used, and where they are."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LIBRARY:
+        raise AttributeError(f"module 'rallypoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rallypoint.library.{_LIBRARY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LIBRARY})

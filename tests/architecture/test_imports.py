@@ -51,11 +51,34 @@ def test_a_new_folder_fails_until_it_has_its_place_and_an_import_that_points_up_
 
 @pytest.mark.parametrize(
     "module",
-    ["rallypoint", "rallypoint.config", "rallypoint.data", "rallypoint.recipes.preflight", "rallypoint.cli.main"],
+    [
+        "rallypoint",
+        "rallypoint.config",
+        "rallypoint.data",
+        "rallypoint.recipes.preflight",
+        "rallypoint.cli.main",
+        "rallypoint.cli.train",
+    ],
 )
 def test_what_checks_a_config_imports_neither_torch_nor_ray(module: str):
     code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers', 'pyarrow') if m in sys.modules])"
     assert python(code).stdout.strip() == "[]"
+
+
+LIGHT = """
+import sys, rallypoint
+assert "train" in dir(rallypoint) and not {"torch", "rich", "rallypoint.library"} & sys.modules.keys()
+try:
+    rallypoint.trian
+except AttributeError as error:
+    print(error)
+print(rallypoint.train.__module__)
+"""
+
+
+def test_the_names_of_the_library_are_there_and_imported_when_they_are_used():
+    done = python(LIGHT)
+    assert done.stdout.splitlines() == ["module 'rallypoint' has no attribute 'trian'", "rallypoint.library.training"]
 
 
 WITHOUT_RAY = """

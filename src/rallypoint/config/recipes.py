@@ -25,8 +25,8 @@ class RecipeSpec:
     """What the rest of the package needs to know of a recipe."""
 
     name: str
-    page: str
-    """`module:Class` of its `rallypoint.recipes.recipe.Recipe`."""
+    page: str | type
+    """Its `rallypoint.recipes.recipe.Recipe`: `module:Class`, or the class itself."""
     roles: tuple[RoleName, ...]
     """Roles of every run of it."""
     optional_roles: tuple[RoleName, ...] = ()

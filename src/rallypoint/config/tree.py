@@ -6,14 +6,15 @@ from several keys is a property here or a line of `rallypoint.plan`, never a key
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, model_validator
 
 from rallypoint.config.fields import Section, key, named_section, named_sections, section
-from rallypoint.config.recipes import RECIPES, RoleName, unread_by
+from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName, unread_by
 from rallypoint.config.sections.algorithms import (
     AdvantageConfig,
     AggregationName,
@@ -142,6 +143,15 @@ class RunConfig(Section):
         for part, name in names_in(filled).items():
             filled[part] = {"name": name, **cast("Mapping[str, object]", filled.get(part, {}))}
         return filled
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Return what is pickled: with the roles and sections of a recipe that other processes have not declared."""
+        return {**super().__getstate__(), "spec": dataclasses.replace(RECIPES[self.recipe], page="", checks=())}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        spec: RecipeSpec = state["spec"]
+        RECIPES.setdefault(spec.name, spec)
+        super().__setstate__(state)
 
     @property
     def roles(self) -> dict[RoleName, PlacementConfig]:

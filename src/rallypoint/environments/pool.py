@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Protocol, get_args
 
 from rallypoint.environments.child import Child
 from rallypoint.environments.futures import dealt, joined
+from rallypoint.environments.given import GIVEN, how_to_give, is_given
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores, call_reward, too_large
 from rallypoint.environments.reward import RewardFunction, Scope, Wants, load_reward, no_function, wants_of
-from rallypoint.environments.worker import Work
+from rallypoint.environments.worker import Wait, Work
 from rallypoint.errors import RewardError
 
 if TYPE_CHECKING:
@@ -117,16 +118,20 @@ def _copied(call: RewardCall) -> RewardCall:
 
 
 class Waiting:
-    """A function that only waits for a network, called in threads of this process, which share what it keeps.
+    """A function in threads of this process: one that only waits for a network, or that no process can be sent.
 
-    Its requests have deadlines of their own. Nobody waits for the threads at the end.
+    No deadline ends a call: requests to a network have their own. Nobody waits for the threads at the end.
     """
 
-    def __init__(self, function: RewardFunction, num_threads: int) -> None:
+    def __init__(
+        self, function: RewardFunction, num_threads: int, wait: Callable[[Awaitable[object]], object] | None = None
+    ) -> None:
+        """Take note of the function, and of what awaits its results if it is async."""
         self.wants = wants_of(function)
-        self._function = function
-        self._asked: SimpleQueue[tuple[Future[Outcome], RewardCall] | None] = SimpleQueue()
+        self._function, self._wait = function, wait
+        self._asked: SimpleQueue[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self._busy: dict[int, _Busy] = {}
         self._is_closed = False
 
     def load(self) -> None:
@@ -137,23 +142,28 @@ class Waiting:
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
         """See `Grader.submit`; a call waits for a thread that is free."""
-        outcomes: list[Future[Outcome]] = [Future() for _ in calls]
-        for each in zip(outcomes, calls, strict=True):
-            self._asked.put(each)
+        outcomes: list[Future[Outcome]] = []
+        for unit in _units(calls, self.wants):
+            answer: Future[Sequence[Outcome]] = Future()
+            self._asked.put((answer, unit))
+            outcomes += dealt(answer, len(unit))
         return outcomes
 
     def _work(self) -> None:
+        own = threading.get_ident()
         while (asked := self._asked.get()) is not None:
-            outcome, call = asked
+            answer, calls = asked
             if self._is_closed:
-                outcome.cancel()
-            elif outcome.set_running_or_notify_cancel():
-                outcome.set_result(call_reward(self._function, [_copied(call)], self.wants)[0])
+                answer.cancel()
+            elif answer.set_running_or_notify_cancel():
+                self._busy[own] = _Busy(calls[0].name)
+                answer.set_result(call_reward(self._function, [*map(_copied, calls)], self.wants, self._wait))
+                del self._busy[own]
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
-        """Nothing is said: every request has a deadline."""
-        del warn
-        return warn_after_s
+        """See `Grader.complain`."""
+        busy = list(self._busy.values())
+        return min((each.complain(warn, warn_after_s) for each in busy), default=warn_after_s)
 
     def close(self) -> None:
         """Cancel the calls that wait, and let the threads end with those under way."""
@@ -361,7 +371,13 @@ def _open(one: RewardFunctionConfig, settings: RewardConfig, log: Path | None) -
     if one.function == "judge":
         function = load_reward(one.function, one.parameters)
         return Waiting(function, one.parameters.get("concurrency", 16))
-    work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib)
+    given = GIVEN.get(one.function)
+    if is_given(one.function) and given is None:
+        raise RewardError(how_to_give(one.function))
+    if given is not None and given.code is None:
+        return Waiting(functools.partial(given.function, **one.parameters), 1, Wait(settings.timeout_s))
+    code = given.code if given else None
+    work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib, code)
     return Pool(work, num_processes=settings.num_processes, log=log)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
+from rallypoint.environments.given import GIVEN, how_to_give, is_given
 from rallypoint.errors import RewardError, UserCodeError, how_to_install
 from rallypoint.user_code import UserFunction, own_signature, split, written_signature
 
@@ -92,6 +93,10 @@ def check_reward_spec(spec: str, parameters: Mapping[str, object] | None = None)
 
     Nothing of the user's is run or imported, so that it is quick, and safe at any time.
     """
+    if is_given(spec):
+        if spec not in GIVEN:
+            return how_to_give(spec)
+        return _find_signature_problem(spec, own_signature(GIVEN[spec].function), parameters or {})
     if spec in SHIPPED:
         if spec in _NEEDS and importlib.util.find_spec(_NEEDS[spec][0]) is None:
             return f"it needs the package {_NEEDS[spec][0]}; {how_to_install(_NEEDS[spec][1])}"

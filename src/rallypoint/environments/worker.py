@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from rallypoint.environments.given import loaded
 from rallypoint.environments.outcome import (
     DeadlineError,
     Failure,
@@ -55,6 +56,8 @@ class Work:
     """Calls after which the process is replaced."""
     max_memory_gib: float | None = None
     """Address space that it may have."""
+    code: bytes | None = dataclasses.field(default=None, repr=False)
+    """The function itself, pickled, where Python gave it (`given.py`)."""
 
 
 def main(connection: int, dump: int, driver: int) -> None:
@@ -79,12 +82,12 @@ def _serve(channel: Connection) -> None:
     work: Work = pickle.loads(channel.recv_bytes())
     _limit_memory(work.max_memory_gib)
     try:
-        function = load_reward(work.spec, work.parameters)
+        function = loaded(work.code, work.parameters) if work.code else load_reward(work.spec, work.parameters)
         wants = wants_of(function)
     except RewardError as error:
         return _answer(channel, {"problem": str(error)})
     _answer(channel, dataclasses.asdict(wants))
-    wait = _Wait(work.timeout_s)
+    wait = Wait(work.timeout_s)
     pid = os.getpid()
     while True:
         calls: Sequence[RewardCall] = pickle.loads(channel.recv_bytes())
@@ -125,7 +128,7 @@ def _answer(channel: Connection, answer: dict[str, Any] | list[dict[str, Any]]) 
     channel.send_bytes(json.dumps(answer).encode())
 
 
-class _Wait:
+class Wait:
     """Awaits the results of async functions, on one loop, so that a client that one call opens serves the next."""
 
     def __init__(self, timeout_s: float) -> None:

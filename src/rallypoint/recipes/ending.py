@@ -9,6 +9,7 @@ from rallypoint import checkpoint
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.data import load_tokenizer
 from rallypoint.display import save_curve
+from rallypoint.environments.given import is_given
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import first_line
 from rallypoint.recipes.machine import look_around, plan_on
@@ -37,7 +38,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     if found and RECIPES[config.recipe].trains == "scores":
         commands = {"score with it": f"reward.path={found[-1]}"}
     validation = folder.data / "validation.parquet"
-    functions = [*anchored(config).reward.named_functions.values()]
+    functions = [spec for spec in anchored(config).reward.named_functions.values() if not is_given(spec)]
     if found and validation.is_file() and functions and (len(functions) == 1 or SHIPPED.keys() >= set(functions)):
         own = "" if functions[0] in SHIPPED else f" --reward {functions[0]}"
         commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from rallypoint.recipes.observer import Observer
+
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 """Signals that ask a run to end, in a user's words: from a person, a scheduler, a closed terminal."""
 _SHOW_CURSOR = "\x1b[?25h"
@@ -19,7 +21,10 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 @contextlib.contextmanager
 def interruptible(
-    first: Callable[[str], None], second: Callable[[], str], at_once: Callable[[], None] = lambda: None
+    first: Callable[[str], None],
+    second: Callable[[], str],
+    at_once: Callable[[], None] = lambda: None,
+    observer: Observer | None = None,
 ) -> Iterator[asyncio.Event]:
     """Yield an event that the first such signal sets; the second ends the program at once, whatever it is doing.
 
@@ -30,6 +35,7 @@ def interruptible(
         first: called in the event loop with the signal's name when the first has come.
         second: returns the line to end with when another one comes: what is lost.
         at_once: called in the handler of the first signal, while the event loop may be blocked; only sets a flag.
+        observer: asks for the same where another thread handles signals.
     """
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
@@ -50,7 +56,8 @@ def interruptible(
         loop.call_soon_threadsafe(begin, _SIGNALS[signal.Signals(number)])
 
     if threading.current_thread() is not threading.main_thread():
-        yield event  # the main thread handles signals
+        with observer.ending(lambda: begin("interrupt")) if observer else contextlib.nullcontext():
+            yield event  # the main thread handles signals
         return
     # nohup ignores SIGHUP on its user's behalf.
     caught = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]

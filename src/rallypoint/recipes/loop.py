@@ -19,17 +19,19 @@ import torch
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import LoadedConfig, RunConfig
+from rallypoint.config import LoadedConfig, RunConfig, values_of
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments.pool import open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
+from rallypoint.observability.trackers import Tracked, open_trackers
 from rallypoint.plan.run_plan import weights_way
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
+from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
@@ -58,6 +60,7 @@ def train(
     resume: bool,
     from_step: int | None = None,
     found: Found | None = None,
+    observer: Observer | None = None,
 ) -> bool:
     """Run a recipe to its end, or until it is interrupted.
 
@@ -68,6 +71,7 @@ def train(
         resume: whether to continue from the newest checkpoint, if there is one.
         from_step: step of the checkpoint to continue from with `resume`; 0 starts anew, None takes the newest.
         found: prompts, tokenizer and limits of the models; None reads them before anything is started.
+        observer: hears of each step, and may end the run.
 
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
@@ -90,14 +94,19 @@ def train(
             progress.start(_describe(config, folder, beginning.first))
             progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
             return True
-        return asyncio.run(_train(beginning, folder, progress, found))
+        return asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
 
 
-async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None) -> bool:
+async def _train(
+    beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None, observer: Observer
+) -> bool:
     config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
     endpoint = _endpoint(config, folder, say)
     grader = open_grader(config.reward, folder.logs / "reward.log")
-    with MetricsLog(folder.metrics) as log, contextlib.closing(grader):
+    trackers = open_trackers(
+        config.trainer.tracking, Tracked(folder.path, "rallypoint", first, dict(values_of(config))), say
+    )
+    with contextlib.closing(trackers), MetricsLog(folder.metrics, also=trackers.log) as log, contextlib.closing(grader):
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
         for note in beginning.notes:
@@ -134,7 +143,7 @@ async def _train(beginning: Beginning, folder: RunFolder, progress: Progress, fo
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             setup = Setup(placement, material, grader, say)
             recipe = await page_of(config).create(setup)
-            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log)
+            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log, observer)
             if first:
                 await run.restore(first)
             return await run.steps(first)
@@ -195,10 +204,13 @@ class _Run:
     folder: RunFolder
     progress: Progress
     log: MetricsLog
+    observer: Observer
     saved: int = 0
     """Step of the newest checkpoint."""
     largest_gap: float = 0.0
     """Nats between sampler and trainer, of any step so far."""
+    newest: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Metrics of the newest step."""
 
     async def restore(self, step: int) -> None:
         """Read the roles' state back from the checkpoint of a step, which was verified."""
@@ -211,7 +223,8 @@ class _Run:
         """Do the steps after step `first`; return whether all were done."""
         curve = CurveAsItGoes(self.folder.metrics, self.folder.curve, self.folder.path.name)
         try:
-            with interruptible(self._promise, self._lost, self.setup.placement.runtime.hurry) as interrupted:
+            hurry = self.setup.placement.runtime.hurry
+            with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
                 return await self._steps(first, interrupted, curve)
         finally:
@@ -247,6 +260,8 @@ class _Run:
             curve.refresh()
             if step % config.validation.every_steps == 0 or step == num_steps:
                 await self._validate(step)
+            if self.observer.after_step(step, self.newest):
+                interrupted.set()
             if interrupted.is_set() or step % every == 0 or step == num_steps:
                 await self._save(step)
         return True
@@ -267,7 +282,8 @@ class _Run:
             metrics = await self.recipe.train_step(step)
         scalars = merge(metrics, await self.setup.placement.memory()).scalars()
         self._log_agreement(step, scalars)
-        self.log.write(step, {**scalars, **spans.scalars()})
+        self.newest = {**scalars, **spans.scalars()}
+        self.log.write(step, self.newest)
         records = self.recipe.records
         if self.setup.config.trainer.num_logged_rollouts:
             self.folder.write_rollouts(step, records)
@@ -289,6 +305,7 @@ class _Run:
                 self.setup.say(f"the validation after step {step} is left out: {error}")
         if measured is not None:
             scalars = measured.prefixed("validation").scalars()
+            self.newest |= scalars
             self.log.write(step, {**scalars, **spans.scalars()})
             self.progress.validation(step, scalars[VALIDATION])
 

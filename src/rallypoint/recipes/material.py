@@ -24,6 +24,7 @@ from rallypoint.data import (
     load_conversations,
     load_dataset,
 )
+from rallypoint.environments.given import GIVEN
 from rallypoint.environments.pool import probe_rewards
 from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import RewardError
@@ -189,6 +190,16 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
     return Material(model_path, found.tokenizer, found.stop_tokens, train, validation)
 
 
+def _functions_here(config: RunConfig) -> Iterator[str]:
+    """Yield a note on each reward function that Python gave and that no process can be sent."""
+    for spec in config.reward.named_functions.values():
+        if spec in GIVEN and GIVEN[spec].code is None:
+            yield (
+                f"the reward function {spec.removeprefix('@')} runs on a thread beside the loop, where no deadline "
+                f"ends a call: it cannot be sent to a process ({GIVEN[spec].why_here})"
+            )
+
+
 DRY_RUN_ROWS = 20_000
 """Prompts of a data set that a dry run reads: what takes seconds."""
 
@@ -202,7 +213,7 @@ def examine(config: RunConfig) -> Found:
         ModelError: a model folder or a tokenizer cannot be used.
         RewardError: the reward function cannot be loaded.
     """
-    notes = check_machine(config, make_plan(config))
+    notes = [*check_machine(config, make_plan(config)), *_functions_here(config)]
     check_weights(config)
     found = read_material(config)
     return dataclasses.replace(found, notes=(*notes, *found.notes))

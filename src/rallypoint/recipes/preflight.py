@@ -37,6 +37,7 @@ from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.reward import check_reward_spec
 from rallypoint.errors import ConfigError, DataError, EngineError, how_to_install
 from rallypoint.install import BUILDS, find_engine
+from rallypoint.observability.trackers import find_tracker_problem
 from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
 from rallypoint.run.data_sets import data_sets
@@ -95,6 +96,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         except EngineError as error:
             yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
     yield from _functions(config)
+    wrong = [f"{name} {problem}" for name in config.trainer.tracking if (problem := find_tracker_problem(name))]
+    yield from (Problem(("trainer.tracking",), f"trainer.tracking: {problem}") for problem in wrong)
     yield from _runs_dir(Path(config.trainer.runs_dir).expanduser())
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):

@@ -230,9 +230,11 @@ class RolloutRecipe(Recipe):
 
 def page_of(config: RunConfig) -> type[Recipe]:
     """Return the page of the recipe that a config names."""
-    module, _, name = RECIPES[config.recipe].page.partition(":")
-    page = getattr(importlib.import_module(module), name)
-    assert issubclass(page, Recipe), f"{module}:{name} is declared as the page of {config.recipe}"
+    page = RECIPES[config.recipe].page
+    if isinstance(page, str):
+        module, _, name = page.partition(":")
+        page = getattr(importlib.import_module(module), name)
+    assert issubclass(page, Recipe), f"{page} is declared as the page of {config.recipe}"
     return page
 
 

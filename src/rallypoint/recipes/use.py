@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import RECIPES, LoRAConfig, RewardConfig, RunConfig, load_config
+from rallypoint.config import RECIPES, LoRAConfig, OnTooLong, RewardConfig, RunConfig, load_config
 from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
@@ -26,7 +26,7 @@ from rallypoint.recipes.material import encode_all
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.roles.sampling import sampling_params
-from rallypoint.types import Prompts, offsets_from_lengths
+from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,38 +159,93 @@ def evaluate(
     with contextlib.closing(open_grader(own if reward else _rewards_of(trained))) as grader:
         grader.load()
         columns = config.data.columns.named if config and config.data.columns else {}
-        examples = load_dataset([DataSet(path, columns=columns) for path in data])[:max_prompts]
-        tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
-        engine = _engine(trained, tokenizer)
-        limits = RowLimits.of(engine.model.config)
-        encoded = encode_all(
-            tokenizer,
-            examples,
-            max_prompt_tokens=limits.max_data_tokens(config) if config else 4096,
+        sampled = _sample(
+            trained,
+            load_dataset([DataSet(path, columns=columns) for path in data])[:max_prompts],
+            temperature=temperature,
+            num_samples=num_samples,
+            max_response_tokens=max_response_tokens,
+            seed=seed,
             on_too_long=config.data.on_too_long if config else "error",
-            num_ids=limits.num_ids,
             say=say,
         )
-        usual = config.rollout.max_response_tokens if config else 512
-        limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
-        params = _params(trained, tokenizer, engine, temperature, limit, seed)
-        prompts = Prompts(
-            offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
-            tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
-            prompt_index=torch.arange(len(encoded.token_ids)),
-        )
-        batch = generate(engine, prompts, params, version=0, group_size=num_samples)
-        scoring = Scoring(
-            grader,
-            decode=lambda responses: tokenizer.batch_decode(responses, skip_special_tokens=True),
-            token_texts=TokenTexts(tokenizer),
-            num_rows=len(batch),
-            warn=say,
-        )
-        scoring.add(0, batch, [encoded.examples[int(index)] for index in batch.prompt_index])
+        batch, examples = sampled.batch, sampled.prompts.examples
+        texts = TokenTexts(sampled.tokenizer)
+        scoring = Scoring(grader, decode=sampled.texts, token_texts=texts, num_rows=len(batch), warn=say)
+        scoring.add(0, batch, [examples[int(index)] for index in batch.prompt_index])
         scoring.finish()
         (group,) = scoring.run()
-        return _summarise(group, combine([group]), len(prompts))
+        return _summarise(group, combine([group]), len(examples))
+
+
+def complete(
+    trained: Trained, data: str, *, temperature: float, max_response_tokens: int | None, seed: int
+) -> list[str]:
+    """Return one response to each prompt of a file.
+
+    Raises:
+        DataError: the data set has bad rows.
+        ModelError: the folder cannot be loaded, or a prompt is too long.
+    """
+    sampled = _sample(
+        trained,
+        load_dataset([DataSet(data)], require_ground_truth=False).examples,
+        temperature=temperature,
+        num_samples=1,
+        max_response_tokens=max_response_tokens,
+        seed=seed,
+        on_too_long="error",
+        say=lambda _: None,
+    )
+    return sampled.texts([sampled.batch.response(row).tolist() for row in range(len(sampled.batch))])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Responses to the prompts of a data set."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: EncodedPrompts
+    batch: RolloutBatch
+
+    def texts(self, responses: list[list[int]]) -> list[str]:
+        """Return the texts of responses, without special tokens."""
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+
+def _sample(
+    trained: Trained,
+    examples: Sequence[Example],
+    *,
+    temperature: float,
+    num_samples: int,
+    max_response_tokens: int | None,
+    seed: int,
+    on_too_long: OnTooLong,
+    say: Callable[[str], None],
+) -> _Sampled:
+    config = trained.config
+    tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
+    engine = _engine(trained, tokenizer)
+    limits = RowLimits.of(engine.model.config)
+    encoded = encode_all(
+        tokenizer,
+        examples,
+        max_prompt_tokens=limits.max_data_tokens(config) if config else 4096,
+        on_too_long=on_too_long,
+        num_ids=limits.num_ids,
+        say=say,
+    )
+    usual = config.rollout.max_response_tokens if config else 512
+    limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
+    prompts = Prompts(
+        offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
+        tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
+        prompt_index=torch.arange(len(encoded.token_ids)),
+    )
+    params = _params(trained, tokenizer, engine, temperature, limit, seed)
+    batch = generate(engine, prompts, params, version=0, group_size=num_samples)
+    return _Sampled(tokenizer, encoded, batch)
 
 
 def _rewards_of(trained: Trained) -> RewardConfig:

@@ -31,8 +31,21 @@ STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 class MetricsLog:
     """Appends to a run's `metrics.jsonl`; continues the file when it is already there."""
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        also: Callable[[int, Mapping[str, float]], None] = lambda _step, _scalars: None,
+    ) -> None:
+        """Open the file.
+
+        Args:
+            path: of it.
+            clock: tells seconds.
+            also: called with what every line has, after it was written.
+        """
+        self.path, self._also = Path(path), also
         self._clock = clock
         if self.path.exists():
             self._rewrite(_whole_lines(self.path))
@@ -53,6 +66,7 @@ class MetricsLog:
         with naming(self.path, len(line)):
             self._file.write(line)
             self._file.flush()
+        self._also(step, scalars)
 
     @property
     def open_s(self) -> float:

@@ -20,6 +20,7 @@ from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
 from rallypoint.data.files import fingerprint, is_url
 from rallypoint.data.locate import files_of
+from rallypoint.environments.given import GIVEN
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import CheckpointError, DataError
 from rallypoint.run.data_sets import data_sets
@@ -125,7 +126,9 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
     functions = {f"{section}.function": own.function for section, own in config.own_functions.items()}
     for key, spec in (functions | config.reward.named_functions).items():
         file, colon, function = spec.rpartition(":")
-        if colon and spec not in SHIPPED:
+        if spec in GIVEN:
+            yield key, {"the function": lambda given=GIVEN[spec]: given.digest}
+        elif colon and spec not in SHIPPED:
             yield key, {f"{Path(file).name}:{function}": _reader(Path(file))}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.config.fields import Section, key
+from rallypoint.config.fields import Section, Texts, key
 
 
 class CheckpointConfig(Section):
@@ -39,6 +39,7 @@ class TrainerConfig(Section):
     )
     runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
+    tracking: Texts = key((), help="Trackers that get the metrics, too: any of tensorboard, wandb, mlflow.")
     num_logged_rollouts: int = key(
         8, at_least=0, unit="rollouts", help="Rollouts written to rollouts/ at each step; 0 for none."
     )

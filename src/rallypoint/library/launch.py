@@ -1,0 +1,130 @@
+"""One start of a run: its config is checked, its folder made, its loop run, its end told.
+
+`rally train` and `rally.train` are the same start. Owns: which folders stay after a failure, and what is said then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rallypoint.config import LoadedConfig
+from rallypoint.display.screen import can_redraw
+from rallypoint.errors import (
+    ConfigError,
+    DataError,
+    DiskError,
+    ModelError,
+    PlacementError,
+    RallyError,
+    ResumeError,
+    RewardError,
+    RunFolderError,
+    UnusableCheckpointError,
+)
+from rallypoint.recipes.machine import choices
+from rallypoint.recipes.observer import Observer
+from rallypoint.recipes.preflight import find_wanted, load_checked
+from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
+
+if TYPE_CHECKING:
+    from rallypoint.display import Progress
+    from rallypoint.recipes.material import Found
+
+_WRONG_MATERIAL = (ConfigError, DataError, ModelError, PlacementError, RewardError)
+"""What keeps a run from beginning and is not mended by trying again: its folder would only repeat it."""
+
+
+def launch(
+    recipe: str,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    resume: bool,
+    from_step: int | None = None,
+    progress: Progress | None = None,
+    observer: Observer | None = None,
+) -> tuple[RunFolder, bool]:
+    """Train.
+
+    Args:
+        recipe: a shipped recipe, a YAML file, or the folder of a run.
+        overrides: dotted keys and YAML values.
+        console: for what is said before and after the run.
+        resume: whether to go on from a checkpoint.
+        from_step: of which step; see `loop.train`.
+        progress: display; None for the one that fits the console.
+        observer: see `loop.train`.
+
+    Returns:
+        The folder of the run, and whether all steps are done.
+    """
+    if resume:
+        loaded, folder = find_wanted(recipe, overrides, say=partial(console.print, soft_wrap=True, markup=False))
+    elif from_step is not None:
+        raise ConfigError(("--from-step is for --resume: it names the checkpoint to go on from",))
+    elif Path(recipe).is_dir():
+        raise ConfigError((f"{recipe} is the folder of a run: resume it with --resume, or name a recipe",))
+    else:
+        loaded = load_checked(recipe, overrides, choose=choices)
+        folder = None
+    found = _examine(loaded, console)
+    folder = folder or create_run(loaded)
+    try:
+        finished = _run(loaded, folder, console, found, progress, observer, resume=resume, from_step=from_step)
+    except (RallyError, OSError, KeyboardInterrupt) as error:
+        if isinstance(error, (RunFolderError, ResumeError, UnusableCheckpointError)):
+            raise  # nothing was started
+        if not resume and not has_begun(folder) and isinstance(error, (*_WRONG_MATERIAL, KeyboardInterrupt)):
+            remove_run(folder)
+            if isinstance(error, KeyboardInterrupt):
+                console.print("interrupted before the first step: nothing was trained, and no folder is left")
+            raise
+        with contextlib.suppress(DiskError):  # which may be the very error
+            folder.log(f"failed: {str(error) or type(error).__name__}")
+        when = (
+            "interrupted; go on with" if isinstance(error, KeyboardInterrupt) else "the run stopped; when it is mended"
+        )
+        console.print(f"{when}: rally train {folder.path} --resume", soft_wrap=True)
+        raise
+    if not finished:
+        console.print(f"interrupted, nothing is lost; go on with: rally train {folder.path} --resume", soft_wrap=True)
+    return folder, finished
+
+
+def _examine(loaded: LoadedConfig, console: Console) -> Found:
+    """Look at everything that the run begins with, before a new one has a folder."""
+    # Only now torch, and with it the seconds that importing takes: the config is right.
+    from rallypoint.recipes.material import examine
+
+    with console.status("reading model and data") if can_redraw(console) else contextlib.nullcontext():
+        return examine(loaded.config)
+
+
+def _run(
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    console: Console,
+    found: Found,
+    progress: Progress | None,
+    observer: Observer | None,
+    *,
+    resume: bool,
+    from_step: int | None,
+) -> bool:
+    from rallypoint.display import make_progress
+    from rallypoint.recipes.ending import draw, summarise
+    from rallypoint.recipes.loop import train as run
+
+    with progress or make_progress(console) as shown:
+        finished = run(loaded, folder, shown, resume=resume, from_step=from_step, found=found, observer=observer)
+        if finished:
+            shown.finish(summarise(folder, loaded.config))
+        else:
+            draw(folder)
+    return finished

@@ -1,0 +1,166 @@
+"""A run as a value: its numbers, its rollouts, its picture, its model. Everything is read from its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rallypoint import checkpoint
+from rallypoint.config import RunConfig, load_config
+from rallypoint.display import save_curve
+from rallypoint.errors import ModelError, RunFolderError
+from rallypoint.model_files import is_adapter
+from rallypoint.recipes.use import find_trained
+from rallypoint.run import PLOT_HINT, read_metrics
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.metrics_log import STEP
+from rallypoint.run.reports import REWARD, VALIDATION
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Best:
+    """The step after which a run was best."""
+
+    step: int
+    score: float
+    """Validation score; in a run without validation the mean reward of the step."""
+    checkpoint: Path | None
+    """Its checkpoint, if there is one (`checkpoint.every_steps`, `checkpoint.keep`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """A file with a picture; a notebook shows it."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """The folder of a run, whether it has ended, was stopped, or goes on."""
+
+    folder: Path
+
+    @property
+    def config(self) -> RunConfig:
+        """Every key with its value."""
+        return load_config(str(self.folder)).config
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The numbers of each step, that of step 0 first; `pandas.DataFrame(run.metrics)` is a table of them."""
+        steps: dict[int, dict[str, float]] = {}
+        for record in self._records():
+            steps.setdefault(int(record[STEP]), {}).update(record)
+        return [steps[step] for step in sorted(steps)]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done."""
+        return max((int(record[STEP]) for record in self._records()), default=0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, and the last checkpoint is written."""
+        return self.config.trainer.num_steps in self.checkpoints
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints by their step, oldest first; each is a folder of Hugging Face's."""
+        folder = RunFolder(self.folder).checkpoints
+        return {step: folder / checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder)}
+
+    @property
+    def best(self) -> Best:
+        """The best step by validation score, or else by mean reward; the first of equals.
+
+        Raises:
+            RunFolderError: no step has a score yet.
+        """
+        for name in (VALIDATION, REWARD):
+            scores = {int(record[STEP]): record[name] for record in self._records() if name in record}
+            if scores:
+                step = max(scores, key=scores.__getitem__)
+                return Best(step, scores[step], self.checkpoints.get(step))
+        raise RunFolderError(f"{self.folder}: no step has a score yet")
+
+    def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Return the rollouts that were written of a step, by default of the newest (`trainer.num_logged_rollouts`).
+
+        Raises:
+            RunFolderError: there are none of that step.
+        """
+        files = sorted((self.folder / "rollouts").glob("step_*.jsonl"))
+        wanted = files[-1:] if step is None else [file for file in files if file.stem == f"step_{step:06d}"]
+        if not wanted:
+            raise RunFolderError(f"{self.folder}: no rollouts of step {step or 'any'} were written")
+        return [json.loads(line) for line in wanted[0].read_text(encoding="utf-8").splitlines()]
+
+    def curve(self) -> Picture:
+        """Draw reward and validation score.
+
+        Raises:
+            RunFolderError: matplotlib is missing.
+        """
+        folder = RunFolder(self.folder)
+        drawn = save_curve(folder.metrics, folder.curve, self.folder.name)
+        if drawn is None:
+            raise RunFolderError(f"a picture needs matplotlib; {PLOT_HINT}")
+        return Picture(drawn)
+
+    def load(self, step: int | None = None) -> tuple[Any, Any]:
+        """Return a trained model and its tokenizer, as transformers (with LoRA: PEFT) loads them.
+
+        Args:
+            step: of a checkpoint; None for the newest.
+
+        Raises:
+            ModelError: there is no such checkpoint, or PEFT is missing.
+            CheckpointError: it is damaged.
+        """
+        if step is not None and step not in self.checkpoints:
+            there = ", ".join(map(str, self.checkpoints)) or "none"
+            raise ModelError(f"{self.folder} has no checkpoint of step {step}; there are those of {there}")
+        return load_pair(str(self.folder if step is None else self.checkpoints[step]))
+
+    def _records(self) -> list[dict[str, float]]:
+        file = RunFolder(self.folder).metrics
+        return read_metrics(file) if file.is_file() else []
+
+    def __repr__(self) -> str:
+        scores = [record[VALIDATION] for record in self._records() if VALIDATION in record]
+        score = f", validation {scores[-1]:.3f}" if scores else ""
+        return f"Run({str(self.folder)!r}: {self.num_steps} of {self.config.trainer.num_steps} steps{score})"
+
+
+def load_run(folder: str | Path) -> Run:
+    """Return the run of a folder.
+
+    Raises:
+        RunFolderError: it is no folder of a run.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not (path / "config.yaml").is_file():
+        raise RunFolderError(f"{folder} is no folder of a run: config.yaml is missing in it")
+    return Run(path)
+
+
+def load_pair(name: str) -> tuple[Any, Any]:
+    """Return model and tokenizer of what `find_trained` finds, as other tools load them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trained = find_trained(name)
+    tokenizer = AutoTokenizer.from_pretrained(trained.tokenizer_path)
+    if not is_adapter(trained.path):
+        return AutoModelForCausalLM.from_pretrained(trained.path, dtype="auto"), tokenizer
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise ModelError(f"{trained.path} is an adapter: install peft, or merge it with `rally export`") from None
+    base = AutoModelForCausalLM.from_pretrained(trained.model_path, dtype="auto")
+    return PeftModel.from_pretrained(base, trained.path), tokenizer

@@ -1,0 +1,57 @@
+"""Values of Python as the overrides of a config, as if they were typed on a command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, Protocol, runtime_checkable
+
+from rallypoint.config import COMMAND_LINE
+from rallypoint.errors import ConfigError
+
+HERE = "rally.train"
+
+
+@runtime_checkable
+class _Number(Protocol):
+    """A number or an array of numpy or torch."""
+
+    def tolist(self) -> object: ...
+
+
+def overrides_of(values: Mapping[str, object]) -> list[str]:
+    """Return values by dotted key as overrides.
+
+    Raises:
+        ConfigError: a value is of a type that no key takes.
+
+    >>> overrides_of({"trainer.num_steps": 3, "actor": {"optimizer": {"lr": 1e-6}}, "kl": None})
+    ['trainer.num_steps=3', 'actor={"optimizer": {"lr": 1e-06}}', 'kl=null']
+    """
+    problems: list[str] = []
+    overrides: list[str] = []
+    for key, value in values.items():
+        try:
+            overrides.append(f"{key}={json.dumps(value, default=_plain, ensure_ascii=False)}")
+        except TypeError:
+            problems.append(
+                f"{key} ({HERE}): expected a number, a text, a list or a dict, found {type(value).__name__}"
+            )
+    if problems:
+        raise ConfigError(tuple(problems))
+    return overrides
+
+
+def renamed(error: ConfigError) -> ConfigError:
+    """Return an error that says where values were set from Python's point of view."""
+    return ConfigError(tuple(re.sub(rf"([(, ]){COMMAND_LINE}([,)])", rf"\1{HERE}\2", text) for text in error.problems))
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, _Number) and not isinstance(value, type):
+        return value.tolist()
+    raise TypeError

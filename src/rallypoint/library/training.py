@@ -1,0 +1,262 @@
+"""`rally.train`: `rally train` from Python, with rows, functions, models and recipes that exist only there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, cast
+
+from rich.console import Console
+
+from rallypoint.config import RECIPES, TrainerConfig, declare, read
+from rallypoint.display import Progress, Silent
+from rallypoint.display.notebook import NotebookPanel, find_notebook
+from rallypoint.environments.given import GIVEN, ByName, giving
+from rallypoint.errors import ConfigError
+from rallypoint.library.launch import launch
+from rallypoint.library.material import Data, Model, data_files, model_path
+from rallypoint.library.run import Run
+from rallypoint.library.settings import overrides_of, renamed
+from rallypoint.recipes.observer import Observer
+from rallypoint.recipes.recipe import Recipe
+from rallypoint.run.folder import RunFolder
+
+ResultT = TypeVar("ResultT")
+
+Reward: TypeAlias = str | Callable[..., object]
+"""`file.py:function`, the name of one that ships, or a function."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What a callback hears of a step."""
+
+    number: int
+    """Counted from 1."""
+    metrics: Mapping[str, float]
+    """As in metrics.jsonl, those of a validation after the step included."""
+    stop: Callable[[], None] = dataclasses.field(repr=False)
+    """Ends the run after this step; its state is saved, and `resume=True` goes on."""
+
+
+Callback: TypeAlias = Callable[[Step], object]
+
+
+class Often(TypedDict, total=False):
+    """The keys that change most often, by short names."""
+
+    num_steps: int | None
+    lr: float | None
+    num_prompts: int | None
+    group_size: int | None
+    max_response_tokens: int | None
+    seed: int | None
+    name: str | None
+    runs_dir: str | Path | None
+
+
+_OFTEN = {
+    "num_steps": "trainer.num_steps",
+    "lr": "actor.optimizer.lr",
+    "num_prompts": "rollout.num_prompts",
+    "group_size": "rollout.group_size",
+    "max_response_tokens": "rollout.max_response_tokens",
+    "name": "trainer.name",
+    "runs_dir": "trainer.runs_dir",
+}
+"""Short name -> key; `seed` is its own."""
+
+
+def train(
+    recipe: str | Path | Run | type[Recipe],
+    *,
+    model: Model | None = None,
+    data: Data | None = None,
+    validation: Data | None = None,
+    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    config: Mapping[str, object] | None = None,
+    callbacks: Callback | Sequence[Callback] = (),
+    resume: bool = False,
+    from_step: int | None = None,
+    display: bool | Progress = True,
+    **often: Unpack[Often],
+) -> Run:
+    """Train a model, and return the run; every check, file and message is that of `rally train`.
+
+    Ctrl-C (in a notebook: interrupt) saves the state and ends the run. Inside a running event loop, as that of a
+    notebook, the run has a thread. docs/python.md has examples.
+
+    Args:
+        recipe: a shipped recipe (`rally recipes`), a YAML file, the folder of a run with `resume`, or a class of yours.
+        model: a folder, a name on the hub, or a model of transformers with its tokenizer.
+        data: files, or rows: dicts with a `prompt`, and columns that the reward function names.
+        validation: the same, for prompts that are never trained on.
+        reward: a function, its name, or several functions, whose scores are added up.
+        config: any other keys, dotted or as sections: {"kl": None, "rollout.top_p": 0.9}.
+        callbacks: called after each step, in their order; one that raises ends the run.
+        resume: whether to go on from the newest checkpoint.
+        from_step: with `resume`, from the checkpoint of that step.
+        display: whether to show the run, or a display of yours.
+        often: see `Often`; any other name is looked up as a key, whose error suggests the right one.
+
+    Raises:
+        RallyError: a wrong config, data, model or reward, before anything is started; or what ended the run.
+    """
+    short = {_OFTEN.get(name, name): value for name, value in often.items()}
+    keys: dict[str, object] = {**(config or {}), **{key: value for key, value in short.items() if value is not None}}
+    with contextlib.ExitStack() as given:
+        keys |= _rewards(reward, given)
+        watch = _Watch((callbacks,) if callable(callbacks) else tuple(callbacks))
+        try:
+            return _launched(recipe, keys, (model, data, validation), watch, resume, from_step, display)
+        except ConfigError as error:
+            raise renamed(error) from None
+
+
+def _launched(
+    recipe: str | Path | Run | type[Recipe],
+    keys: Mapping[str, object],
+    material: tuple[Model | None, Data | None, Data | None],
+    watch: Observer,
+    resume: bool,
+    from_step: int | None,
+    display: bool | Progress,
+) -> Run:
+    named, of_recipe = _named(recipe)
+    overrides = overrides_of({**of_recipe, **keys})
+    overrides += overrides_of(_material(named, overrides, *material))
+
+    def start() -> tuple[RunFolder, bool]:
+        console, progress = Console(quiet=display is False), _progress(display)
+        return launch(named, overrides, console, resume=resume, from_step=from_step, progress=progress, observer=watch)
+
+    folder, _ = _beside_a_loop(start, watch)
+    return Run(folder.path)
+
+
+class _Watch(Observer):
+    """Calls the callbacks."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+        self._is_stopped = False
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        for callback in self._callbacks:
+            callback(Step(step, metrics, self._stop))
+        return self._is_stopped
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+
+def _named(recipe: str | Path | Run | type[Recipe]) -> tuple[str, dict[str, object]]:
+    """Return the name under which a recipe's config is found, and the keys that name a class."""
+    if isinstance(recipe, Run):
+        return str(recipe.folder), {}
+    if not isinstance(recipe, type):
+        return str(recipe), {}
+    pages = {_name_of_page(spec.page): spec for spec in RECIPES.values()}
+    found = [spec for each in recipe.__mro__ if (spec := pages.get(_name_of_page(each))) is not None]
+    if not found:
+        raise ConfigError(
+            (
+                f"{recipe.__name__} is not derived from a recipe that is declared: derive it from one, such as "
+                "rallypoint.recipes.grpo.GRPO, or declare it with rallypoint.config.declare",
+            )
+        )
+    base = found[0]
+    if base.page is recipe or base.page == _name_of_page(recipe):
+        return base.name, {}
+    known = RECIPES.get(recipe.__name__)
+    if known is not None and isinstance(known.page, type):
+        del RECIPES[recipe.__name__]  # an earlier state of a cell of a notebook
+    spec = declare(dataclasses.replace(base, name=recipe.__name__, page=recipe))
+    shipped = next(each.name for each in found if isinstance(each.page, str))
+    return shipped, {"recipe": spec.name}
+
+
+def _name_of_page(page: str | type) -> str:
+    return page if isinstance(page, str) else f"{page.__module__}:{page.__qualname__}"
+
+
+def _rewards(
+    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None, stack: contextlib.ExitStack
+) -> dict[str, object]:
+    """Return the keys that name the rewards; functions have names until the stack is left."""
+
+    def spec(one: Reward) -> str:
+        return one if isinstance(one, str) else stack.enter_context(giving(one))
+
+    if reward is None:
+        return {}
+    if isinstance(reward, str) or callable(reward):
+        return {"reward.function": spec(reward)}
+    named = reward if isinstance(reward, Mapping) else {_reward_name(one): one for one in reward}
+    if len(named) < len(reward):
+        raise ConfigError(("reward: two functions have the same name; give a dict, such as {'right': f, 'short': g}",))
+    return {
+        "reward.function": None,
+        "reward.functions": [{"name": name, "function": spec(one)} for name, one in named.items()],
+    }
+
+
+def _reward_name(reward: Reward) -> str:
+    name = reward.rpartition(":")[2] if isinstance(reward, str) else getattr(reward, "__name__", "")
+    return name.strip("<>") or type(reward).__name__
+
+
+def _material(
+    recipe: str, overrides: Sequence[str], model: Model | None, data: Data | None, validation: Data | None
+) -> dict[str, object]:
+    """Return the keys that name model and data, which are written where they are in memory only."""
+    if model is None and data is None and validation is None:
+        return {}
+    trainer = cast("Mapping[str, Any]", read(recipe, overrides).values.get("trainer") or {})
+    store = Path(str(trainer.get("runs_dir") or TrainerConfig().runs_dir)).expanduser() / "given"
+    wanted = [name for given in GIVEN.values() if isinstance(given.function, ByName) for name in given.function.columns]
+    found: dict[str, object] = {}
+    if model is not None:
+        found |= {"model.path": model_path(model, store), "model.create": None}
+    if data is not None:
+        found |= {"data.train": data_files(data, store, wanted), "data.generate": None}
+    if validation is not None:
+        found["data.validation"] = data_files(validation, store, wanted)
+    return found
+
+
+def _progress(display: bool | Progress) -> Progress | None:
+    if isinstance(display, Progress):
+        return display
+    if not display:
+        return Silent()
+    show = find_notebook()
+    return None if show is None else NotebookPanel(show)
+
+
+def _beside_a_loop(run: Callable[[], ResultT], watch: Observer) -> ResultT:
+    """Return what a function returns; where an event loop runs in this thread, it has a thread of its own.
+
+    An interrupt asks the run to end, and waits for it; a second one does not let it save.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "rally.train") as thread:
+        training = thread.submit(contextvars.copy_context().run, run)
+        while not training.done():
+            try:
+                wait([training])
+            except KeyboardInterrupt:
+                watch.ask()
+        try:
+            return training.result()
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None

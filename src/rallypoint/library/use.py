@@ -1,0 +1,102 @@
+"""A model at work from Python: prompts answered, a data set scored."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rallypoint.environments.given import GIVEN, ByName, giving
+from rallypoint.library.material import Data, Model, data_files, model_path
+from rallypoint.library.run import Run
+from rallypoint.recipes.use import Evaluation, Trained, complete, find_trained
+from rallypoint.recipes.use import evaluate as score
+
+
+def generate(
+    model: Model | Run,
+    prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
+    *,
+    temperature: float = 0.0,
+    max_response_tokens: int | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> list[str]:
+    """Return a model's answer to each prompt, in their order.
+
+    Args:
+        model: a run, a checkpoint, a folder, a name on the hub, or a model of transformers with its tokenizer.
+        prompts: texts, each a message of the user, or lists of {role, content}; a prompt that is there several times
+            has as many answers.
+        temperature: 0 is greedy.
+        max_response_tokens: most of an answer; None: as in training, or 512.
+        seed: of what is drawn.
+        trust_remote_code: whether Python code of the model's folder may run.
+
+    Raises:
+        ModelError: the model cannot be loaded, or a prompt is too long for it.
+        DataError: a prompt is no text and no list of messages.
+    """
+    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not several:
+        return []
+    with _found(model, trust_remote_code) as (trained, store):
+        (file,) = data_files([{"prompt": prompt, "ground_truth": ""} for prompt in several], store)
+        return complete(trained, file, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
+
+
+def evaluate(
+    model: Model | Run,
+    data: Data,
+    *,
+    reward: str | Callable[..., object] | None = None,
+    temperature: float = 1.0,
+    num_samples: int = 1,
+    max_response_tokens: int | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    say: Callable[[str], None] = print,
+) -> Evaluation:
+    """Score a model on prompts; `rally eval`, from Python.
+
+    Args:
+        model: as for `generate`.
+        data: files or rows, as for `train`.
+        reward: a function or its name; None for that of the model's run, if it is one that ships.
+        temperature: 0 is greedy.
+        num_samples: responses to each prompt.
+        max_response_tokens: most of a response; None: as in training, or 512.
+        seed: of what is drawn.
+        trust_remote_code: whether Python code of the model's folder may run.
+        say: called with a line about prompts that are too long.
+
+    Raises:
+        RewardError: no reward function is known, or it failed on every response.
+        DataError: the data have bad rows.
+        ModelError: the model cannot be loaded.
+    """
+    with contextlib.ExitStack() as stack:
+        trained, store = stack.enter_context(_found(model, trust_remote_code))
+        spec = stack.enter_context(giving(reward)) if callable(reward) else reward
+        named = GIVEN[spec].function if spec in GIVEN else None
+        files = data_files(data, store, named.columns if isinstance(named, ByName) else ())
+        return score(
+            trained,
+            files,
+            reward=spec,
+            temperature=temperature,
+            num_samples=num_samples,
+            max_response_tokens=max_response_tokens,
+            max_prompts=None,
+            seed=seed,
+            say=say,
+        )
+
+
+@contextlib.contextmanager
+def _found(model: Model | Run, trust_remote_code: bool) -> Iterator[tuple[Trained, Path]]:
+    """Yield the model, and a folder for what it takes to ask it."""
+    with tempfile.TemporaryDirectory(prefix="rally-") as store:
+        name = str(model.folder) if isinstance(model, Run) else model_path(model, Path(store))
+        yield find_trained(name, trust_remote_code=trust_remote_code), Path(store)

@@ -1,0 +1,178 @@
+"""Reward functions that Python gives: by name, by column, in processes and beside the loop."""
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+
+import pytest
+
+from rallypoint.config import RewardConfig
+from rallypoint.environments.given import GIVEN, Given, giving
+from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
+from rallypoint.environments.pool import Pool, Waiting, open_grader
+from rallypoint.environments.reward import check_reward_spec
+from rallypoint.environments.worker import Wait
+from rallypoint.errors import RewardError
+
+CALL = RewardCall(
+    name="rows.jsonl:1, sample 0",
+    data_source="rows",
+    solution_str="12",
+    ground_truth="12",
+    extra_info={"answer": "12", "level": 3},
+    token_ids=(1, 2),
+    ended=True,
+    messages=({"role": "user", "content": "3 * 4"},),
+)
+
+
+@contextlib.contextmanager
+def asking(function: Callable[..., object]) -> Iterator[Callable[[RewardCall], Outcome]]:
+    """Yield what asks a function that Python gives, as a run does."""
+    with giving(function) as spec:
+        grader = open_grader(RewardConfig(function=spec, num_processes=1, timeout_s=30.0))
+        with contextlib.closing(grader):
+            grader.load()
+            yield lambda call: grader.submit([call])[0].result(60)
+
+
+def called(function: Callable[..., object], call: RewardCall = CALL) -> object:
+    """Call a function as a run does, but in this process."""
+    with giving(function) as spec:
+        given = GIVEN[spec].function
+        grader = Waiting(given, 1, Wait(30.0))
+        with contextlib.closing(grader):
+            grader.load()
+            outcomes = grader.submit([call])
+            wait(outcomes, 60)
+            return outcomes[0].result()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completion, answer: float(completion == answer),
+        lambda response, level: float(response == "12" and level == 3),
+        lambda solution_str, prompt: float(prompt == "3 * 4" and solution_str == "12"),
+        lambda completion, solution: float(completion == solution),
+        lambda completions, answer: [float(text == right) for text, right in zip(completions, answer, strict=True)],
+        lambda prompts, completions, **columns: [float(prompts == ["3 * 4"] and columns["level"] == [3])],
+        lambda completion, answer="12", tolerance=0: float(completion == answer) - tolerance,
+        lambda data_source, solution_str, ground_truth, extra_info: float(solution_str == ground_truth),
+    ],
+)
+def test_a_function_is_called_with_the_columns_that_it_names(function: Callable[..., object]):
+    assert called(function) == Scores((0.0, 1.0), {})
+
+
+def test_a_column_that_no_row_has_is_named_in_the_failure():
+    failed = called(lambda completion, hardness: 0.0)
+    assert isinstance(failed, Failure)
+    assert "names 'hardness'" in failed.reason
+    assert "answer, level" in failed.reason
+
+
+def test_a_closure_runs_in_a_process_of_its_own_and_in_that_alone():
+    bonus = 0.25
+    with asking(lambda completion: {"score": bonus, "pid": os.getpid()}) as ask:
+        outcome = ask(CALL)
+    assert isinstance(outcome, Scores)
+    assert outcome.token_scores == (0.0, 0.25)
+    assert outcome.extras["pid"] != os.getpid()
+
+
+def test_a_closure_that_crashes_its_process_costs_one_rollout():
+    def crash(completion: str) -> float:
+        return os._exit(3) if completion == "12" else 1.0
+
+    with asking(crash) as ask:
+        failed = ask(CALL)
+        assert isinstance(failed, Failure)
+        assert failed.kind == "crashed"
+        assert ask(dataclasses.replace(CALL, solution_str="7")) == Scores((0.0, 1.0), {})
+
+
+def test_what_cannot_be_sent_runs_on_a_thread_of_this_process_and_says_why():
+    lock = threading.Lock()  # as a client or a model would hold one
+
+    def reward(completion: str) -> dict[str, float]:
+        with lock:
+            return {"score": 1.0, "pid": os.getpid()}
+
+    with giving(reward) as spec:
+        assert GIVEN[spec].code is None
+        assert "lock" in GIVEN[spec].why_here
+    with asking(reward) as ask:
+        outcome = ask(CALL)
+    assert isinstance(outcome, Scores)
+    assert outcome.extras == {"pid": os.getpid()}
+
+
+class Gone:
+    """What only the driver can unpickle."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (__import__, ("a_module_that_is_nowhere",))
+
+    def __call__(self, completion: str) -> float:
+        return 1.0
+
+
+def test_a_function_that_refers_to_what_a_process_does_not_have_says_so():
+    nowhere = pytest.raises(RewardError, match=r"No module named 'a_module_that_is_nowhere'; define it in the script")
+    with nowhere, asking(Gone()):
+        pytest.fail("it was loaded")
+
+
+def test_an_async_function_beside_the_loop_is_awaited():
+    lock = threading.Lock()
+
+    async def reward(completion: str) -> float:
+        return float(lock.acquire(blocking=False))
+
+    assert called(reward) == Scores((0.0, 1.0), {})
+
+
+def test_the_data_that_a_function_beside_the_loop_is_given_are_copies():
+    assert called(lambda completion, extra_info: extra_info.clear() or 1.0) == Scores((0.0, 1.0), {})
+    assert CALL.extra_info
+
+
+def test_two_functions_of_a_name_have_names_of_their_own_as_long_as_they_are_given():
+    with giving(lambda completion: 0.0) as first, giving(lambda completion: 1.0) as second:
+        assert (first, second) == ("@lambda", "@lambda-2")
+        assert check_reward_spec(first) is None
+    assert GIVEN == {}
+
+
+def test_a_name_that_stands_for_nothing_says_how_to_give_the_function_again():
+    problem = check_reward_spec("@reward")
+    assert problem is not None
+    assert "rally.train(RUN_FOLDER, resume=True, reward=reward)" in problem
+    with pytest.raises(RewardError, match="is not kept"):
+        open_grader(RewardConfig(function="@reward"))
+
+
+def test_the_record_of_a_function_follows_from_its_text():
+    def one(completion: str) -> float:
+        return 1.0
+
+    def other(completion: str) -> float:
+        return 2.0
+
+    def entry(function: Callable[..., object]) -> Given:
+        with giving(function) as spec:
+            return GIVEN[spec]
+
+    assert entry(one).digest == entry(one).digest != entry(other).digest
+    assert "return 1.0" in entry(one).text
+
+
+def test_a_pool_is_what_asks_a_function_that_can_be_sent():
+    with giving(lambda completion: 0.0) as spec:
+        grader = open_grader(RewardConfig(function=spec, num_processes=1))
+        assert isinstance(grader, Pool)
+        grader.close()

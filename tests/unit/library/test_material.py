@@ -1,0 +1,102 @@
+"""Rows and models that exist in Python only, and the files that stand for them."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny_models import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+from rallypoint.data import DataSet, load_dataset, load_tokenizer
+from rallypoint.errors import ConfigError, DataError
+from rallypoint.library.material import data_files, model_path
+from rallypoint.library.settings import overrides_of, renamed
+
+ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(3)]
+
+
+def test_rows_become_a_file_that_any_run_can_read(tmp_path):
+    (file,) = data_files(ROWS, tmp_path / "given")
+    examples = load_dataset([DataSet(file)]).examples
+    assert [example.ground_truth for example in examples] == ["1", "2", "3"]
+    assert examples[2].extra_info == {"answer": "3", "level": 2}
+    assert examples[0].prompt[0].content == "0 + 1"
+
+
+def test_equal_rows_are_one_file_and_other_rows_are_another(tmp_path):
+    first, again = data_files(ROWS, tmp_path), data_files((dict(row) for row in ROWS), tmp_path)
+    assert first == again
+    assert data_files(ROWS[:2], tmp_path) != first
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_rows_without_an_answer_are_prompts_all_the_same(tmp_path):
+    (file,) = data_files([{"prompt": "write a poem"}], tmp_path)
+    assert load_dataset([DataSet(file)]).examples[0].ground_truth == ""
+
+
+def test_columns_that_a_data_file_has_stay_as_they_are(tmp_path):
+    row = {
+        "prompt": [{"role": "user", "content": "7"}],
+        "reward_model": {"ground_truth": 7},
+        "extra_info": {"index": 1},
+    }
+    (file,) = data_files([row], tmp_path)
+    example = load_dataset([DataSet(file)]).examples[0]
+    assert (example.ground_truth, example.extra_info) == (7, {"index": 1})
+
+
+def test_conversations_and_pairs_are_written_as_they_are(tmp_path):
+    row = {"prompt": "1 + 1", "chosen": "2", "rejected": "3"}
+    (file,) = data_files([row], tmp_path)
+    with open(file) as lines:
+        assert json.loads(lines.readline()) == row
+
+
+def test_paths_are_paths(tmp_path):
+    assert data_files("a.jsonl", tmp_path) == ["a.jsonl"]
+    assert data_files([tmp_path / "a.jsonl", "b.parquet"], tmp_path) == [str(tmp_path / "a.jsonl"), "b.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ([], "there is no row"),
+        ([1], "found int"),
+        ([{"prompt": "a", "picture": b"1"}], r"row 0: .*bytes.*expected texts"),
+        ([{"prompt": "a", "level": float("nan")}], "row 0"),
+    ],
+)
+def test_what_is_no_data_says_so_and_leaves_no_file(tmp_path, data, problem):
+    with pytest.raises(DataError, match=problem):
+        data_files(data, tmp_path / "given")
+
+
+def test_a_column_that_the_reward_names_and_no_row_has_is_an_error_before_anything_starts(tmp_path):
+    with pytest.raises(DataError, match="names 'hardness', and the first row has prompt, answer, level"):
+        data_files(ROWS, tmp_path, ["hardness"])
+
+
+def test_a_model_of_transformers_becomes_a_folder_by_its_content(tmp_path):
+    folder = make_tiny_model(tmp_path / "model")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+    saved = model_path((model, tokenizer), tmp_path / "given")
+    assert model_path((model, tokenizer), tmp_path / "given") == saved
+    again = AutoModelForCausalLM.from_pretrained(saved)
+    assert all((one == other).all() for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    assert load_tokenizer(saved).encode("12") == tokenizer.encode("12")
+    assert len(list((tmp_path / "given").iterdir())) == 1
+
+
+def test_values_of_python_and_numpy_are_overrides(tmp_path):
+    assert overrides_of({"seed": np.int64(3), "trainer.runs_dir": tmp_path}) == [
+        "seed=3",
+        f'trainer.runs_dir="{tmp_path}"',
+    ]
+    with pytest.raises(ConfigError, match=r"kl \(rally.train\): expected a number, a text, a list or a dict"):
+        overrides_of({"kl": object()})
+
+
+def test_errors_say_where_python_set_a_key():
+    error = renamed(ConfigError(("seed=-1 (command line): expected", "two (command line, grpo.yaml:3)")))
+    assert error.problems == ("seed=-1 (rally.train): expected", "two (rally.train, grpo.yaml:3)")
