@@ -22,6 +22,7 @@ from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
 from rallypoint.environments.pool import Grader, open_grader
 from rallypoint.errors import RewardError
 from rallypoint.recipes.model_limits import read_models
+from rallypoint.run.data_sets import data_sets
 
 FORMS: dict[str, str] = {
     "as it is": "{}",
@@ -119,7 +120,7 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
 def read_examples(config: RunConfig, max_rows: int) -> Sequence[Example]:
     """Return rows of the training data; of data that a run makes, rows of the same kind."""
     if config.data.generate is None:
-        return load_dataset(config.data.train, max_rows=max_rows)
+        return load_dataset(data_sets(config, "data.train"), max_rows=max_rows)
     with tempfile.TemporaryDirectory() as folder:
         train, _ = make_digits(Path(folder), **config.data.generate.model_dump())
         return load_dataset([train], max_rows=max_rows)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -190,7 +190,8 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             for name in ("loss", "policy_loss"):
                 found = metrics.get(name, Mean(0.0, 0.0))
                 assert isinstance(found, Mean), "`ActorLoss` makes both"
-                counted[name] = Mean(0.0, sum(batches.denominators) - found.weight)
+                whole = sum(cast("tuple[float, ...]", batches.denominators))  # `ActorLoss` has one stream
+                counted[name] = Mean(0.0, whole - found.weight)
             if self._loss.needs_advantage:
                 num_rows, num_computed = (sum(map(len, these.parts)) for these in (batches, computed))
                 counted["skipped_fraction"] = Mean(num_rows - num_computed, num_rows)

@@ -255,7 +255,8 @@ def anchored(config: RunConfig) -> RunConfig:
     values["rollout"]["schedule"] = _absolute(config.rollout.schedule)
     for name in ("train", "validation"):
         values["data"][name] = [_anchored_set(one) for one in values["data"][name]]
-    for one in (*map(values.get, config.own_functions), values["reward"], *values["reward"]["functions"]):
+    own = [values[name] for name in config.own_functions]
+    for one in (*own, values["reward"], *values["reward"]["functions"]):
         file, colon, function = (one["function"] or "").rpartition(":")
         if colon and one["function"] not in SHIPPED:
             one["function"] = f"{_absolute(file)}:{function}"
