@@ -159,6 +159,11 @@ ALIASES: tuple[Alias, ...] = (
         "mask_truncated_completions overlong_filtering mask_no_eos_with_zero apply_overlong_filtering",
         (f"rollout.mask_truncated={VALUE}",),
     ),
+    Alias(
+        "dynamic_sampling filter_groups filter_groups.enable dynamic_filtering use_dynamic_sampling",
+        ("rollout.dynamic_sampling=10",),
+    ),
+    Alias("max_num_gen_batches dynamic_sampling_max_gen_batches", (f"rollout.dynamic_sampling={VALUE}",)),
     Alias("zero_variance_filter mask_zero_variance_groups", (f"rollout.mask_zero_variance={VALUE}",)),
     Alias(
         "overlong_buffer overlong_buffer.len overlong_buffer_len overlong_tokens overlong_cache",
@@ -291,7 +296,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("val_kwargs.top_p val_kwargs.top_k", note="validation samples as training does, but for its temperature"),
     Alias("val_before_train", note="a run is validated before its first step, always"),
     Alias("reward_manager", note="the reward function decides (docs/reward.md)"),
-    Alias("attention_dropout embd_pdrop resid_pdrop hidden_dropout dropout", note="models are trained without dropout"),
+    Alias("attention_dropout embd_pdrop resid_pdrop hidden_dropout", note="models are trained without dropout"),
     Alias("vf_coef", note="actor and critic have optimizers of their own"),
     Alias(
         "pipeline_model_parallel_size pipeline_parallel_size", note="layers are not cut over ranks; mesh.dp_shard is"

@@ -210,6 +210,29 @@ def _check_kl(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _check_prompts(config: RunConfig) -> Iterator[Problem]:
+    """Yield what cannot be had beside dynamic sampling."""
+    rollout = config.rollout
+    if rollout.dynamic_sampling is None:
+        return
+    clashes = {
+        "rollout.group_size": (rollout.group_size == 1, "the scores of a group of one are all equal; expected 8 or so"),
+        "rollout.max_staleness": (rollout.max_staleness > 0, "only a step that waits can replace groups; expected 0"),
+        "reward.path": (
+            config.reward.path is not None,
+            "a reward model is asked when groups are chosen; expected null",
+        ),
+        "rollout.mask_zero_variance": (rollout.mask_zero_variance, "nothing is left to be masked; expected false"),
+    }
+    for key, (clash, why) in clashes.items():
+        if clash:
+            yield Problem(
+                ("rollout.dynamic_sampling", key),
+                f"rollout.dynamic_sampling={rollout.dynamic_sampling} does not go with this {key}: {why}, or "
+                "rollout.dynamic_sampling=null",
+            )
+
+
 def _check_clipping(config: RunConfig) -> Iterator[Problem]:
     loss = config.loss
     if (
@@ -257,7 +280,7 @@ declare(
         optional_roles=("reward", "reference"),
         advantages=("gae",),
         sections=_LEARNING,
-        checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
+        checks=(_check_advantage, _check_prompts, _check_kl, _check_clipping, _check_correction),
     )
 )
 declare(
@@ -268,7 +291,7 @@ declare(
         optional_roles=("reward", "reference"),
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=_LEARNING,
-        checks=(_check_advantage, _check_kl, _check_clipping, _check_correction),
+        checks=(_check_advantage, _check_prompts, _check_kl, _check_clipping, _check_correction),
     )
 )
 declare(RecipeSpec(name="sft", page="rallypoint.recipes.sft:SFT", roles=("actor",), examples="conversations"))
@@ -298,6 +321,6 @@ declare(
         optional_roles=("reward", "teacher"),
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=("advantage", "loss", "correction", "aggregation"),
-        checks=(_check_teacher, _check_clipping, _check_correction),
+        checks=(_check_teacher, _check_prompts, _check_clipping, _check_correction),
     )
 )

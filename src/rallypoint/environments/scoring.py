@@ -40,6 +40,9 @@ from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, Sum, merge
 if TYPE_CHECKING:
     from rallypoint.config import RewardConfig
 
+_SMALLEST_SIGNAL = 1e-6
+"""Scores that differ by less are equal, as for advantages."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelScores:
@@ -231,6 +234,12 @@ class ScoredGroup:
     """Response of each row, without special tokens."""
     outcomes: list[Outcome | None]
     """What became of each row; None where the function was not asked any more."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether two rollouts have different scores."""
+        scores = [math.fsum(one.token_scores) for one in self.outcomes if isinstance(one, Scores)]
+        return bool(scores) and max(scores) - min(scores) > _SMALLEST_SIGNAL
 
     def with_model(self, scores: Sequence[float], model: ModelScores) -> ScoredGroup:
         """Return the group with its rows' scores of a reward model added."""

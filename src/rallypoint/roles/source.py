@@ -39,7 +39,7 @@ from rallypoint.roles.sampled import RolloutRecord, Sampled, measure, measure_so
 from rallypoint.roles.sampling import GRACE_S, AbandonedError, GroupUnderWay, Sampler, sampling_params
 from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.run.timeline import StepTimes
-from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, merge
+from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, Sum, merge
 
 ResultT = TypeVar("ResultT")
 
@@ -152,7 +152,11 @@ class RolloutSource:
         await self._begin_again()
         self._admit()
         groups = await self._next_groups()
+        replaced = Metrics()
+        if self._config.rollout.dynamic_sampling is not None:
+            groups, replaced = await self._with_signal(groups, self._config.rollout.dynamic_sampling)
         sampled = await self._finish(groups)
+        sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, replaced))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         ages = self._ages(sampled.batch)
         self._groups.take(taken)
@@ -230,6 +234,33 @@ class RolloutSource:
                 "not under way: it is not the schedule of a run with this config"
             )
         return [self._under_way[index] for index in indices]
+
+    async def _with_signal(self, groups: list[GroupUnderWay], max_rounds: int) -> tuple[list[GroupUnderWay], Metrics]:
+        """Replace groups whose scores are all equal by those of the next prompts (DAPO, arXiv 2503.14476, section 3.2).
+
+        All groups are waited for before others begin, so that the same seed samples the same prompts side by side.
+        """
+        num_replaced = 0
+        for _ in range(max_rounds):
+            async with self._unless_it_fails(groups):
+                with span("rollout"):
+                    await self._wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+                with span("reward"):
+                    scored = await self._scores_of(groups)
+            without = [group for group, found in zip(groups, scored, strict=True) if not found.has_signal]
+            if not without:
+                return groups, Metrics({"rollout/num_replaced": Sum(num_replaced)})
+            for group in without:
+                self._groups.drop(group.index)
+                del self._under_way[group.index]
+            num_replaced += len(without)
+            self._admit()
+            groups = await self._next_groups()
+        raise RewardError(
+            f"rollout.dynamic_sampling={max_rounds}: in {max_rounds} rounds the scores of all rollouts were equal for "
+            f"{num_replaced} prompts, which is too hard, too easy or too narrow to learn from. Look at the rollouts; "
+            "mix in other prompts, raise rollout.group_size or rollout.temperature, or give partial scores"
+        )
 
     async def _begin_again(self) -> None:
         """Sample all running groups again where the run that wrote the schedule was killed and resumed."""

@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "staleness: a window that leaves no room": (
         "rollout.max_staleness=1 rollout.window=200",
-        ("rollout.window=200", "expected at most 129 with rollout.max_staleness=1, or rollout.max_staleness=2"),
+        ("rollout.window=200", "expected at most 9 with rollout.max_staleness=1, or rollout.max_staleness=25"),
     ),
     "staleness: a schedule of nothing": (
         "rollout.schedule=schedule.jsonl",
@@ -89,6 +89,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "overlong: longer than a response": (
         "reward.overlong.buffer_tokens=4096",
         ("buffer_tokens=4096 begins before the response does", "at most 8, usually a fifth"),
+    ),
+    "dynamic sampling: ahead, with a reward model": (
+        "recipe=grpo rollout.dynamic_sampling=5 rollout.max_staleness=1 reward.path=judge",
+        ("dynamic_sampling=5 does not go with this rollout.max_staleness", "with this reward.path", "expected null"),
     ),
     "mask: groups of one": (
         "recipe=grpo rollout.mask_zero_variance=true rollout.group_size=1 advantage.name=reinforce_plus_plus",

@@ -13,8 +13,9 @@ from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.pool import Inline
-from rallypoint.errors import GenerationError, StalenessError
+from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
+from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.schedule import Schedule
 from rallypoint.roles.source import RolloutSource
@@ -336,3 +337,48 @@ def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():
     assert metrics["rollout/staleness_max"] == float((batch.versions < 3).any())
     assert metrics["rollout/staleness_mean"] == pytest.approx(float((batch.versions < 3).double().mean()))
     assert 0 <= metrics["actor/idle"] <= 1
+
+
+def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
+    async def batches(seed):
+        source = make_source(FakeRollouts(seed), grader=some_equal(3), sampling={"dynamic_sampling": 4})
+        first = await source.next_batch()
+        done = source.done
+        source.rollouts.load(1)
+        return first, done, await source.next_batch()
+
+    (first, done, second), again = asyncio.run(batches(0)), asyncio.run(batches(1))
+    assert first.batch.prompt_index.tolist() == [p for p in (1, 2, 4, 5) for _ in range(G)]
+    assert (done.num_taken, done.oldest) == (4, 6)
+    assert second.batch.prompt_index.tolist() == [p for p in (7, 8, 10, 11) for _ in range(G)]
+    assert [one.metrics.scalars()["rollout/num_replaced"] for one in (first, second)] == [2, 2]
+    assert again[2].batch.tokens.tolist() == second.batch.tokens.tolist()
+
+
+def test_a_run_goes_on_behind_the_prompts_that_were_replaced():
+    async def second(done):
+        source = make_source(FakeRollouts(), grader=some_equal(3), sampling={"dynamic_sampling": 4})
+        source.done = done
+        return (await source.next_batch()).batch.prompt_index.tolist()
+
+    assert asyncio.run(second(PromptsDone(4, 6)))[::G] == [7, 8, 10, 11]
+
+
+def test_prompts_that_never_differ_stop_the_run_with_advice_and_leave_nothing_under_way():
+    async def main():
+        source = make_source(FakeRollouts(), grader=some_equal(1), sampling={"dynamic_sampling": 3})
+        with pytest.raises(RewardError, match=r"in 3 rounds .* equal for 12 prompts.*raise rollout.group_size"):
+            await source.next_batch()
+        await source.close()
+
+    asyncio.run(main())
+
+
+def some_equal(every):
+    """Return what scores the rollouts of every so-many-th prompt alike, and others by their number."""
+
+    def score(solution_str, **row):
+        prompt, sample = map(int, solution_str.split())
+        return 0.5 if (prompt - 10) % every == 0 else float(sample)
+
+    return Inline(score)

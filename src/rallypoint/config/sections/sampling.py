@@ -71,6 +71,13 @@ class RolloutConfig(Section):
     mask_zero_variance: bool = key(
         False, help="The policy does not train on groups whose scores are all equal: they count in no mean."
     )
+    dynamic_sampling: int | None = key(
+        None,
+        at_least=1,
+        at_most=1000,
+        unit="rounds",
+        help="Replace groups whose scores are all equal, in so many rounds at most, then stop; null keeps them (DAPO).",
+    )
     max_staleness: int = key(
         0,
         at_least=0,
