@@ -10,6 +10,8 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "sh
 ALLOWED: dict[str, str] = {
     "user_code.py: exec": "runs a file that the user has named, as an import does",
     "cluster/ray_process.py: pickle": "exceptions of our own workers, as Ray itself sends them",
+    "environments/given.py: pickle": "the function given to `rally.train`, in a process that it started",
+    "environments/given.py: cloudpickle": "sends that function; nothing of it comes from a disk",
     "environments/child.py: pickle": "calls on their way to a process that this one has started",
     "environments/worker.py: pickle": "reads these calls; its answers go back as JSON",
     "environments/sandbox/inside.py: exec": "runs the program inside of the sandbox, after all rights are given up",

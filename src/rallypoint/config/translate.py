@@ -87,7 +87,7 @@ def from_trl(text: str) -> Translation:
     """Translate arguments of TRL's GRPOConfig or PPOConfig: as Python has them, as a command line, or a YAML file.
 
     >>> from_trl("GRPOConfig(num_generations=8, beta=0.04, learning_rate=1e-6)").keys
-    {'recipe': 'grpo', 'kl.coef': 0.04, 'rollout.group_size': 8, 'actor.optimizer.lr': 1e-06}
+    {'recipe': 'grpo', 'rollout.group_size': 8, 'kl.coef': 0.04, 'actor.optimizer.lr': 1e-06}
 
     Raises:
         ConfigError: it cannot be read.

@@ -90,8 +90,8 @@ class NotebookPanel(Progress):
 def as_html(drawn: RenderableType) -> str:
     r"""Return what rich draws as HTML of its own colours.
 
-    >>> as_html("a < b")[-30:]
-    'ospace;line-height:1.2">a &lt; b\\n</pre>'
+    >>> as_html("a < b").partition(">")[2]
+    'a &lt; b\n</pre>'
     """
     paper = _paper()
     paper.print(drawn)

@@ -50,7 +50,7 @@ def test_tokens_that_only_the_reward_model_has_are_no_reason_to_refuse_it(check,
 
 def test_another_tokenizer_is_refused_with_the_first_token_that_differs(check, scorer):
     edit_tokens(scorer, lambda vocab: vocab.update({"3": vocab["4"], "4": vocab["3"]}))
-    with pytest.raises(ModelError, match=r"2 of the 20 tokens of .*: '3' is 8 for the policy and 9 here; a reward"):
+    with pytest.raises(ModelError, match=r"2 of the 20 tokens of .*: '3' is 8 for the policy and 9 here; the reward"):
         check(scorer)
 
 
