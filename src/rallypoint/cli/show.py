@@ -102,7 +102,7 @@ def print_plan(recipe: str, overrides: Sequence[str]) -> None:
 def _read(config: RunConfig) -> Sequence[str]:
     """Read the user's own data, model and reward, if there are any."""
     generate, functions = config.data.generate, [one.function for one in config.reward.all_functions]
-    is_own = bool(config.model.path or config.own_models or config.data.train)
+    is_own = bool(config.model.path or config.own_models or config.data.train or config.own_functions)
     if generate is not None and not is_own and SHIPPED.keys() >= set(functions):
         return [
             f"prompts        {generate.num_train_prompts:,}, made when the run starts",

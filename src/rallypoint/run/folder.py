@@ -279,9 +279,7 @@ def newest_run(name: str, runs_dir: Path) -> Path:
     own = re.compile(rf"{re.escape(name)}(-\d{{8}}-\d{{6}}(-\d+)?)?")
     runs = [path.parent for path in runs_dir.glob("*/config.yaml") if own.fullmatch(path.parent.name)]
     if not runs:
-        raise RunFolderError(
-            f"no run of {name!r} in {runs_dir.absolute()} to resume; start one with `rally train {name}`"
-        )
+        raise RunFolderError(f"no run of {name!r} in {runs_dir.absolute()}; start one with `rally train {name}`")
     return max(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime, path.name))
 
 

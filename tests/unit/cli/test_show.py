@@ -12,6 +12,7 @@ from tiny_models import edit_weights, make_tiny_model, make_tiny_reward_model
 from rallypoint import __version__
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import RunConfig, expected, leaves, load_config, shipped_recipes, values_of
+from rallypoint.errors import ConfigError
 
 WIDTH = 80
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -247,3 +248,10 @@ def test_a_run_that_could_not_begin_is_refused_alike_by_a_dry_run_and_leaves_no_
         assert "train.jsonl:1: the tokenizer knows no token for 'x'" in str(result.exception)
         assert "--resume" not in result.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_refuses_a_loss_of_ones_own_that_breaks_a_rule_also_where_the_run_makes_its_data(command, tmp_path):
+    (tmp_path / "mine.py").write_text("def total(tokens):\n    return tokens.logprobs.sum()\n")
+    done = command("train", "digits", "--dry-run", f"loss.function={tmp_path}/mine.py:total")
+    assert isinstance(done.exception, ConfigError)
+    assert "one number for each token, found shape []" in str(done.exception)
