@@ -2,19 +2,11 @@
 
 import numpy as np
 import pytest
+from sine_models import MARKED
 
 from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
 from rallypoint.errors import DataError
 
-MARKED = """\
-{%- for message in messages -%}
-    {{- "<" + message.role + ">" -}}
-    {%- if message.role == "assistant" -%}
-        {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
-    {%- else -%}{{- message.content -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
-"""
 FORGETFUL = """\
 {%- for message in messages -%}
     {%- if not (message.role == "assistant" and not loop.last) -%}
