@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -107,3 +108,26 @@ def test_the_example_of_programs_trains_through_a_sandbox_and_says_which(tmp_pat
     assert f"model-written code runs in a sandbox: {sandbox.name}" in " ".join(printed.split())
     rows = rows_of(tmp_path / "runs" / "code" / "metrics.jsonl")
     assert [row["reward/num_scored"] for row in rows if "reward/num_scored" in row] == [16]
+
+
+QUESTIONS = {
+    "A shelf holds 4 rows of 6 books. How many books are on it?": "4 rows of 6 are <<4*6=24>>24 books.\n#### 24",
+    "Ana had $9 and spent a third. What is left?": "A third is $<<9/3=3>>3.\nLeft are $<<9-3=6>>6.\n#### 6",
+    "A farm sells 1,200 eggs a week. How many in 5 weeks?": "They are 5*1200=<<5*1200=6000>>6000 eggs.\n#### 6,000",
+}
+"""Rows as GSM8K has them."""
+
+
+def test_gsm8k_as_it_is_on_the_hub_trains_with_three_lines_for_its_columns(tmp_path):
+    pytest.importorskip("math_verify")
+    for file in (EXAMPLE.parent / "gsm8k").glob("*.*"):
+        shutil.copy(file, tmp_path)
+    rows = [{"question": question, "answer": answer} for question, answer in QUESTIONS.items()]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    in_folder(tmp_path, "make_model.py")
+    checked = in_folder(tmp_path, "-m", "rallypoint.cli.main", "check-reward", "grpo.yaml", "--max-rows=3")
+    assert re.search(r"right +3 +1\.1 ", checked), checked
+    keys = ("cluster.runtime=inline", "trainer.num_steps=1", "rollout={num_prompts: 3, group_size: 4}")
+    in_folder(tmp_path, "-m", "rallypoint.cli.main", "train", "grpo.yaml", *keys, "trainer.name=gsm8k")
+    found = [row for row in rows_of(tmp_path / "runs" / "gsm8k" / "metrics.jsonl") if "reward/mean" in row]
+    assert [(row["reward/num_scored"], row["reward/failed"]) for row in found] == [(12, 0)]

@@ -237,7 +237,34 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
         lines.append(f"reward         {', '.join(one.function for one in functions)}, which could be imported")
     for section, own in config.own_functions.items():
         lines.append(f"{section:13}  {own.function}, which keeps to every rule")
-    return (*filter(None, lines), *found.notes)
+    return (*filter(None, lines), *_first_row(found), *found.notes)
+
+
+_SHOWN_TEXT, _SHOWN_TOKENS = 600, 16
+
+
+def _first_row(found: Found) -> Iterator[str]:
+    """Yield the first row that is trained on, as the model reads it: its text, its tokens, and which are trained."""
+    if found.train is None:
+        return
+    if isinstance(found.train, EncodedPrompts):
+        what, name, ids, trained = "prompt", found.train.examples[0].name, list(found.train.token_ids[0]), None
+    else:
+        row = slice(*found.train.offsets[:2].tolist())
+        what, name, ids = "row", found.train.names[0], found.train.tokens[row].tolist()
+        trained = [token for token, is_trained in zip(ids, found.train.is_trained[row], strict=True) if is_trained]
+    yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(ids)))!r}"
+    tokens = [f"{token} {str(found.tokenizer.decode([token]))!r}" for token in ids]
+    half = _SHOWN_TOKENS // 2
+    shown = [*tokens[:half], f"... {len(tokens) - 2 * half:,} more ...", *tokens[-half:]]
+    yield f"{'its tokens':13}  {'  '.join(shown if len(tokens) > _SHOWN_TOKENS else tokens)}"
+    if trained is not None:
+        yield f"{'trained':13}  {len(trained):,} tokens: {_shortened(str(found.tokenizer.decode(trained)))!r}"
+
+
+def _shortened(text: str) -> str:
+    half = _SHOWN_TEXT // 2
+    return text if len(text) <= _SHOWN_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def _described(name: str, data: EncodedPrompts | EncodedRows | None, config: RunConfig) -> str:

@@ -86,6 +86,9 @@ table(
     (r"\boxed{" * 500, "8", 0),
     (r"\boxed{\frac{1}{0}", "8", 0),
     (r"\boxed{7}", r"we get $7$, so \boxed{7}", 1),
+    (r"\boxed{72}", "48 + 24 = $<<48+24=72>>72.\n#### 72", 1),
+    ("48 + 24 = 72.\n#### 72", "48 + 24 = $<<48+24=72>>72.\n#### 72", 1),
+    (r"\boxed{24}", "48 + 24 = $<<48+24=72>>72.\n#### 72", 0),
 )
 table(
     "multiple_choice",
@@ -279,5 +282,5 @@ def test_a_ground_truth_that_cannot_be_read_is_an_error_that_shows_it(name, para
 def test_what_a_reward_that_ships_needs_is_said_before_anything_starts():
     assert check_reward_spec("regex") == "regex needs the parameter 'pattern': set reward.parameters={pattern: ...}"
     assert check_reward_spec("regex", {"pattern": "x"}) is None
-    assert "has no parameter 'patern'; did you mean 'pattern'?" in check_reward_spec("regex", {"patern": "x"})
-    assert "did you mean 'gsm8k'?" in check_reward_spec("gsm8")
+    assert "has no parameter 'patern'; did you mean 'pattern'?" in str(check_reward_spec("regex", {"patern": "x"}))
+    assert "did you mean 'gsm8k'?" in str(check_reward_spec("gsm8"))

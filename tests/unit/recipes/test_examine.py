@@ -36,7 +36,20 @@ def test_a_dry_run_says_what_was_read(own):
     lines = examine_dry(own())
     assert "train          64 prompts, the longest of 11 tokens (data.max_prompt_tokens=32)" in lines
     assert any(line.endswith("rewards.py:f, which could be imported") for line in lines)
+    assert "first prompt   train.jsonl:1, 3 tokens: '<user>1<assistant>'" in lines, lines
     assert any("only 9 that differ: every step samples the same ones 2 times" in line for line in lines)
+
+
+def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(own, tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "12" * 12, "ground_truth": "1"}])
+    (tokens,) = (line for line in examine_dry(own()) if line.startswith("its tokens"))
+    assert tokens.count("'1'") + tokens.count("'2'") == 14
+    assert "... 10 more ..." in tokens
+    write(tmp_path / "train.jsonl", [{"prompt": "12", "completion": "34"}])
+    keys = (f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl", "data.max_row_tokens=32")
+    lines = examine_dry(load_checked("sft", keys).config)
+    assert any(line.startswith("first row      train.jsonl:1, 7 tokens: '") for line in lines), lines
+    assert "trained        3 tokens: '34<eos>'" in lines, lines
 
 
 def test_of_a_large_data_set_a_dry_run_reads_a_part_and_says_so(own, tmp_path):

@@ -79,12 +79,13 @@ def math(
     Args:
         data_source: ignored.
         solution_str: the response; only its end is read.
-        ground_truth: LaTeX such as `\frac{1}{2}`, a number, or a solution with `\boxed{}`.
+        ground_truth: LaTeX such as `\frac{1}{2}`, a number, a solution with `\boxed{}`, or a worked answer of GSM8K's
+            file, which ends with `#### 72`.
         extra_info: ignored.
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    truth = str(ground_truth)
+    truth = str(ground_truth).rpartition("####")[2].strip()
     gold = parse(_last_box(truth) if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(f"math: the ground truth is no mathematics: {truth[:100]!r}")
