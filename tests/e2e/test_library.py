@@ -25,8 +25,16 @@ ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in rang
 INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9}
 
 
-def reward(completion: str, answer: str) -> float:
-    return completion.count(answer) / 4
+def _sent_whole():
+    """Return a function that reward processes get as it is, so that none has to import this file and torch."""
+
+    def reward(completion: str, answer: str) -> float:
+        return completion.count(answer) / 4
+
+    return reward
+
+
+reward = _sent_whole()
 
 
 @pytest.fixture
