@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import pytest
 
@@ -10,8 +9,9 @@ from rallypoint.errors import GenerationError
 from rallypoint.roles import rollout as role
 from rallypoint.roles.engines import make_engine
 from rallypoint.run import read_metrics
+from rallypoint.run.rollouts import read_rollouts
 
-INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer={num_steps: 3, num_logged_rollouts: 32}")
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer.num_steps=3")
 
 
 @pytest.fixture
@@ -57,10 +57,9 @@ def test_a_run_goes_on_without_rollouts_that_failed_and_counts_them(runs, failin
     assert len(steps) == 3
     for number, record in enumerate(steps, 1):
         assert 4 <= record["rollout/failed"] <= 5
-        lines = (run.path / "rollouts" / f"step_{number:06}.jsonl").read_text().splitlines()
-        assert len(lines) == 32 - record["rollout/failed"]
-        rollouts = [json.loads(line) for line in lines]
-        assert all(rollout["response"] or not rollout["truncated"] for rollout in rollouts)
+        rollouts = read_rollouts(run.path, number)
+        assert len(rollouts) == 32 - record["rollout/failed"]
+        assert all(rollout["response"] or rollout["finish_reason"] == "stop" for rollout in rollouts)
         mean = sum(rollout["score"] for rollout in rollouts) / len(rollouts)
         assert record["reward/mean"] == pytest.approx(mean, abs=1e-6)
     assert "rollouts failed and are left out; the first one: nonsense came" in (run.logs / "train.log").read_text()

@@ -5,7 +5,7 @@ from outsider import Caller
 
 ONE = "cluster.pools={main: [1]}"
 SPLIT = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second")
-LONG = "trainer={num_steps: 8, num_logged_rollouts: 2}"
+LONG = "trainer.num_steps=8"
 
 
 @pytest.mark.parametrize("placement", [(ONE,), SPLIT], ids=["colocated", "split"])

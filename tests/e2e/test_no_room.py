@@ -44,8 +44,7 @@ def test_a_cache_beyond_memory_that_is_found_in_a_run_is_the_same_error(runs):
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 def test_a_full_disk_below_a_run_names_the_file_and_the_run_goes_on_when_there_is_room(runs):
     run = create_run(load_checked("digits", runs.overrides("full", *INLINE)))
-    file = run.path / "rollouts" / "step_000002.jsonl"
-    file.parent.mkdir()
+    file = run.logs / "train.log"
     file.symlink_to("/dev/full")
     process = runs.start("train", str(run.path), "--resume")
     said, _ = process.communicate(timeout=120)

@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.run import read_metrics
 
-INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer={num_steps: 2, num_logged_rollouts: 1}")
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer.num_steps=2")
 
 REWARDS = """
 import os, subprocess, time

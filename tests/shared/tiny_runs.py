@@ -23,7 +23,7 @@ TINY = (
     "actor.optimizer={lr: 3e-3, warmup_ratio: 0.25}",
     "critic.optimizer={lr: 3e-3, warmup_ratio: 0.25}",
     "kl={coef: 1e-2, placement: loss, estimator: k3}",
-    "trainer={num_steps: 4, num_logged_rollouts: 2}",
+    "trainer.num_steps=4",
     "validation.every_steps=2",
 )
 

@@ -302,7 +302,11 @@ ALIASES: tuple[Alias, ...] = (
         "pipeline_model_parallel_size pipeline_parallel_size", note="layers are not cut over ranks; mesh.dp_shard is"
     ),
     Alias("remove_unused_columns", note="columns that nobody names are not read"),
-    Alias("log_completions num_completions_to_print", ("trainer.num_logged_rollouts",)),
+    Alias(
+        "log_completions num_completions_to_print rollout_data_dir validation_data_dir",
+        ("trainer.rollouts_gib",),
+        "all rollouts lie in the run's folder in any case: rally show RUN",
+    ),
     Alias("colocate_all_models colocate_actor_ref", note="roles on the same pool share its processes, as by default"),
 )
 

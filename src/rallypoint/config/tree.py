@@ -349,7 +349,7 @@ _OF_PROMPTS = (
     "actor.entropy_coef",
     "validation.temperature",
     "checks",
-    "trainer.num_logged_rollouts",
+    "trainer.rollouts_gib",
 )
 _OF_FILES = ("data.max_row_tokens", "data.num_examples")
 """Keys that only recipes with prompts read, and only those that train on files as they are."""

@@ -83,6 +83,8 @@ class Scored:
     kept_rows: tuple[int, ...]
     """Where those rows stood in the batch that was scored."""
     failures: tuple[RewardFailure, ...]
+    extras: tuple[dict[str, float], ...]
+    """Other finite numbers that the function returned for each of those rows."""
     metrics: Metrics
     """`reward/...`: how many rows have a score, and how many failed in which way; the other finite numbers that the
     function returned, averaged over the rows kept; and what the reward model said, if there is one."""
@@ -276,6 +278,7 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: Mo
         batch=kept.scored(token_rewards, parts, names) if names else kept.scored(token_rewards),
         kept_rows=tuple(results),
         failures=tuple(failures),
+        extras=tuple(each.extras for each in results.values()),
         metrics=_measure(list(results.values()), failures, model),
     )
 

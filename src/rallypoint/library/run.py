@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rallypoint.run import PLOT_HINT, read_metrics
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.reports import REWARD, VALIDATION
+from rallypoint.run.rollouts import read_rollouts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,17 +89,17 @@ class Run:
                 return Best(step, scores[step], self.checkpoints.get(step))
         raise RunFolderError(f"{self.folder}: no step has a score yet")
 
-    def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Return the rollouts that were written of a step, by default of the newest (`trainer.num_logged_rollouts`).
+    def rollouts(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
+        """Return the rollouts of a step, by default of the newest, each with the columns of docs/tracking.md by name.
+
+        Args:
+            step: that they were trained on in.
+            validation: whether to return those of the validation after the step instead.
 
         Raises:
-            RunFolderError: there are none of that step.
+            RunFolderError: there are none of that step (`trainer.rollouts_gib`).
         """
-        files = sorted((self.folder / "rollouts").glob("step_*.jsonl"))
-        wanted = files[-1:] if step is None else [file for file in files if file.stem == f"step_{step:06d}"]
-        if not wanted:
-            raise RunFolderError(f"{self.folder}: no rollouts of step {step or 'any'} were written")
-        return [json.loads(line) for line in wanted[0].read_text(encoding="utf-8").splitlines()]
+        return read_rollouts(self.folder, step, "validation" if validation else "step")
 
     def curve(self) -> Picture:
         """Draw reward and validation score.

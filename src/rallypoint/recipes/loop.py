@@ -35,19 +35,22 @@ from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.roles.sampled import RolloutRecord
 from rallypoint.roles.sampling import AbandonedError
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
 from rallypoint.run.agreement import Agreement
-from rallypoint.run.folder import RunFolder, Start, anchored, write_config
+from rallypoint.run.folder import BEGUN, FINISHED, STOPPED, RunFolder, Start, anchored, write_config
 from rallypoint.run.metrics_log import STEP
+from rallypoint.run.record import Record
 from rallypoint.run.reports import VALIDATION
-from rallypoint.run.resume import Beginning, Record
+from rallypoint.run.resume import Beginning
+from rallypoint.run.rollouts import RolloutFiles, RolloutRecord
 from rallypoint.types import merge
 
 if TYPE_CHECKING:
     from rallypoint.recipes.endpoint import Endpoint
 
+_NUM_SHOWN = 8
+"""Rollouts of a step, of which a display shows one."""
 _STATE = Path("training") / "state.json"
 """In a checkpoint: what is not a role's."""
 
@@ -94,19 +97,25 @@ def train(
             progress.start(_describe(config, folder, beginning.first))
             progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
             return True
-        return asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
+        folder.log(f"{BEGUN} after step {beginning.first}")
+        is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
+        folder.log(FINISHED if is_done else STOPPED)
+        return is_done
 
 
 async def _train(
     beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None, observer: Observer
 ) -> bool:
     config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
-    endpoint = _endpoint(config, folder, say)
-    grader = open_grader(config.reward, folder.logs / "reward.log")
+    endpoint, grader = _endpoint(config, folder, say), open_grader(config.reward, folder.logs / "reward.log")
     trackers = open_trackers(
         config.trainer.tracking, Tracked(folder.path, "rallypoint", first, dict(values_of(config))), say
     )
-    with contextlib.closing(trackers), MetricsLog(folder.metrics, also=trackers.log) as log, contextlib.closing(grader):
+    files = RolloutFiles(folder.path, max_gib=config.trainer.rollouts_gib, first=first, say=say)
+    with contextlib.ExitStack() as at_end:
+        for one in (trackers, files, grader):
+            at_end.enter_context(contextlib.closing(one))
+        log = at_end.enter_context(MetricsLog(folder.metrics, also=trackers.log))
         log.truncate_after(first)
         progress.start(_describe(config, folder, first))
         for note in beginning.notes:
@@ -143,7 +152,7 @@ async def _train(
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             setup = Setup(placement, material, grader, say)
             recipe = await page_of(config).create(setup)
-            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log, observer)
+            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log, files, observer)
             if first:
                 await run.restore(first)
             return await run.steps(first)
@@ -204,6 +213,7 @@ class _Run:
     folder: RunFolder
     progress: Progress
     log: MetricsLog
+    rollouts: RolloutFiles
     observer: Observer
     saved: int = 0
     """Step of the newest checkpoint."""
@@ -284,10 +294,10 @@ class _Run:
         self._log_agreement(step, scalars)
         self.newest = {**scalars, **spans.scalars()}
         self.log.write(step, self.newest)
-        records = self.recipe.records
-        if self.setup.config.trainer.num_logged_rollouts:
-            self.folder.write_rollouts(step, records)
-        self.progress.step(_report(step, scalars, spans, records))
+        rollouts = self.recipe.newest
+        if rollouts is not None:
+            self.rollouts.put(step, rollouts)
+        self.progress.step(_report(step, scalars, spans, rollouts.records(_NUM_SHOWN) if rollouts else ()))
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
         """Log the token on which sampler and trainer differ most, when they differ more than ever before."""
@@ -307,6 +317,8 @@ class _Run:
             scalars = measured.prefixed("validation").scalars()
             self.newest |= scalars
             self.log.write(step, {**scalars, **spans.scalars()})
+            if self.recipe.validated is not None:
+                self.rollouts.put(step, self.recipe.validated, "validation")
             self.progress.validation(step, scalars[VALIDATION])
 
     async def _save(self, step: int) -> None:
@@ -318,6 +330,7 @@ class _Run:
         recipe = self.recipe
         with collect_spans() as spans, span("checkpoint"):
             self.log.sync()
+            await asyncio.to_thread(self.rollouts.flush)
             with checkpoint.writing(self.folder.checkpoints, step) as folder:
                 (folder / "training").mkdir()
                 await recipe.save(folder)

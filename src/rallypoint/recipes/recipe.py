@@ -43,8 +43,8 @@ from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampled import RolloutRecord
 from rallypoint.roles.source import RolloutSource
+from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import TIMELINE, Timeline
 from rallypoint.types import Last, Metrics
 
@@ -134,9 +134,14 @@ class Recipe(abc.ABC):
         return None
 
     @property
-    def records(self) -> tuple[RolloutRecord, ...]:
-        """The first few rollouts of the newest batch."""
-        return ()
+    def newest(self) -> StepRollouts | None:
+        """Rollouts of the newest batch, with what the actor learned from them."""
+        return None
+
+    @property
+    def validated(self) -> StepRollouts | None:
+        """Rollouts of the newest validation."""
+        return None
 
     async def save(self, folder: Path) -> None:
         """Write the state of the roles into a checkpoint that is being made."""
@@ -185,9 +190,15 @@ class RolloutRecipe(Recipe):
         return self.source.rollouts
 
     @property
-    def records(self) -> tuple[RolloutRecord, ...]:
-        """The first few rollouts of the newest batch."""
-        return self.source.records
+    def newest(self) -> StepRollouts | None:
+        """See `Recipe.newest`."""
+        newest = self.source.newest
+        return newest and dataclasses.replace(newest, learned=self.actor.learned)
+
+    @property
+    def validated(self) -> StepRollouts | None:
+        """See `Recipe.validated`."""
+        return self.source.validated
 
     async def save(self, folder: Path) -> None:
         """See `Recipe.save`; with the reference, if it has changed, and the coefficient of the KL."""

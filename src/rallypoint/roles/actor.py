@@ -132,6 +132,8 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         super().__init__(config, group, loss)
         self._is_line_open = False
         self._num_updates = 0
+        self.learned: BatchT | None = None
+        """What the newest update was for."""
         self.is_published = asyncio.Event()
         """Set while the rollout role has the current weights."""
 
@@ -161,6 +163,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             OffPolicyError: the first pass disagrees with old_logprobs; or, in a batch without them, with the rollouts.
                 The latter is known only after the step, which is then not published.
         """
+        self.learned = batch
         if step <= self._config.num_frozen_steps:
             return Metrics({"actor/num_tokens": Sum(0)})
         self.is_published.clear()

@@ -1,4 +1,4 @@
-"""What a step learns from: its batch, what there is to measure of it, and a few rollouts in words.
+"""What a step learns from: its batch, and what there is to measure of it.
 
 Owns: the metrics of rollouts. Must not know: how they were sampled, or why these are the rollouts of the step.
 """
@@ -12,19 +12,8 @@ import torch
 
 from rallypoint.data import Example
 from rallypoint.environments.scoring import Scored
+from rallypoint.run.rollouts import StepRollouts
 from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RolloutRecord:
-    """One rollout in words, for people."""
-
-    name: str
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-    truncated: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +22,8 @@ class Sampled:
 
     batch: ScoredBatch
     metrics: Metrics
-    records: tuple[RolloutRecord, ...]
-    """The first few rollouts of the step."""
+    rollouts: StepRollouts
+    """All rollouts with their texts, for people and for the run's folder."""
 
 
 def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, hidden_tokens: torch.Tensor) -> Metrics:
@@ -78,24 +67,6 @@ def measure_sources(scored: Scored, examples: Sequence[Example]) -> Metrics:
     means = {f"reward/mean/{name}": Mean(float(scores[at].sum()), len(at)) for name, at in rows.items()}
     counts = {f"rollout/num_prompts/{name}": Sum(len(prompts[at].unique())) for name, at in rows.items()}
     return Metrics({**means, **counts})
-
-
-def records_of(
-    scored: Scored, examples: Sequence[Example], texts: Sequence[str], limit: int
-) -> tuple[RolloutRecord, ...]:
-    """Return the first `limit` rollouts that have a score, by the example and the text of every row."""
-    scores = scored.batch.scores.tolist()
-    return tuple(
-        RolloutRecord(
-            name=examples[row].name,
-            prompt=examples[row].prompt[-1].content,
-            response=texts[row],
-            ground_truth=str(examples[row].ground_truth),
-            score=scores[place],
-            truncated=bool(scored.batch.truncated[place]),
-        )
-        for place, row in enumerate(scored.kept_rows[:limit])
-    )
 
 
 def _response_lengths(batch: RolloutBatch) -> torch.Tensor:

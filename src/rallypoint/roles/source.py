@@ -35,9 +35,10 @@ from rallypoint.observability import span
 from rallypoint.roles.groups import Groups, PromptsDone
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampled import RolloutRecord, Sampled, measure, measure_sources, records_of
+from rallypoint.roles.sampled import Sampled, measure, measure_sources
 from rallypoint.roles.sampling import GRACE_S, AbandonedError, GroupUnderWay, Sampler, sampling_params
 from rallypoint.roles.timekeeper import Timekeeper
+from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
 from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, Sum, merge
 
@@ -45,8 +46,6 @@ ResultT = TypeVar("ResultT")
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
-
-
 _MOST_SOURCES = 32
 """Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
 PATIENCE_S = 30.0
@@ -74,8 +73,10 @@ class RolloutSource:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.rollouts = rollouts
-        self.records: tuple[RolloutRecord, ...] = ()
-        """The first few rollouts of the newest batch."""
+        self.newest: StepRollouts | None = None
+        """Rollouts of the newest batch."""
+        self.validated: StepRollouts | None = None
+        """Rollouts of the newest validation."""
         self._config, self._train, self._validation = config, train, validation
         self._say, self._grader, self._reward_model = say, grader, reward_model
         self._times, self._patience_s = Timekeeper(clock, write_times), patience_s
@@ -170,7 +171,7 @@ class RolloutSource:
             behind = int(ages.scalars()["rollout/staleness_max"])
             batch = dataclasses.replace(sampled.batch, steps_behind=behind)
             sampled = dataclasses.replace(sampled, batch=batch, metrics=merge(sampled.metrics, ages, idle))
-        self.records = sampled.records
+        self.newest = sampled.rollouts
         if self._penalty is None:
             return sampled
         batch, lost = self._penalty(sampled.batch)
@@ -192,7 +193,9 @@ class RolloutSource:
             seed=self._config.seed + _VALIDATION_STREAM,
             temperature=self._config.validation.temperature,
         )
-        return await self._finish(self._sampler.begin(prompts, params, 1).groups)
+        sampled = await self._finish(self._sampler.begin(prompts, params, 1).groups)
+        self.validated = sampled.rollouts
+        return sampled
 
     def _admit(self) -> None:
         """Submit prompts while there are free slots; all of them are submitted before their first token is sampled."""
@@ -297,13 +300,11 @@ class RolloutSource:
             self._say(describe_failures(scored.failures))
         if not len(scored.batch):
             raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
-        examples = [example for group in scored_groups for example in group.examples]
-        texts = [text for group in scored_groups for text in group.texts]
+        rollouts = StepRollouts.of(rows, scored, scored_groups)
         measured = measure(rows, scored, num_failed=len(failures), hidden_tokens=self._hidden_tokens)
         if 1 < len(self._sources) <= _MOST_SOURCES:
-            measured = merge(measured, measure_sources(scored, examples))
-        records = records_of(scored, examples, texts, max(1, self._config.trainer.num_logged_rollouts))
-        return Sampled(scored.batch, merge(measured, scored.metrics), records)
+            measured = merge(measured, measure_sources(scored, rollouts.examples))
+        return Sampled(scored.batch, merge(measured, scored.metrics), rollouts)
 
     async def _scores_of(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
         """Return the reward function's scores of groups that are sampled.

@@ -6,7 +6,7 @@ runs/NAME/
     metrics.jsonl    one line a step
     timeline.jsonl   when the groups of each step were admitted, sampled and scored
     schedule.jsonl   what was sampled when, in a run that samples ahead
-    rollouts/        step_000020.jsonl: a few rollouts of each step, as text
+    rollouts/        step_000020.parquet: the rollouts of a step; validation_000020.parquet: those of a validation
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
     logs/            train.log, and Ray's own logs below ray/
     published/       weights on their way to the rollout role, while the run goes on
@@ -37,6 +37,8 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RunFolderError
 from rallypoint.run.trust import sign
 
+BEGUN, FINISHED, STOPPED, FAILED = "begun", "finished", "stopped", "failed"
+"""Words that a line of logs/train.log begins with where a start of the run begins, and how it ends."""
 _START_S = 3600.0
 """Seconds; no start takes longer to make a folder."""
 
@@ -98,20 +100,6 @@ class RunFolder:
         """The key for callers of the run's endpoint; the file exists while the endpoint is open."""
         return self.path / "endpoint.key"
 
-    def write_rollouts(self, step: int, records: Sequence[Any]) -> None:
-        """Write a few rollouts of a step, each a dataclass, over those of an interrupted run.
-
-        Raises:
-            DiskError: the disk is full or not writable.
-        """
-        if not records:
-            return
-        file = self.path / "rollouts" / f"step_{step:06d}.jsonl"
-        lines = [json.dumps(dataclasses.asdict(record), ensure_ascii=False) for record in records]
-        with naming(file):
-            file.parent.mkdir(exist_ok=True)
-            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
     def log(self, message: str) -> None:
         """Append a line with the time to logs/train.log.
 
@@ -121,6 +109,18 @@ class RunFolder:
         path = self.logs / "train.log"
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+    def is_in_use(self) -> bool:
+        """Whether another process is training in it. Do not ask in the process that is: it would lose its lock."""
+        lock = self.path / ".lock"
+        if not lock.is_file():
+            return False
+        with lock.open("r+") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

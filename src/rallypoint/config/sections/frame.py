@@ -40,6 +40,9 @@ class TrainerConfig(Section):
     runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
     tracking: Texts = key((), help="Trackers that get the metrics, too: any of tensorboard, wandb, mlflow.")
-    num_logged_rollouts: int = key(
-        8, at_least=0, unit="rollouts", help="Rollouts written to rollouts/ at each step; 0 for none."
+    rollouts_gib: float = key(
+        2.0,
+        at_least=0,
+        unit="GiB",
+        help="Room for rollouts/, all steps together; beyond it old steps are thinned out; 0: none.",
     )

@@ -1,0 +1,216 @@
+"""Rollouts of every step lie in the run's folder, whole or not at all, and never take more room than they may."""
+
+import threading
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rallypoint.data.dataset import Example, Message
+from rallypoint.environments.failures import RewardFailure
+from rallypoint.environments.scoring import Scored
+from rallypoint.errors import RunFolderError
+from rallypoint.run.rollouts import RolloutFiles, StepRollouts, read_rollouts, rollout_files
+from rallypoint.types import ActorBatch, Metrics, Trajectory, Turn, assemble
+
+GIB = 2**30
+
+
+def turn(prompt, response, logprobs, *, truncated=False, version=3):
+    return Turn(
+        prompt=prompt,
+        response=response,
+        logprobs=logprobs,
+        sampled_logprobs=logprobs,
+        version=version,
+        truncated=truncated,
+    )
+
+
+def example(source="sums", *more: Message):
+    messages = (*more, Message("user", "2+2"))
+    return Example("train.parquet:17", source, messages, "", 4, {})
+
+
+def step_rollouts(*, learned: bool = True, examples=None, texts=("4", "5", "\udc80")) -> StepRollouts:
+    """Three rollouts of one prompt: 4 of one turn, one of two turns that has no score, and one cut off."""
+    two = (turn((5, 6), (7,), (-1.0,)), turn((8, 9), (4,), (-2.0,)))
+    rows = assemble(
+        [
+            Trajectory(turns=(turn((5, 6), (7, 2), (-0.5, -0.25)),)),
+            Trajectory(turns=two),
+            Trajectory(turns=(turn((5, 6), (3,), (-4.0,), truncated=True, version=2),)),
+        ],
+        prompt_index=11,
+        sample_index=[0, 1, 2],
+        is_narrowed=False,
+    )
+    kept = rows.rows([0, 2])
+    rewards = torch.tensor([0, 0, 0, 1.0, 0, 0, 0.25])
+    batch = kept.scored(rewards, torch.tensor([[1.0, 0.5], [0.0, 0.5]], dtype=torch.float64), ("right", "short"))
+    scored = Scored(
+        batch=batch,
+        kept_rows=(0, 2),
+        failures=(RewardFailure("train.parquet:17", 1, 1, "timeout", "took too long", ""),),
+        extras=({"acc": 1.0}, {}),
+        metrics=Metrics(),
+    )
+    turned = kept.rows([1, 0])  # an actor may take rows in any order
+    batch = ActorBatch(
+        **{name: getattr(turned, name) for name in ("offsets", "tokens", "loss_mask", "prompt_index", "sample_index")},
+        rollout_logprobs=turned.rollout_logprobs,
+        old_logprobs=None,
+        reference_logprobs=None,
+        advantages=torch.tensor([0, 0, -0.5, 0, 0, 0.5, 0.75]),
+    )
+    return StepRollouts(rows, scored, examples or [example()] * 3, texts, batch if learned else None)
+
+
+def files_in(folder: Path, *, max_gib=1.0, first=0, say=pytest.fail, num_free=lambda _: 2**50) -> RolloutFiles:
+    return RolloutFiles(folder, max_gib=max_gib, first=first, say=say, num_free=num_free)
+
+
+def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
+    files = files_in(tmp_path)
+    files.put(40, step_rollouts())
+    files.close()
+    first, second, third = read_rollouts(tmp_path, 40)
+    assert first == {
+        "step": 40,
+        "prompt_index": 11,
+        "sample_index": 0,
+        "name": "train.parquet:17",
+        "data_source": "sums",
+        "prompt": "2+2",
+        "response": "4",
+        "ground_truth": "4",
+        "score": 1.0,
+        "reward_parts": {"right": 1.0, "short": 0.5},
+        "reward_extras": {"acc": 1.0},
+        "failure": None,
+        "finish_reason": "stop",
+        "version": 3,
+        "prompt_ids": [5, 6],
+        "response_ids": [7, 2],
+        "loss_mask": [True, True],
+        "rollout_logprobs": [-0.5, -0.25],
+        "sampled_logprobs": None,
+        "token_versions": None,
+        "token_rewards": [0.0, 1.0],
+        "old_logprobs": None,
+        "advantages": [0.5, 0.75],
+    }
+    assert (second["response_ids"], second["loss_mask"]) == ([7, 8, 9, 4], [True, False, False, True])
+    assert (second["score"], second["failure"], second["advantages"]) == (None, "timeout: took too long", None)
+    assert (third["finish_reason"], third["version"], third["advantages"]) == ("length", 2, [-0.5])
+    assert third["response"] == "?", "half a character is no text"
+
+
+def test_the_columns_are_the_same_in_every_file(tmp_path: Path):
+    files = files_in(tmp_path)
+    files.put(1, step_rollouts())
+    files.put(1, step_rollouts(learned=False, examples=[example("a", Message("system", "be brief"))] * 3), "validation")
+    files.close()
+    trained, validated = (pq.read_schema(rollout_files(tmp_path, kind)[1]) for kind in ("step", "validation"))
+    assert trained == validated
+    assert read_rollouts(tmp_path, kind="validation")[0]["prompt"] == "system: be brief\nuser: 2+2"
+
+
+def test_a_resumed_run_leaves_no_step_of_the_future_that_it_gave_up(tmp_path: Path):
+    files = files_in(tmp_path)
+    for step in (1, 2, 3):
+        files.put(step, step_rollouts())
+    files.put(3, step_rollouts(), "validation")
+    files.close()
+    (tmp_path / "rollouts" / "step_000004.part").write_text("torn by a kill")
+    (tmp_path / "rollouts" / "mine.txt").write_text("the user's")
+    files_in(tmp_path, first=2).close()
+    assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == [
+        "mine.txt",
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
+    with pytest.raises(RunFolderError, match=r"no step 3; it has 1-2"):
+        read_rollouts(tmp_path, 3)
+
+
+def test_files_take_the_room_that_they_may_and_older_steps_are_thinned_out(tmp_path: Path):
+    said: list[str] = []
+    files = files_in(tmp_path)
+    files.put(0, step_rollouts(), "validation")
+    files.close()
+    size = rollout_files(tmp_path, "validation")[0].stat().st_size
+    files = files_in(tmp_path, max_gib=6.5 * size / GIB, say=said.append)
+    for step in range(1, 31):
+        files.put(step, step_rollouts())
+    files.close()
+    kept = list(rollout_files(tmp_path))
+    assert len(kept) == 5
+    assert kept[-2:] == [29, 30]
+    assert kept[0] == 16
+    assert 0 in rollout_files(tmp_path, "validation"), "how it began"
+    assert said == ["rollouts: older steps are thinned out, since trainer.rollouts_gib is used up"]
+
+
+def test_no_file_is_written_when_the_disk_has_little_room_or_the_file_has_too_much(tmp_path: Path):
+    for max_gib, num_free, why in (
+        (1.0, GIB - 1, "less than 1 GiB would be free"),
+        (1e-9, 2**50, "larger than trainer.rollouts_gib"),
+    ):
+        said: list[str] = []
+        files = files_in(tmp_path, say=said.append, max_gib=max_gib, num_free=lambda _, free=num_free: free)
+        files.put(1, step_rollouts())
+        files.put(2, step_rollouts())
+        files.close()
+        assert list((tmp_path / "rollouts").iterdir()) == []
+        assert len(said) == 1
+        assert why in said[0]
+    files = files_in(tmp_path, max_gib=0)
+    files.put(1, step_rollouts())
+    files.close()
+    assert not rollout_files(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_next_one_is_written(tmp_path: Path):
+    said: list[str] = []
+    (tmp_path / "rollouts").mkdir()
+    files = files_in(tmp_path, say=said.append)
+    (tmp_path / "rollouts" / "step_000001.part").symlink_to("/dev/full")
+    files.put(1, step_rollouts())
+    files.put(2, step_rollouts())
+    files.flush()
+    assert list(rollout_files(tmp_path)) == [2], "after flush it is there"
+    files.close()
+    assert "step_000001.parquet cannot be written: No space left on device" in said[0]
+
+
+def test_a_disk_that_hangs_holds_no_step_and_memory_has_a_bound(tmp_path: Path):
+    said: list[str] = []
+    go_on, asked = threading.Event(), threading.Event()
+
+    def hang(_folder: Path) -> int:
+        asked.set()
+        go_on.wait(60)
+        return 2**50
+
+    files = files_in(tmp_path, say=said.append, num_free=hang)
+
+    class Large(StepRollouts):
+        @property
+        def num_bytes(self) -> int:
+            return GIB // 2
+
+    small = step_rollouts()
+    large = Large(small.rows, small.scored, small.examples, small.texts)
+    for step in range(1, 6):
+        files.put(step, large)
+    assert asked.wait(60)
+    files.flush(timeout_s=0.0)
+    assert said == [
+        "rollouts: step 3 has no file: the disk is slower than the steps",
+        "rollouts: the disk has not taken those of the last steps for 0 s",
+    ]
+    go_on.set()
+    files.close()
+    assert list(rollout_files(tmp_path)) == [1, 2]
