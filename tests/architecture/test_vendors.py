@@ -5,6 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src" / "rallypoint"
 VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE)
+RECIPES = ("gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-opd", "code")
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
     "cluster/ray_process.py": "names of variables of the environment that go to the workers of a joined cluster",
@@ -16,6 +17,9 @@ EXCEPTIONS = {
     "recipes/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
     "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "models/fused.py": "the rules by which one vendor's kernels are chosen, and the limits of its grids",
+} | {
+    f"recipes/{name}.yaml": "a recipe for a real model says what it runs on; cluster.device changes it"
+    for name in RECIPES
 }
 """Files that name one -> why."""
 
@@ -29,5 +33,6 @@ def test_no_vendor_is_named_but_where_there_is_a_reason():
 def test_every_exception_is_small():
     named = {name: len(VENDORS.findall((PACKAGE / name).read_text(encoding="utf-8"))) for name in EXCEPTIONS}
     assert named["cluster/pool.py"] == 1
+    assert all(named[f"recipes/{name}.yaml"] == 1 for name in RECIPES)
     assert named["config/sections/places.py"] == 2
     assert named["install/engines.py"] == 1

@@ -41,12 +41,18 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print batches, placement and memory, and start nothing.")
     ] = False,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="MACHINE", help="With --dry-run: plan for another machine, such as 8xH100."),
+    ] = None,
 ) -> None:
     """Train a model."""
+    if on is not None and not dry_run:
+        raise typer.BadParameter("expected --dry-run beside --on, which only plans")
     if dry_run:
         from rallypoint.cli.show import print_plan
 
-        print_plan(recipe, overrides or [])
+        print_plan(recipe, overrides or [], on=on)
         return
     from rallypoint.cli.train import train as run_training
 

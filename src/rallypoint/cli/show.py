@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan
 from rallypoint.plan.run_plan import describe_way, weights_way
-from rallypoint.recipes.machine import Machine, check_machine, describe_choices, look_around, plan_on
+from rallypoint.recipes.machine import Machine, check_machine, choices, describe_choices, imagine, look_around, plan_on
 from rallypoint.recipes.preflight import load_checked, load_named
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
@@ -77,24 +78,30 @@ def print_recipes() -> None:
     _print_line(console, "\nrally train NAME     rally config NAME     rally train NAME --dry-run", "dim")
 
 
-def print_plan(recipe: str, overrides: Sequence[str]) -> None:
+def print_plan(recipe: str, overrides: Sequence[str], *, on: str | None = None) -> None:
     """Print batch arithmetic, placement and memory, and what was read of data, tokenizer and reward.
+
+    Args:
+        recipe: a shipped recipe, a YAML file, or a run folder.
+        overrides: dotted keys and values.
+        on: another machine that the plan is for, such as `8xH100`; then no data and no model is read.
 
     Raises:
         RallyError: a run would fail; what was known before is printed.
     """
-    loaded = load_named(recipe, overrides)
+    elsewhere = imagine(on) if on is not None else None
+    loaded = load_named(recipe, overrides, choose=functools.partial(choices, machine=elsewhere))
     config, console = loaded.config, _console()
-    machine = look_around(config)
+    machine = elsewhere or look_around(config)
     plan = plan_on(config, machine)
     for title, lines in (_batches(loaded, plan), _placement(loaded, plan, machine)):
         _print_line(console, title, "bold")
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
-    _print_line(console, "data and machine", "bold")
+    _print_line(console, "data and machine" if elsewhere is None else f"on {on}", "bold")
     for line in check_machine(config, plan, machine):
         _print_line(console, f"  {line}")
-    for line in _read(config):
+    for line in _read(config) if elsewhere is None else ():
         _print_line(console, f"  {line}")
     _print_line(console, f"\nNothing was started. All keys: rally config {recipe}", "dim")
 

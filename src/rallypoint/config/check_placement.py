@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from rallypoint.config.fields import Problem, shown
 from rallypoint.config.recipes import RoleName
@@ -166,7 +165,7 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
     }
     for role, mesh in meshes.items():
         tp, own_path = mesh.tp, config.own_models.get(role)
-        shape = shape_of(config) if own_path is None else read_shape(Path(own_path).expanduser())
+        shape = shape_of(config) if own_path is None else read_shape(own_path)
         if shape is None or role not in config.roles:
             continue
         if tp > 1 and shape.model_type not in FAMILIES:

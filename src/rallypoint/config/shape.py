@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.material import CreateModelConfig, LoRAConfig
-from rallypoint.config.tree import RoleName, RunConfig
+from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES
 
 _DIGITS_VOCABULARY = 20
+
+_PUBLISHED = Path(__file__).parent / "models"
+"""config.json of models that shipped recipes name, so that their plans are known before anything is downloaded."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields of config.json that every plain decoder has."""
@@ -172,19 +176,27 @@ def shape_of(config: RunConfig) -> ModelShape | None:
     made = config.model.create
     if made is not None:
         return _created_shape(made)
-    return read_shape(Path(config.model.path).expanduser()) if config.model.path is not None else None
+    return read_shape(config.model.path) if config.model.path is not None else None
 
 
 def role_shape(config: RunConfig, role: RoleName) -> ModelShape | None:
     """Return the shape of a role's model; the critic is taken to be of the actor's."""
     if role in ("reward", "teacher") and role in config.own_models:
-        return read_shape(Path(config.own_models[role]).expanduser())
+        return read_shape(config.own_models[role])
     return shape_of(config)
 
 
-def read_shape(folder: Path) -> ModelShape | None:
-    """Read a shape from config.json; None when it is not there, or not that of a plain decoder."""
-    file = folder / "config.json"
+def read_shape(path: str | Path) -> ModelShape | None:
+    """Read a shape from a folder's config.json, or a published model's by its name on the hub; None if it has none.
+
+    >>> shape = read_shape("Qwen/Qwen3-0.6B")
+    >>> shape.num_parameters
+    596049920
+    """
+    return _read(Path(path).expanduser() / "config.json") or _read(_PUBLISHED / f"{str(path).replace('/', '--')}.json")
+
+
+def _read(file: Path) -> ModelShape | None:
     try:
         if not file.is_file():  # a pipe would be waited for
             return None

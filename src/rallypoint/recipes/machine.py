@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,10 +41,12 @@ print(json.dumps([torch.__version__, devices]))
 _PATIENCE_S = 120.0
 _GIB = 2**30
 _OF_TYPES = {
-    "T4": 16, "A10G": 24, "L4": 24, "V100": 32, "A100-40G": 40, "L40S": 48, "A100": 80, "A100-80G": 80, "H100": 80,
-    "H20": 96, "GH200": 144, "H200": 141, "B200": 192,
+    "T4": 14.7, "A10G": 22.0, "L4": 22.0, "V100": 31.7, "A100-40G": 39.4, "L40S": 44.4, "A100": 79.1, "A100-80G": 79.1,
+    "H100": 79.1, "H20": 95.0, "GH200": 141.0, "H200": 139.8, "B200": 178.0,
 }  # fmt: skip
-"""Accelerator type as Ray names it -> GiB of its largest version."""
+"""Accelerator type as Ray names it -> GiB that torch reports of its largest version."""
+_CORES_EACH, _MEMORY_EACH = 16, 128 * 2**30
+"""What machines are rented with for each of their devices, or more."""
 _TYPE_LABEL = "ray.io/accelerator-type"
 
 
@@ -79,9 +82,29 @@ def look_around(config: RunConfig) -> Machine:
     return Machine(num_cores(), memory_bytes(), accelerators, complaint)
 
 
-def choices(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
-    """Return values for automatic keys that nobody set, for a run on this machine."""
-    machine = look_around(config)
+def imagine(text: str) -> Machine:
+    """Return a machine that is described, as one that is not here.
+
+    >>> machine = imagine("8xH100")
+    >>> len(machine.accelerators), machine.num_cores, machine.accelerators[0].name
+    (8, 128, 'H100')
+
+    Raises:
+        ConfigError: it has devices of no known type.
+    """
+    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([\w-]+)", text)
+    if found is None or found[2] not in _OF_TYPES:
+        raise ConfigError(
+            (f"--on {text}: expected a number and a type, such as 8xH100; types: {', '.join(_OF_TYPES)}",)
+        )
+    num, kind = int(found[1] or 1), found[2]
+    device = Accelerator(kind, round(_OF_TYPES[kind] * _GIB))
+    return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num)
+
+
+def choices(config: RunConfig, left_open: tuple[str, ...], *, machine: Machine | None = None) -> dict[str, object]:
+    """Return values for automatic keys that nobody set, for a run on this machine or on another one."""
+    machine = machine or look_around(config)
     rooms = {pool: most for pool, most, _ in _rooms(config, machine)}
     return choose(config, left_open, num_cores=machine.num_cores, memory_bytes=machine.num_bytes, device_bytes=rooms)
 
@@ -223,7 +246,7 @@ def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]
         least = min(machine.accelerators, key=lambda each: each.num_bytes)
         num_bytes, name = least.num_bytes, least.name
     elif kind in _OF_TYPES:
-        num_bytes, name = _OF_TYPES[kind] * _GIB, kind
+        num_bytes, name = round(_OF_TYPES[kind] * _GIB), kind
     else:
         return
     part = "" if share == 1 else f" has {_gib(num_bytes)} and {share:g} of it is"

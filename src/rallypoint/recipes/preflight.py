@@ -302,13 +302,13 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
     return loaded, folder
 
 
-def load_named(recipe: str, overrides: Sequence[str]) -> LoadedConfig:
+def load_named(recipe: str, overrides: Sequence[str], *, choose: Choose = choices) -> LoadedConfig:
     """Return a checked config; that of a run folder only if its user has named the code that it names.
 
     Raises:
         ConfigError: the config is wrong, or the folder of somebody else's run names code.
     """
-    loaded = load_checked(recipe, overrides, choose=choices)
+    loaded = load_checked(recipe, overrides, choose=choose)
     if _is_run(recipe):
         named = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
         _refuse_foreign(loaded, RunFolder(Path(recipe).absolute()), named)

@@ -90,12 +90,16 @@ def test_meanings_are_broken_between_words_only_whatever_the_width(command, colu
     assert "Off; model.lora={} switches it on, with the keys rank," in meaning(found["model.lora"])
 
 
+WHOLE = {"digits", "digits-grpo", "gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-lora", "math-opd", "code"}
+"""Recipes with a model, data and a reward of their own."""
+
+
 @pytest.mark.parametrize("explain", [(), ("--explain",)])
 @pytest.mark.parametrize("recipe", shipped_recipes())
 def test_what_a_recipe_leaves_to_its_user_is_shown_as_required(command, recipe, explain):
     lines = lines_of(command("config", recipe, *explain))
     required = [line.split()[0] for line in lines if re.search(r" required +not set yet$", line)]
-    left = [] if recipe.startswith("digits") else ["model.path", "data.train", "reward.function"]
+    left = [] if recipe in WHOLE else ["model.path", "data.train", "reward.function"]
     left = left[:2] if recipe in ("sft", "reward_model", "dpo", "opd") else left
     left = [*left, "teacher.path"] if recipe == "opd" else left
     assert required == left

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import re
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_sections_have_the_fields_of_the_classes_that_they_name(section):
 def test_corrections_have_the_fields_of_the_classes_that_they_name():
     found = [kind for kind in vars(sections).values() if isinstance(kind, type) and issubclass(kind, Section)]
     kinds = [kind for kind in found if "name" in kind.model_fields]
-    named = {kind.model_fields["name"].annotation.__args__[0]: kind for kind in kinds}
+    named = {get_args(kind.model_fields["name"].annotation)[0]: kind for kind in kinds}
     for name, kind in CORRECTIONS.items():
         fields = {field.name for field in dataclasses.fields(kind)}
         assert set(named[name].model_fields) - {"name"} == fields, name
@@ -69,6 +70,7 @@ def loss_of(loss, rows, *, shift):
     inputs = LossInputs(rows=rows, positions=at, send=lambda x: x, is_on_policy=False)
     total, metrics = loss(TokenOutputs(logprobs=logprobs, entropy=logprobs.detach() ** 2), inputs)
     total.backward()
+    assert logprobs.grad is not None
     return float(total.detach()), logprobs.grad, metrics
 
 
@@ -105,7 +107,7 @@ def test_corrections_are_watched():
 
 def test_a_mask_by_the_mean_of_a_row_has_bounds_of_its_own():
     def bounds(mask):
-        (item,) = load_config("digits-grpo", [f"correction=[{{name: mask, {mask}}}]"]).config.correction
+        item: Any = load_config("digits-grpo", [f"correction=[{{name: mask, {mask}}}]"]).config.correction[0]
         return item.low, item.high
 
     assert bounds("level: token") == bounds("level: product") == (0.5, 2.0)
@@ -125,7 +127,7 @@ def test_every_advantage_of_groups_can_be_named(name):
 
 def test_gdpo_takes_names_and_weights_of_the_rewards():
     overrides = ["advantage.name=gdpo", "reward.function=null", TWO_REWARDS]
-    gdpo = advantage_of(load_config("digits-grpo", overrides).config)
+    gdpo: Any = advantage_of(load_config("digits-grpo", overrides).config)
     assert gdpo.weights == {"right": 2.0, "other": 1.0}
     parts = torch.tensor([[1.0, 50.0], [0.0, 70.0], [2.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
     rows = dataclasses.replace(batch(), reward_parts=parts, part_names=("right", "other"))
@@ -168,7 +170,9 @@ def test_keys_of_another_name_may_wait_in_a_file():
 @pytest.mark.parametrize("name", sorted(set(shipped_recipes()) - {"digits", "digits-grpo"}))
 def test_every_shipped_recipe_composes_what_it_is_named_after(name):
     config = load_config(name, draft=True).config
-    assert name in {config.recipe, config.advantage.name, config.loss.name, "dapo"}
+    adapters = {"lora"} if config.model.lora else set()
+    composed = {config.recipe, config.advantage.name, config.loss.name, config.reward.function, *adapters, "dapo"}
+    assert name.rpartition("-")[2] in composed
     if not RECIPES[config.recipe].advantages:  # it learns from examples
         return
     advantage_of(config)
@@ -194,6 +198,9 @@ def test_every_kl_of_a_config_is_in_the_loss_with_the_coefficient_of_the_step(wh
         loss_of(loss, dataclasses.replace(weighed, kl_coef=coef), shift=shift) for coef in (0.0, 0.5, 1.0)
     )
     assert loss_of(loss, weighed, shift=shift)[0] == at_half[0]
+    assert weighed.reference_logprobs is not None
+    assert weighed.old_logprobs is not None
+    assert loss.kl is not None
     old, reference = (x[weighed.loss_mask] for x in (weighed.old_logprobs, weighed.reference_logprobs))
     corrected_from = old if "corrected" in which else None
     trained = torch.ones(7, dtype=torch.bool)

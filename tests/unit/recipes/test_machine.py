@@ -86,7 +86,7 @@ def test_the_label_of_a_cluster_tells_what_its_devices_have():
     labels = "cluster.labels={ray.io/accelerator-type: T4}"
     joined = (*GPU, "cluster.address=10.0.0.1:6379", "engine.max_tokens_per_micro_batch=1000000")
     assert check(LAPTOP, LARGE, *joined) == ()
-    assert "but a T4 has 16.0 GiB" in refusal(LAPTOP, LARGE, *joined, labels)
+    assert "but a T4 has 14.7 GiB" in refusal(LAPTOP, LARGE, *joined, labels)
 
 
 def test_a_peak_that_may_not_fit_is_said_with_the_keys_that_lower_it():

@@ -1,0 +1,81 @@
+"""The twins of recipes for real models: the same files, with a tiny model and tiny data under the names of the hub."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_model
+from tiny_runs import Runs
+
+from rallypoint.environments.sandbox import open_sandbox
+from rallypoint.errors import SandboxError
+from rallypoint.run import read_metrics
+
+MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B")
+TINY = (
+    "cluster={device: cpu, runtime: inline, pools: {main: [1]}}",
+    "data.max_prompt_tokens=8",
+    "rollout.num_prompts=4",
+    "rollout.group_size=4",
+    "rollout.max_response_tokens=3",
+    "actor.num_mini_batches=2",
+    "validation={every_steps: 2, max_prompts: 4}",
+    "trainer.num_steps=2",
+)
+"""Sizes and machine alone: model, data, columns, reward and algorithm are the recipe's."""
+LUCKY = ("reward.overlong.buffer_tokens=1", "rollout.max_response_tokens=1", "rollout.group_size=16")
+"""An answer of one token of twenty is right now and then, so that groups of different scores are found."""
+OF_RECIPE = {
+    "gsm8k-grpo": (),
+    "gsm8k-ppo": ("critic.num_mini_batches=2",),
+    "math-dapo": LUCKY,
+    "math-lora": LUCKY,
+    "math-opd": (),
+    "code": ("actor.num_mini_batches=1", "reward.num_processes=1"),
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with models and data sets as they are laid out on the hub, with digits for texts."""
+    texts = [str(number) for number in range(12)]
+    tests = json.dumps({"inputs": [""], "outputs": [""]})  # any program that runs and is silent passes, such as 12
+    sets = {
+        "openai/gsm8k/main/train": [{"question": one, "answer": f"so #### {one[0]}"} for one in texts],
+        "openai/gsm8k/main/test": [{"question": one, "answer": f"so #### {one[0]}"} for one in texts],
+        "open-r1/DAPO-Math-17k-Processed/all/train": [
+            {
+                "prompt": "not this column",
+                "source_prompt": [{"role": "user", "content": one}],
+                "reward_model": {"ground_truth": one[0]},
+            }
+            for one in texts
+        ],
+        "HuggingFaceH4/aime_2024/train": [{"problem": one, "answer": one} for one in texts],
+        "HuggingFaceH4/MATH-500/test": [{"problem": one, "answer": one} for one in texts],
+        "agentica-org/DeepCoder-Preview-Dataset/taco/train": [{"problem": one, "tests": tests} for one in texts],
+    }
+    for name, rows in sets.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed, name in enumerate(MODELS):
+        (tmp_path / "Qwen").mkdir(exist_ok=True)
+        make_tiny_model(tmp_path / "Qwen" / name, architecture="qwen3", seed=seed, initializer_range=0.05)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("recipe", OF_RECIPE)
+def test_the_twin_of_a_recipe_trains_and_is_validated(recipe: str, hub: Path):
+    if recipe == "code":
+        try:
+            open_sandbox()
+        except SandboxError as error:
+            pytest.skip(f"no sandbox here: {error}")
+    run = Runs(hub).run_with(recipe, [*TINY, *OF_RECIPE[recipe]])
+    rows = list(read_metrics(run.metrics))
+    assert [row["step"] for row in rows if "actor/loss" in row] == [1, 2]
+    validated = [] if recipe == "code" else [0, 2]
+    assert [row["step"] for row in rows if "validation/score" in row] == validated
+    assert (run.path / "checkpoints" / "step_000002").is_dir()

@@ -1,0 +1,92 @@
+"""Recipes for real models: what their dry runs say for three machines, beside what docs/recipes.md says."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from rallypoint.config import load_config, shipped_recipes
+from rallypoint.config.shape import read_shape
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.machine import imagine
+
+ROOT = Path(__file__).parents[3]
+MACHINES = {"24 GB": "L4", "80 GB": "H100", "8 x 80 GB": "8xH100"}
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+}
+
+
+def table() -> list[list[str]]:
+    """Return the cells of the rows for the three machines."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row for row in rows if len(row) == 9 and row[2] in MACHINES]
+
+
+def plan(command, line: str, machine: str) -> str:
+    result = command(*shlex.split(line)[1:], "--dry-run", "--on", MACHINES[machine])
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+
+def planned(said: str) -> tuple[str, ...]:
+    """Return rows and updates of a step, and GiB of the actor, of the cache and of a process at most."""
+    [rows], [updates] = re.findall(r"= (\d+) rows", said), re.findall(r"actor update +(\d+) optimizer", said)
+    lines = {line.split()[0]: line for line in said.splitlines() if line.split()}
+    sizes = {
+        name: [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", line)]
+        for name, line in lines.items()
+    }
+    held = (sizes["total"][0], max(sizes["cache"]), sizes["pool"][0])
+    return f"{int(rows):,}", updates, *(f"{size:.1f}" for size in held)
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]} {row[1]} {row[2]}")
+def test_the_plan_of_a_recipe_is_what_its_page_says_and_fits_the_machine(command, row):
+    recipe, model, machine, *numbers, line = row
+    line = line.strip("`")
+    assert shlex.split(line)[2] == recipe.strip("`")
+    said = plan(command, line, machine)
+    assert [*planned(said)] == numbers
+    assert float(numbers[-1]) < imagine(MACHINES[machine]).accelerators[0].num_bytes / 2**30
+    assert "may need" not in said
+    assert f"{PUBLISHED[f'Qwen/{model}'] / 1e6:,.0f}"[:3] in said
+
+
+def test_every_recipe_for_a_real_model_has_a_plan_for_each_machine():
+    whole = {name for name in shipped_recipes() if str(load_config(name, draft=True).config.model.path).startswith("Q")}
+    assert {(row[0].strip("`"), row[2]) for row in table()} == {(name, on) for name in whole for on in MACHINES}
+    assert whole == {"gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-lora", "math-opd", "code"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_shape_of_a_published_model_is_the_one_that_transformers_makes_of_its_config(name):
+    file = ROOT / "src" / "rallypoint" / "config" / "models" / f"{name.replace('/', '--')}.json"
+    values = json.loads(file.read_text())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values["model_type"]].from_dict(values))
+    assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name]
+    shape = read_shape(name)
+    assert shape is not None
+    assert shape.num_parameters == pytest.approx(PUBLISHED[name], rel=1e-4)  # without the biases of Qwen2
+
+
+def test_a_model_that_a_device_cannot_hold_is_refused_for_a_machine_elsewhere(command):
+    said = str(command("train", "math-dapo", "--dry-run", "--on", "L4").exception)
+    assert "take 28.8 GiB in each process, but a L4 has 22.0 GiB" in said
+
+
+def test_a_machine_that_nobody_knows_is_refused(command):
+    with pytest.raises(ConfigError, match="--on 8xabacus: expected a number and a type, such as 8xH100"):
+        imagine("8xabacus")
+    assert command("train", "gsm8k-grpo", "--on", "L4").exit_code == 2
