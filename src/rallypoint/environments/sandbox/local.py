@@ -1,20 +1,22 @@
-"""The two tiers of this machine: bubblewrap, and Landlock with seccomp. In both `inside.py` runs before the program.
+"""The two tiers of this machine: bubblewrap, and Landlock with seccomp. In both `inside.py` forks for each program.
 
-Owns: how a sandboxed process is started, waited for and ended. A program is one process: seccomp lets it start threads
-only, so that its end is the end of all that it did.
+Owns: how many servers there are, and when they end. A program is one process: seccomp lets it start threads only, so
+that its end is the end of all that it did.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
-import select
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import sysconfig
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +26,10 @@ _NOBODY = 65534
 _TEXT = Path(__file__).with_name("inside.py").read_text()
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_REFUSED = "sandbox: "
-"""How the message of `inside.py` begins where the kernel refused a step."""
+_PATIENCE_S = 60.0
+"""Seconds after a program's deadline in which its server must have ended it, on a busy machine."""
+_LAST_WORDS_S = 5.0
+"""Seconds that a server has to end by itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,14 +68,14 @@ class Bubblewrap:
 
     def run(self, code: str, *, stdin: str = "", limits: Limits = Limits()) -> Ran:  # noqa: B008 - frozen
         """See `Sandbox.run`."""
-        command = [self.program, "--unshare-all", "--unshare-user", "--die-with-parent", "--clearenv"]
-        command += ["--uid", str(_NOBODY), "--gid", str(_NOBODY)]
+        command = [self.program, "--unshare-all", "--unshare-user", "--clearenv"]
+        command += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--cap-add", "CAP_SYS_ADMIN"]  # to mount each /tmp
         for path in dict.fromkeys((*_SYSTEM, *self.interpreter.readable)):
             command += ["--ro-bind-try", path, path]
         for device in _DEVICES:
             command += ["--dev-bind", device, device]
-        command += ["--size", str(limits.files_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
-        return _run([*command, self.interpreter.path], code, stdin, limits, readable=(), user=None)
+        command += ["--dir", "/tmp", "--remount-ro", "/", self.interpreter.path]
+        return _servers(tuple(command), (), None).run(code, stdin, limits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,57 +95,107 @@ class Landlock:
     def run(self, code: str, *, stdin: str = "", limits: Limits = Limits()) -> Ran:  # noqa: B008 - frozen
         """See `Sandbox.run`."""
         readable = (*_SYSTEM, *self.interpreter.readable, *_DEVICES)
-        return _run([self.interpreter.path], code, stdin, limits, readable=readable, user=self.user)
+        return _servers((self.interpreter.path,), readable, self.user).run(code, stdin, limits)
 
 
-def _run(
-    command: Sequence[str], code: str, stdin: str, limits: Limits, *, readable: Sequence[str], user: int | None
-) -> Ran:
-    """Start a process, wait for it, and end it at its deadline. Nothing that it leaves open keeps us waiting.
+class _Servers:
+    """The servers of a tier, each for one program at a time: as many as programs have run at once."""
 
-    What it writes goes to files in memory whose size the kernel limits, so nobody has to read it meanwhile.
-    """
-    # As its parent it sees bubblewrap's own first process, and another than this one.
-    parent = os.getpid() if readable else 0
-    job = dataclasses.asdict(limits) | {"code": code, "readable": list(readable), "parent": parent}
-    files = [_memory(json.dumps(job)), _memory(stdin), _memory(""), _memory("")]
+    def __init__(self, command: Sequence[str], readable: Sequence[str], user: int | None) -> None:
+        self._start = functools.partial(_Server, command, readable, user)
+        self._idle, self._owner = list[_Server](), os.getpid()
+
+    def run(self, code: str, stdin: str, limits: Limits) -> Ran:
+        """See `Sandbox.run`."""
+        if self._owner != os.getpid():  # a fork: they are its parent's
+            self._idle, self._owner = [], os.getpid()
+        server = self._take()
+        ran = server.run(code, stdin, limits)
+        self._idle.append(server)  # and not after an error
+        return ran
+
+    def _take(self) -> _Server:
+        with contextlib.suppress(IndexError):
+            while True:
+                if (server := self._idle.pop()).is_alive:
+                    return server
+        return self._start()
+
+
+_servers = functools.cache(_Servers)
+
+
+class _Server:
+    """The process in which `inside.py` serves; it ends when the channel to it is closed."""
+
+    def __init__(self, command: Sequence[str], readable: Sequence[str], user: int | None) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = _memory("")
+        arguments = [str(theirs.fileno()), "no" if readable else "yes", *readable]
+        try:
+            self._process = subprocess.Popen(
+                [*command, "-I", "-S", "-c", _TEXT, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno()],
+                env={},
+                cwd="/",
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._channel.close()
+            os.close(self._errors)
+            raise SandboxError(f"{command[0]} could not be started: {error}") from None
+        finally:
+            theirs.close()
+        weakref.finalize(self, _close, self._channel, self._process, self._errors)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still waits for programs."""
+        return self._process.poll() is None
+
+    def run(self, code: str, stdin: str, limits: Limits) -> Ran:
+        """See `Sandbox.run`.
+
+        What a program writes goes to files in memory whose size the kernel limits, so nobody has to read it meanwhile.
+        """
+        job = dataclasses.asdict(limits) | {"code": code}
+        files = [_memory(json.dumps(job)), _memory(stdin), _memory(""), _memory("")]
+        try:
+            socket.send_fds(self._channel, [str(limits.time_s).encode()], files)
+            self._channel.settimeout(limits.time_s + _PATIENCE_S)
+            said = self._channel.recv(256)
+            stdout, stderr = (_read(file, limits.output_kib << 10) for file in files[2:])
+        except OSError as error:
+            raise SandboxError(f"its server does not answer: {error}. {self._complaint}") from None
+        finally:
+            for file in files:
+                os.close(file)
+        if not said:
+            raise SandboxError(self._complaint or "its server has ended")
+        status, has_begun = json.loads(said)
+        if status is not None and not has_begun:
+            raise SandboxError((stderr.strip().splitlines() or ["a program could not be started"])[-1])
+        return Ran("timeout" if status is None else "failed" if status else "ok", stdout, stderr, status)
+
+    @property
+    def _complaint(self) -> str:
+        return _read(self._errors, 2000).strip()
+
+
+def _close(channel: socket.socket, process: subprocess.Popen[bytes], errors: int) -> None:
+    channel.close()
+    os.close(errors)
     try:
-        told, given, out, err = files
-        process = subprocess.Popen(
-            [*command, "-I", "-S", "-c", _TEXT, str(told)],
-            stdin=given,
-            stdout=out,
-            stderr=err,
-            pass_fds=[told],
-            env={},
-            cwd="/",
-            user=user,
-            group=user,
-            extra_groups=None if user is None else [],
-        )
-        status = _wait(process, limits.time_s)
-        stdout, stderr = (_read(file, limits.output_kib << 10) for file in (out, err))
-    except OSError as error:
-        raise SandboxError(f"{command[0]} could not be started: {error}") from None
-    finally:
-        for file in files:
-            os.close(file)
-    if stderr.startswith(_REFUSED) or (status and stderr.startswith("bwrap: ")):
-        raise SandboxError(stderr.strip().splitlines()[0])
-    return Ran("timeout" if status is None else "failed" if status else "ok", stdout, stderr, status)
-
-
-def _wait(process: subprocess.Popen[bytes], time_s: float) -> int | None:
-    """Return the status of a process, or None if it had to be ended."""
-    waiting = os.pidfd_open(process.pid)
-    try:
-        has_ended = bool(select.select([waiting], [], [], time_s)[0])
-        if not has_ended:
-            process.send_signal(signal.SIGKILL)
+        process.wait(_LAST_WORDS_S)
+    except subprocess.TimeoutExpired:  # a fork of this process still has the channel
+        process.kill()
         process.wait()
-    finally:
-        os.close(waiting)
-    return process.returncode if has_ended else None
 
 
 def _memory(text: str) -> int:

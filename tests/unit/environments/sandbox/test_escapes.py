@@ -1,10 +1,15 @@
 """Thirty ways out of a sandbox and around a grader, tried in every tier that this machine has."""
 
+import contextlib
 import json
 import os
 import re
+import select
 import signal
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -55,6 +60,7 @@ FAILS = {
     "a symlink to them": "import os; os.symlink('ANSWERS', '/tmp/link'); open('/tmp/link').read()",
     "the parent's memory": "open('/proc/PARENT/mem', 'rb')",
     "the parent's environment": "open('/proc/PARENT/environ').read()",
+    "its server's memory": "import os; open(f'/proc/{os.getppid()}/mem', 'rb')",
     "the rights of a file": "import os; os.chmod('ANSWERS', 0o777)",
     "a signal to the parent": "import os; os.kill(PARENT, 0)",
     "a signal to its own parent": "import os, signal; os.kill(os.getppid() or 1, signal.SIGTERM)",
@@ -144,6 +150,61 @@ def test_threads_work_and_end_with_the_program(sandbox):
     assert sandbox.run(program, limits=Limits(time_s=TIME_S)).stdout == "[1]\n"
 
 
+def test_nothing_of_a_program_is_there_for_the_next(sandbox):
+    leave = (
+        "import builtins, json, os, sys\nsys.path.append(sys.argv[0]); json.mark = builtins.mark = 'left behind'\n"
+        "try: open('/tmp/mark', 'w').write('left behind')\nexcept OSError: pass\nprint(input())"
+    )
+    look = (
+        "import builtins, json, os\n"
+        "print(vars(json).get('mark'), vars(builtins).get('mark'), os.path.exists('/tmp/mark'))"
+    )
+    assert sandbox.run(leave, stdin="of one program", limits=Limits(time_s=TIME_S)).stdout == "of one program\n"
+    assert sandbox.run(look, limits=Limits(time_s=TIME_S)).stdout == "None None False\n"
+
+
+def test_programs_run_at_once_and_a_server_that_was_ended_is_replaced(sandbox):
+    with ThreadPoolExecutor(2) as threads:
+        asked = [f"print({n})" for n in range(6)]
+        found = list(threads.map(lambda code: sandbox.run(code, limits=Limits(time_s=TIME_S)).stdout, asked))
+    assert found == [f"{n}\n" for n in range(6)]
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    servers = [
+        int(pid) for pid in children.read_text().split() if b"refusals" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert servers
+    for pid in servers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert sandbox.run("print(7)", limits=Limits(time_s=TIME_S)).stdout == "7\n"
+
+
+ASKS = """
+import sys
+from rallypoint.environments.sandbox.choose import local_tiers
+from rallypoint.environments.sandbox import Limits
+tier = next(one for one in local_tiers() if repr(one) == sys.argv[1])
+print(tier.run("import os; print(os.getppid())").status, flush=True)
+tier.run("import time; time.sleep(600)", limits=Limits(time_s=600))
+"""
+
+
+def test_programs_end_with_the_process_that_asked_for_them_however_it_ends(sandbox):
+    with subprocess.Popen([sys.executable, "-c", ASKS, repr(sandbox)], stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        assert asking.stdout.readline() == "ok\n"
+        family = [asking.pid]
+        for pid in family:
+            with contextlib.suppress(OSError):
+                family += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        assert len(family) > 1
+        opened = [os.pidfd_open(pid) for pid in family[1:]]
+        asking.kill()
+    for each in opened:
+        assert select.select([each], [], [], 60.0)[0], "a server or a program outlived who asked"
+        os.close(each)
+
+
 ADD = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 READ = {"inputs": ["1 2", "2 2"], "outputs": ["3", "4"]}
 CHEATS = {
@@ -219,7 +280,7 @@ class Service(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):  # noqa: A002
         pass
 
 
@@ -264,7 +325,7 @@ class Leaky:
 
 
 def test_a_sandbox_that_lets_a_program_out_is_not_used():
-    problem = probe(Leaky())
+    problem = str(probe(Leaky()))
     assert problem.startswith("it does not hold ")
     assert {"files", "writing", "processes"} <= set(re.findall(r"\w+", problem))
     Path("/var/tmp/rallypoint-probe").unlink(missing_ok=True)
