@@ -126,7 +126,7 @@ ALIASES: tuple[Alias, ...] = (
         _BY_TOKENS,
     ),
     Alias(
-        "ppo_max_token_len_per_gpu max_token_len_per_gpu log_prob_max_token_len_per_gpu",
+        "ppo_max_token_len_per_gpu max_token_len_per_gpu",
         (f"engine.max_tokens_per_micro_batch={VALUE}",),
     ),
     Alias(
@@ -166,17 +166,25 @@ ALIASES: tuple[Alias, ...] = (
     Alias("max_num_gen_batches dynamic_sampling_max_gen_batches", (f"rollout.dynamic_sampling={VALUE}",)),
     Alias("zero_variance_filter mask_zero_variance_groups", (f"rollout.mask_zero_variance={VALUE}",)),
     Alias(
-        "overlong_buffer overlong_buffer.len overlong_buffer_len overlong_tokens overlong_cache",
+        "overlong_buffer overlong_buffer.len overlong_buffer_cfg.len overlong_buffer_len overlong_tokens "
+        "overlong_cache",
         (f"reward.overlong.buffer_tokens={VALUE}",),
     ),
     Alias(
-        "overlong_buffer.penalty_factor overlong_penalty_factor overlong_reward_penalty",
+        "overlong_buffer.penalty_factor overlong_buffer_cfg.penalty_factor overlong_penalty_factor "
+        "overlong_reward_penalty",
         (f"reward.overlong.factor={VALUE}",),
     ),
+    Alias("reward_kwargs.max_resp_len", (f"reward.overlong.max_tokens={VALUE}",)),
     Alias(
         "use_vllm", ("rollout.engine",), values=(("true", "rollout.engine=vllm"), ("false", "rollout.engine=native"))
     ),
-    Alias("rollout.name generation.backend", (f"rollout.engine={VALUE}",)),
+    Alias(
+        "rollout.name generation.backend",
+        (f"rollout.engine={VALUE}",),
+        "native, hf or vllm",
+        values=(("sglang", "rollout.engine"), ("trtllm", "rollout.engine")),
+    ),
     Alias("gpu_memory_utilization", ("rollout.cache_tokens",), "the cache is sized in tokens"),
     Alias("max_num_seqs", (f"rollout.max_batch_rows={VALUE}",)),
     Alias("stop_strings stop_token_ids eos_token", ("rollout.stop",), "texts; the model's own end is always a stop"),
@@ -184,6 +192,11 @@ ALIASES: tuple[Alias, ...] = (
         "tensor_model_parallel_size tensor_parallel_size ds_tensor_parallel_size tp_size tensor_model_parallel",
         (f"actor.mesh.tp={VALUE}",),
         "each rollout rank holds a whole model",
+    ),
+    Alias(
+        "rollout.tensor_model_parallel_size vllm_tensor_parallel_size rollout.data_parallel_size "
+        "rollout.expert_parallel_size rollout.pipeline_model_parallel_size",
+        note="each rollout rank holds a whole model",
     ),
     Alias(
         "ulysses_sequence_parallel_size ring_attn_size context_parallel_size sequence_parallel_size sp_size",
@@ -203,8 +216,8 @@ ALIASES: tuple[Alias, ...] = (
         (f"model.dtype={VALUE}",),
         values=(("true", "model.dtype=bfloat16"), ("false", "model.dtype=float32"), *_same("model.dtype", _DTYPES)),
     ),
-    Alias("lora_rank lora_r peft.r", (f"model.lora.rank={VALUE}",), values=(("0", "model.lora=null"),)),
-    Alias("lora_alpha", (f"model.lora.alpha={VALUE}",)),
+    Alias("lora_rank lora_r lora.rank peft.r", (f"model.lora.rank={VALUE}",), values=(("0", "model.lora=null"),)),
+    Alias("lora_alpha lora.alpha", (f"model.lora.alpha={VALUE}",)),
     Alias("train_files prompt_data dataset_name train_dataset train_data input_data", (f"data.train={VALUE}",)),
     Alias("val_files eval_dataset validation_files val_data", (f"data.validation={VALUE}",)),
     Alias("truncation", ("data.on_too_long",), values=(("error", "data.on_too_long=error"),)),
@@ -282,20 +295,30 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias(
         "log_prob_micro_batch_size reward_model.micro_batch_size forward_micro_batch_size_per_gpu "
-        "forward_max_token_len_per_gpu max_num_batched_tokens per_device_eval_batch_size val_batch_size "
+        "forward_max_token_len_per_gpu log_prob_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
+        "max_num_batched_tokens per_device_eval_batch_size val_batch_size "
         "local_rollout_forward_batch_size",
         note=f"{_BY_TOKENS}, engine.max_tokens_per_micro_batch each; results do not depend on it",
     ),
     Alias(
         "enable_chunked_prefill load_format layered_summon use_shm use_torch_compile vllm_mode rollout.mode "
         "return_raw_chat ignore_eos disable_log_stats vllm_gpu_memory_utilization dataloader_num_workers "
-        "use_fused_kernels use_liger_kernel use_liger_loss ddp_find_unused_parameters val_kwargs.n",
+        "engine_kwargs calculate_log_probs multi_stage_wake_up strategy model_engine use_mbridge vanilla_mbridge "
+        "override_transformer_config use_fused_kernels use_liger_kernel use_liger_loss "
+        "ddp_find_unused_parameters val_kwargs.n",
         note="there is nothing to choose here",
     ),
+    Alias("overlong_buffer.log overlong_buffer_cfg.log", note="reward/mean has the penalty in it"),
+    Alias("critic.model.enable_gradient_checkpointing", note="engine.activations is one setting for all roles"),
+    Alias(
+        "expert_model_parallel_size expert_tensor_parallel_size moe_parallel_size",
+        note="the ranks of mesh.tp share the experts (docs/engine.md)",
+    ),
+    Alias("override_config.max_position_embeddings", note="config.json of the model says it"),
     Alias("prompt_key", note="the column is `prompt` (docs/data.md)"),
     Alias("val_kwargs.top_p val_kwargs.top_k", note="validation samples as training does, but for its temperature"),
     Alias("val_before_train", note="a run is validated before its first step, always"),
-    Alias("reward_manager", note="the reward function decides (docs/reward.md)"),
+    Alias("reward_manager reward_manager.name", note="the reward function decides (docs/reward.md)"),
     Alias("attention_dropout embd_pdrop resid_pdrop hidden_dropout", note="models are trained without dropout"),
     Alias("vf_coef", note="actor and critic have optimizers of their own"),
     Alias(
@@ -303,7 +326,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias("remove_unused_columns", note="columns that nobody names are not read"),
     Alias(
-        "log_completions num_completions_to_print rollout_data_dir validation_data_dir",
+        "log_val_generations log_completions num_completions_to_print rollout_data_dir validation_data_dir",
         ("trainer.rollouts_gib",),
         "all rollouts lie in the run's folder in any case: rally show RUN",
     ),

@@ -18,12 +18,27 @@ from typing import Any, cast
 import yaml
 
 from rallypoint.config.aliases import ALIASES, SAME
+from rallypoint.config.fields import named_sections
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
+from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow")
 _KNOWN = {name: alias for alias in (*SAME, *ALIASES) for name in alias.names.split()}
+
+_LOSSES: dict[str, dict[str, object]] = {
+    "gspo": {"loss.name": "gspo"},
+    "cispo": {"loss.name": "cispo"},
+    "sapo": {"loss.name": "sapo"},
+    "geo_mean": {"loss.name": "gmpo"},
+    "gpg": {"loss.name": "policy_gradient"},
+    "dppo_tv": {"loss.name": "dppo", "loss.divergence": "tv"},
+    "dppo_kl": {"loss.name": "dppo", "loss.divergence": "kl"},
+}
+"""verl's names of policy losses, besides `vanilla`."""
+_OF_ENGINES = ("engine_kwargs", "override_transformer_config")
+"""Sections of verl's that hold keys of other programs."""
 
 Keys = dict[str, object]
 """Their dotted keys with values."""
@@ -104,11 +119,13 @@ def from_trl(text: str) -> Translation:
 def _by_table(theirs: Keys, found: Translation) -> Translation:
     for key, value in theirs.items():
         written = f"{key}={value}"
-        alias, _ = alias_of(key.split("."), _KNOWN)
+        parts = key.split(".")
+        around = next((parts[: place + 1] for place, part in enumerate(parts) if part in _OF_ENGINES), parts)
+        alias = alias_of(parts, _KNOWN)[0] or alias_of(around, _KNOWN)[0]
         if alias is None:
             found.unknown.append(written)
             continue
-        assignments = assignments_of(alias, key.split("."), value)
+        assignments = assignments_of(alias, parts, value)
         whole = [one.partition("=") for one in assignments if "=" in one]
         if not whole:
             found.open[written] = alias.note or f"see {', '.join(assignments)}"
@@ -116,6 +133,10 @@ def _by_table(theirs: Keys, found: Translation) -> Translation:
             found.keys[dotted] = yaml.safe_load(text)
             if isinstance(found.keys[dotted], str):  # such as 1e-6, which is text for plain YAML
                 found.keys[dotted] = value if str(value) == text else found.keys[dotted]
+    kinds = named_sections(RunConfig.model_fields["loss"])
+    loss = str(found.keys.get("loss.name", "clip"))
+    for dotted in [key for key in found.keys if key.startswith("loss.") and key[5:] not in kinds[loss].model_fields]:
+        found.open[f"{dotted}={found.keys.pop(dotted)}"] = f"loss.name={loss} has no such key"
     if found.keys["recipe"] != "ppo":
         for dotted in [key for key in found.keys if key.startswith(("critic.", "advantage.gae_lambda"))]:
             found.open[f"{dotted}={found.keys.pop(dotted)}"] = f"{found.keys['recipe']} has no critic"
@@ -158,6 +179,11 @@ def _algorithm_of_verl(theirs: Keys, get: Callable[[str, object], Any], found: T
         found.keys["advantage.name"] = name
     elif name not in {"gae", "grpo"}:
         found.unknown.append(f"algorithm.adv_estimator={name}")
+    mode = str(get("policy_loss.loss_mode", "vanilla"))
+    if mode in _LOSSES:
+        found.keys |= _LOSSES[mode]
+    elif mode != "vanilla":
+        found.unknown.append(f"policy_loss.loss_mode={mode}")
     if in_loss and loss_coef:
         estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
         estimator = estimators.get(loss_kind.removesuffix("+"), "k3")

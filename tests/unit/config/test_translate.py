@@ -1,5 +1,9 @@
 """Configs of verl and TRL as ours."""
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
 from rallypoint.config import load_config
@@ -62,6 +66,23 @@ trainer.default_local_dir=out trainer.resume_mode=auto
 """
 
 
+PREFIXES = {
+    "A": "actor_rollout_ref.actor", "R": "actor_rollout_ref.rollout", "F": "actor_rollout_ref.ref",
+    "M": "actor_rollout_ref.model", "d": "data", "t": "trainer", "c": "critic", "a": "algorithm", "rm": "reward_model",
+}  # fmt: skip
+
+
+def scripts() -> dict[str, list[str]]:
+    """Return the keys of verl's scripts, by the name of the script."""
+    text = Path(__file__).with_name("verl_scripts.txt").read_text()
+    _, *parts = re.split(r"^\[(.+)\]$", text, flags=re.MULTILINE)
+    written = zip(parts[::2], parts[1::2], strict=True)
+    return {
+        name: [re.sub(r"^(\w+)\.", lambda found: f"{PREFIXES.get(found[1], found[1])}.", word) for word in keys.split()]
+        for name, keys in written
+    }
+
+
 def loaded(found: Translation, tmp_path):
     (tmp_path / "translated.yaml").write_text(found.as_yaml())
     needed = [
@@ -84,6 +105,37 @@ def test_nine_of_ten_keys_of_the_published_scripts_of_verl_are_known(tmp_path):
     assert config.kl is not None
     assert (config.kl.coef, config.kl.estimator, config.kl.placement) == (0.001, "k3", "loss")
     assert (config.rollout.engine, config.rollout.top_k, config.data.on_too_long) == ("vllm", None, "drop")
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_nine_of_ten_keys_of_each_published_script_of_verl_are_known_and_make_a_config(script, tmp_path):
+    found = from_verl(" ".join(map(shlex.quote, scripts()[script])))
+    assert found.num_given == len(scripts()[script])
+    assert found.num_known / found.num_given >= 0.9, found.unknown
+    if found.keys.get("advantage.name") == "gdpo":  # its rewards have no names there
+        found.keys["advantage.name"] = "grpo"
+    found.keys.setdefault("engine.max_tokens_per_micro_batch", 40_000)
+    assert loaded(found, tmp_path).rollout.num_prompts == found.keys["rollout.num_prompts"]
+
+
+def test_a_setting_of_one_role_does_not_become_that_of_another():
+    megatron = from_verl(" ".join(scripts()["examples/ppo_trainer/run_qwen3_8b_megatron.sh"])).keys
+    assert [megatron[f"{role}.mesh.tp"] for role in ("actor", "reference", "critic")] == [2, 2, 2], "not 4, of rollout"
+    rows = from_verl(" ".join(scripts()["examples/ppo_trainer/run_qwen2-7b_rm_seq_balance.sh"])).keys
+    assert rows["engine.max_tokens_per_micro_batch"] == 24_000, "not that of the critic"
+    assert "actor.mesh.tp" not in rows
+    start = from_verl(" ".join(scripts()["examples/ppo_trainer/run_qwen2.5-0.5b.sh"])).keys
+    assert start["engine.activations"] == "checkpoint", "not that of the critic"
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("gspo", "gspo"), ("geo_mean", "gmpo"), ("cispo", "cispo"), ("dppo_tv", "dppo")]
+)
+def test_the_name_of_a_policy_loss_is_ours_and_keys_that_it_has_not_are_named(mode, name):
+    found = from_verl(f"algorithm.adv_estimator=grpo actor.policy_loss.loss_mode={mode} actor.clip_ratio_c=3.0")
+    assert found.keys["loss.name"] == name
+    assert ("loss.dual_clip" in found.keys) == (name == "gspo")
+    assert found.unknown == []
 
 
 def test_what_is_not_known_and_what_needs_no_key_is_named():
