@@ -6,6 +6,8 @@ what they are said to pursue, differentiated by itself.
 """
 
 import itertools
+import math
+from collections import Counter
 
 import pytest
 import torch
@@ -97,8 +99,10 @@ def by_group(responses, kl, rewards, *, normalize_std=False, token_discount=None
 def expected_gradient(weigh, group_size, *, kl=None, rewards=REWARDS):
     """Gradient of minus the loss, a rollout, over all groups of responses weighed by their probability."""
     logits, total = LOGITS.clone().requires_grad_(), 0.0
-    for responses in itertools.product(RESPONSES, repeat=group_size):
-        weight = torch.tensor([probability(r) for r in responses]).prod() / group_size
+    # Each group in one order, since the order of rows changes no result: see test_conformance.
+    for responses in itertools.combinations_with_replacement(RESPONSES, group_size):
+        num_orders = math.factorial(group_size) // math.prod(map(math.factorial, Counter(responses).values()))
+        weight = num_orders * torch.tensor([probability(r) for r in responses]).prod() / group_size
         batch = weigh(responses, kl, rewards)
         table = logits.log_softmax(-1)
         zero = torch.zeros(1, dtype=torch.float64)
