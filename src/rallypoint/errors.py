@@ -59,6 +59,10 @@ class RewardError(RallyError, RuntimeError):
     """The reward function cannot be loaded, or failed for every rollout of a step."""
 
 
+class TeacherError(RallyError, RuntimeError):
+    """A served teacher gave no answer, or one that is no judgement of the tokens it was asked about."""
+
+
 class UserCodeError(RallyError, ValueError):
     """A function in a file of the user's cannot be used: the file and the remedy are named."""
 

@@ -2,9 +2,13 @@
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 from tiny_runs import Runs, weights_of
+from transformers import AutoModelForCausalLM
 
 from rallypoint.display import Silent
 from rallypoint.errors import DataError, ModelError
@@ -64,11 +68,13 @@ def column(run, name):
     return [record[name] for record in read_metrics(run.metrics) if name in record]
 
 
-@pytest.mark.parametrize("loss", ["policy_gradient", "reverse", "forward", "mixed"])
-def test_a_student_comes_near_to_its_teacher(runs, loss):
-    run = runs(
-        "run", f"teacher.loss={loss}", "trainer.num_steps=20", "actor={num_mini_batches: 4, optimizer: {lr: 2e-2}}"
-    )
+@pytest.mark.parametrize(
+    ("loss", "top_k"),
+    [("policy_gradient", "null"), ("reverse", "null"), ("forward", 4), ("mixed", "null"), ("mixed", 4)],
+)
+def test_a_student_comes_near_to_its_teacher(runs, loss, top_k):
+    keys = (f"teacher.loss={loss}", f"teacher.top_k={top_k}")
+    run = runs("run", *keys, "trainer.num_steps=20", "actor={num_mini_batches: 4, optimizer: {lr: 2e-2}}")
     gap = column(run, "actor/teacher_kl")
     assert gap[0] > 3, "it begins with all tokens alike"
     assert sum(gap[-3:]) / 3 < 0.85 * gap[0]
@@ -89,24 +95,73 @@ def test_rewards_and_teacher_are_streams_with_a_mean_each(runs, taught):
     )
     reward = (f"reward.function={taught}/rewards.py:compute_score", "reward.num_processes=1")
     mixed = runs("mixed", *reward, "teacher.reward_coef=0.5", "trainer.num_steps=12")
-    assert column(mixed, "actor/teacher_teacher_kl")[-1] < column(mixed, "actor/teacher_teacher_kl")[0]
+    assert column(mixed, "actor/teacher_kl")[-1] < column(mixed, "actor/teacher_kl")[0]
     assert len(column(mixed, "actor/policy_loss")) == 12
     with pytest.raises(ValueError, match=r"reward.function: required"):
         load_checked(str(taught / "student.yaml"), ["teacher.reward_coef=0.5"])
 
 
-@pytest.mark.parametrize("mesh", ["{tp: 2}", "{sp: 2}"])
-def test_a_teacher_on_a_pool_of_its_own_gives_the_same_steps(runs, mesh):
-    alone = runs("alone")
+@pytest.mark.parametrize(
+    ("mesh", "how"), [("{tp: 2}", ()), ("{sp: 2}", ("teacher.top_k=3", "teacher.loss=mixed"))], ids=["tp", "sp, top k"]
+)
+def test_a_teacher_on_a_pool_of_its_own_gives_the_same_steps(runs, mesh, how):
+    alone = runs("alone", *how)
     split = runs(
-        "split", "cluster.pools={main: [1], judges: [2]}", "teacher.placement.pool=judges", f"teacher.mesh={mesh}"
+        "split", *how, "cluster.pools={main: [1], judges: [2]}", "teacher.placement.pool=judges", f"teacher.mesh={mesh}"
     )
     for name in ("actor/loss", "actor/teacher_kl", "actor/grad_norm"):
         assert column(split, name) == pytest.approx(column(alone, name), rel=1e-3), name
 
 
+class Served(BaseHTTPRequestHandler):
+    """Answers as vLLM's server does, with the numbers of transformers."""
+
+    def do_GET(self):
+        self.reply({"data": [{"id": "teacher"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with torch.no_grad():
+            said = self.server.model(torch.tensor([asked["prompt"]])).logits[0].log_softmax(-1)
+        places = [None]
+        for token, logprobs in zip(asked["prompt"][1:], said, strict=False):
+            named = [token, *logprobs.topk(asked["prompt_logprobs"]).indices.tolist()]
+            places.append({str(one): {"logprob": float(logprobs[one])} for one in named})
+        self.reply({"choices": [{"prompt_logprobs": places}]})
+
+    def reply(self, answer):
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_served_teacher_gives_the_same_steps(runs, taught):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
+    server.model = AutoModelForCausalLM.from_pretrained(taught / "teacher", dtype=torch.float32)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    how = ("teacher.loss=mixed", "teacher.top_k=4", "trainer.num_steps=2")
+    alone = runs("alone", *how)
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    served = runs("served", *how, f"teacher.path={url}")
+    both = runs("both", *how, f"teacher.by_source={{odd: '{url}'}}")
+    server.shutdown()
+    server.server_close()
+    for run in (served, both):
+        for name in ("actor/loss", "actor/teacher_kl", "actor/teacher_mass", "actor/grad_norm"):
+            assert column(run, name) == pytest.approx(column(alone, name), rel=1e-3), name
+    with pytest.raises(
+        ValueError, match=r"rollout.temperature=0.7: http://.* says what its model says at temperature 1"
+    ):
+        load_checked(str(taught / "student.yaml"), [f"teacher.path={url}", "rollout.temperature=0.7"])
+
+
 def test_a_stopped_run_ends_with_the_same_bits(runs):
-    whole = runs("whole", "checkpoint={every_steps: 2, keep: 9}")
+    whole = runs("whole", "teacher.loss=forward", "teacher.top_k=5", "checkpoint={every_steps: 2, keep: 9}")
     wanted = weights_of(whole)
     assert train(load_checked(str(whole.path)), whole, Silent(), resume=True, from_step=2)
     assert weights_of(whole) == wanted
@@ -116,6 +171,8 @@ def test_a_teacher_is_required_and_has_the_policys_tokenizer(runs, taught, tmp_p
     name = str(taught / "student.yaml")
     with pytest.raises(ValueError, match=r"teacher.path: required, but not set; expected the Hugging Face folder"):
         load_checked(name, ["teacher.path=null"])
+    with pytest.raises(ValueError, match=r"teacher.top_k=4 has no effect with teacher.loss=policy_gradient"):
+        load_checked(name, ["teacher.top_k=4"])
     with pytest.raises(ValueError, match=r"teacher.path='nowhere': no such folder"):
         load_checked(name, ["teacher.path=nowhere"])
     other = tmp_path / "other"

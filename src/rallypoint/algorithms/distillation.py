@@ -10,6 +10,7 @@ the one that sampled, and sg: no gradient:
     mixed             the mean of the last two
 
 The gradients are those of the divergences in expectation over the student's samples (arXiv 2306.13649, 2601.02780).
+With the teacher's likeliest tokens, reverse, forward and mixed are sums over these instead, see `top_divergence`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ class DistillationLoss:
             )
             correction = correct(self.corrections, tokens)[0] if self.corrections else None
             total = self.objective(tokens, correction=correction).sum
+        elif rows.top_tokens is not None and rows.top_logprobs is not None:
+            assert outputs.beside is not None, "`ActorWorker.forward` asks for them"
+            top = torch.where(judged.unsqueeze(1), inputs.at_tokens(rows.top_logprobs), -torch.inf)
+            lost = top_divergence(self.name, outputs.beside, top)
+            total = torch.where(judged, lost, 0.0).sum(dtype=torch.float64)
+            mass = float(torch.where(judged, top.exp().sum(1), 0.0).sum(dtype=torch.float64))
+            watched = merge(watched, Metrics({"teacher_mass": Mean(mass, num_judged)}))
         else:
             ratio = (logprobs.detach() - old).exp()
             lost = {
@@ -76,6 +84,43 @@ class DistillationLoss:
             }
             total = torch.where(judged, ratio * sum(lost.values()) / len(lost), 0.0).sum(dtype=torch.float64)
         return total, merge(watched, Metrics({"loss": Mean(float(total.detach()), num_judged)}))
+
+
+def top_divergence(name: DistillationName, student: Tensor, teacher: Tensor) -> Tensor:
+    """Return a divergence of two distributions over K tokens and one class of all others: [N].
+
+        forward = sum over K + 1 classes of  p_teacher * (log p_teacher - log p_student)        reverse the other way
+
+    The mass of the others counts as that of one class, which makes this a lower bound of the divergence over the whole
+    vocabulary, 0 if and only if the two agree in every class, and equal to it where K is the vocabulary. Without that
+    class a student could leave the K tokens altogether to please a reverse KL. A mass below 1e-5, which float32 hardly
+    tells from the sum of the others, counts as 1e-5. No ratio weighs it: nothing here depends on the token sampled.
+
+    >>> teacher = torch.tensor([[0.5, 0.25]]).log()  # and 0.25 elsewhere
+    >>> top_divergence("reverse", torch.tensor([[0.25, 0.25]]).log(), teacher) / torch.tensor(2.0).log()
+    tensor([0.2500])
+
+    Args:
+        name: `forward`, `reverse` or `mixed`.
+        student: [N, K] logprobs of the K tokens.
+        teacher: [N, K] logprobs of the same ones; -inf of a token that is missing, and belongs to the others.
+    """
+    counts = teacher > -torch.inf
+    said, of_said = _classes(teacher, counts)
+    own, of_own = _classes(student, counts)
+    forward, reverse = (of_said * (said - own)).sum(1), (of_own * (own - said)).sum(1)
+    return {"forward": forward, "reverse": reverse, "mixed": (forward + reverse) / 2}[name]
+
+
+_LEAST_MASS = 1e-5
+
+
+def _classes(logprobs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logarithms and shares of the tokens that count, 0 of those that do not, and of all others: [N, K + 1]."""
+    logprobs = torch.where(counts, logprobs, 0.0)
+    shares = torch.where(counts, logprobs.exp(), 0.0)
+    others = (1.0 - shares.sum(1, keepdim=True)).clamp_min(_LEAST_MASS)
+    return torch.cat([logprobs, others.log()], 1), torch.cat([shares, others], 1)
 
 
 _ESTIMATORS: dict[str, dict[str, Literal["k2", "k3"]]] = {
@@ -94,7 +139,7 @@ class LossStreams:
     """
 
     streams: Mapping[str, tuple[float, LossFunction[Any, TokenOutputs]]]
-    """What stands before the names of its metrics -> coefficient and loss."""
+    """What stands before the names of its metrics, unless they begin with it -> coefficient and loss."""
 
     def denominator(self, batch: Sequences, /) -> tuple[float, ...]:
         """Return that of each stream; one of a stream without tokens divides 0."""
@@ -108,5 +153,6 @@ class LossStreams:
         for prefix, (coef, loss) in self.streams.items():
             total, metrics = loss(outputs, inputs)
             totals.append(coef * total)
-            watched.append(Metrics({f"{prefix}{name}": metric for name, metric in metrics.items()}))
+            names = {name: name if name.startswith(prefix) else f"{prefix}{name}" for name in metrics}
+            watched.append(Metrics({names[name]: metric for name, metric in metrics.items()}))
         return torch.stack(totals), merge(*watched)

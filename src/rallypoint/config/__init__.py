@@ -5,13 +5,14 @@ Must not know: torch, Ray, recipes; it can be checked without them.
 
 from rallypoint.config.fields import Problem, leaves, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
-from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName, declare
+from rallypoint.config.recipes import RECIPES, WATCHED, RecipeSpec, RoleName, declare
 from rallypoint.config.sections.frame import CheckConfig, TrainerConfig
 from rallypoint.config.sections.learning import (
     Activations,
     ActorConfig,
     CriticConfig,
     OptimizerConfig,
+    ServedTeacherConfig,
 )
 from rallypoint.config.sections.material import (
     CreateModelConfig,
@@ -26,6 +27,7 @@ from rallypoint.config.tree import RunConfig, row_limit, unread_sections, why_un
 __all__ = [
     "COMMAND_LINE",
     "RECIPES",
+    "WATCHED",
     "Activations",
     "ActorConfig",
     "CheckConfig",
@@ -41,6 +43,7 @@ __all__ = [
     "RoleName",
     "RolloutConfig",
     "RunConfig",
+    "ServedTeacherConfig",
     "TrainerConfig",
     "declare",
     "describe",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from rallypoint.config.fields import Problem, shown
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.places import MeshConfig
-from rallypoint.config.shape import misfit_of, read_shape, shape_of
+from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES
 
@@ -162,22 +162,27 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         "critic": config.critic.mesh,
         "reference": config.reference.mesh,
         "reward": config.reward.mesh,
+        "teacher": config.teachers.mesh,
     }
     for role, mesh in meshes.items():
-        tp, own_path = mesh.tp, config.own_models.get(role)
-        shape = shape_of(config) if own_path is None else read_shape(own_path)
-        if shape is None or role not in config.roles:
-            continue
-        if tp > 1 and shape.model_type not in FAMILIES:
-            yield Problem(
-                (f"{role}.mesh.tp",),
-                f"{role}.mesh.tp={tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
-                f"those of type {', '.join(FAMILIES)} can",
-            )
-        elif misfit := misfit_of(tp, shape.shared_by_tensor_parallel_ranks):
-            yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
-        elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // tp}):
-            yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
+        own = config.critic.path if role == "critic" else None  # the plan takes it to be of the actor's shape
+        shapes = role_shapes(config, role) if own is None else (read_shape(own),)
+        for shape in shapes if role in config.roles else ():
+            if shape is not None:
+                yield from _shared_model(role, mesh, shape)
+
+
+def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterator[Problem]:
+    if mesh.tp > 1 and shape.model_type not in FAMILIES:
+        yield Problem(
+            (f"{role}.mesh.tp",),
+            f"{role}.mesh.tp={mesh.tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
+            f"those of type {', '.join(FAMILIES)} can",
+        )
+    elif misfit := misfit_of(mesh.tp, shape.shared_by_tensor_parallel_ranks):
+        yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
+    elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // mesh.tp}):
+        yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

@@ -20,6 +20,14 @@ RoleName = Literal["actor", "rollout", "reward", "reference", "teacher", "critic
 Examples = Literal["prompts", "conversations", "pairs"]
 
 
+WATCHED = (
+    ("reward/mean", "reward"),
+    ("actor/loss", "loss"),
+    ("actor/approx_kl", "update kl"),
+    ("actor/entropy", "entropy"),
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec:
     """What the rest of the package needs to know of a recipe."""
@@ -40,6 +48,10 @@ class RecipeSpec:
     """Names of the advantages that it can compute; the first is its default."""
     sections: tuple[str, ...] = ()
     """Sections of the config that it reads and others may not, besides those of its roles."""
+    watched: tuple[tuple[str, str], ...] = WATCHED
+    """Metrics of a step that a person wants to see, with short names; the first above all, as a curve."""
+    validated: Literal["score", "loss"] = "score"
+    """What a person wants to see of a validation."""
     checks: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = ()
     """Contradictions between keys that would be wrong in this recipe."""
 
@@ -260,13 +272,26 @@ def _check_teacher(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("teacher.path",),
             "teacher.path: required, but not set; expected the Hugging Face folder of a language model with the "
-            "policy's tokenizer, teacher.by_source with one for each data_source, or teacher.hint alone",
+            "policy's tokenizer, a URL that serves one, teacher.by_source with one for each data_source, or "
+            "teacher.hint alone",
             is_missing=True,
         )
     if config.teachers.hint is not None and "{ground_truth}" not in config.teachers.hint:
         yield Problem(
             ("teacher.hint",),
             f"teacher.hint={config.teachers.hint!r} says the same of every prompt; expected {{ground_truth}} in it",
+        )
+    if config.teachers.top_k is not None and config.teachers.loss == "policy_gradient":
+        yield Problem(
+            ("teacher.top_k", "teacher.loss"),
+            f"teacher.top_k={config.teachers.top_k} has no effect with teacher.loss=policy_gradient, whose advantage "
+            "is that of the sampled token; expected null, or teacher.loss=reverse, forward or mixed",
+        )
+    if config.teachers.urls and config.temperature != 1.0:
+        yield Problem(
+            ("rollout.temperature", "teacher.path"),
+            f"rollout.temperature={config.temperature:g}: {config.teachers.urls[0]} says what its model says at "
+            "temperature 1; expected rollout.temperature=1, or the teacher's folder",
         )
     if config.teachers.reward_coef:
         yield from _check_advantage(config)
@@ -294,7 +319,17 @@ declare(
         checks=(_check_advantage, _check_prompts, _check_kl, _check_clipping, _check_correction),
     )
 )
-declare(RecipeSpec(name="sft", page="rallypoint.recipes.sft:SFT", roles=("actor",), examples="conversations"))
+declare(
+    RecipeSpec(
+        name="sft",
+        page="rallypoint.recipes.sft:SFT",
+        roles=("actor",),
+        examples="conversations",
+        watched=(("actor/loss", "loss"), ("actor/grad_norm", "grad"), ("data/epoch", "epoch")),
+        validated="loss",
+    )
+)
+_OF_PAIRS = (("actor/accuracy", "accuracy"), ("actor/margin", "margin"), ("actor/loss", "loss"))
 declare(
     RecipeSpec(
         name="reward_model",
@@ -302,6 +337,7 @@ declare(
         roles=("actor",),
         examples="pairs",
         trains="scores",
+        watched=_OF_PAIRS,
     )
 )
 declare(
@@ -311,6 +347,7 @@ declare(
         roles=("actor",),
         examples="pairs",
         sections=("preference",),
+        watched=_OF_PAIRS,
     )
 )
 declare(
@@ -321,6 +358,7 @@ declare(
         optional_roles=("reward", "teacher"),
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=("advantage", "loss", "correction", "aggregation"),
+        watched=(("actor/teacher_kl", "teacher kl"), *WATCHED[:2]),
         checks=(_check_teacher, _check_prompts, _check_clipping, _check_correction),
     )
 )

@@ -179,11 +179,13 @@ def shape_of(config: RunConfig) -> ModelShape | None:
     return read_shape(config.model.path) if config.model.path is not None else None
 
 
-def role_shape(config: RunConfig, role: RoleName) -> ModelShape | None:
-    """Return the shape of a role's model; the critic is taken to be of the actor's."""
-    if role in ("reward", "teacher") and role in config.own_models:
-        return read_shape(config.own_models[role])
-    return shape_of(config)
+def role_shapes(config: RunConfig, role: RoleName) -> tuple[ModelShape | None, ...]:
+    """Return the shapes of a role's models, one each but for teachers; the critic's is taken to be the actor's."""
+    if role == "teacher":
+        return tuple(read_shape(path) for path in config.teachers.folders)
+    if role == "reward" and role in config.own_models:
+        return (read_shape(config.own_models[role]),)
+    return (shape_of(config),)
 
 
 def read_shape(path: str | Path) -> ModelShape | None:

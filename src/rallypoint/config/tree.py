@@ -32,6 +32,7 @@ from rallypoint.config.sections.learning import (
     PreferenceConfig,
     ReferenceConfig,
     TeacherConfig,
+    is_url,
 )
 from rallypoint.config.sections.material import DataConfig, ModelConfig, OverlongConfig, RewardConfig
 from rallypoint.config.sections.places import ClusterConfig, MeshConfig, PlacementConfig
@@ -160,7 +161,7 @@ class RunConfig(Section):
         is_on = {
             "reward": self.reward.path is not None,
             "reference": self.kl is not None,
-            "teacher": bool(self.teachers.paths),
+            "teacher": bool(self.teachers.folders),
         }
         placements: dict[RoleName, PlacementConfig] = {
             "actor": self.actor.placement,
@@ -184,10 +185,18 @@ class RunConfig(Section):
 
     @property
     def own_models(self) -> dict[RoleName, str]:
-        """Paths of the models, other than the policy's, that roles of this run start from."""
-        teacher = next(iter(self.teachers.paths), None)
+        """Paths of the models, other than the policy's, that roles of this run start from; of teachers the first."""
+        teacher = next(iter(self.teachers.folders), None)
         paths: dict[RoleName, str | None] = {"critic": self.critic.path, "reward": self.reward.path, "teacher": teacher}
         return {role: path for role, path in paths.items() if path is not None and role in self.roles}
+
+    @property
+    def named_models(self) -> dict[str, str]:
+        """Key -> folder, or name on the hub, of every model that this run starts from."""
+        named = {f"{role}.path": path for role, path in self.own_models.items() if role != "teacher"}
+        if RECIPES[self.recipe].reads("teacher"):
+            named |= {key: path for key, path in self.teachers.named.items() if not is_url(path)}
+        return {**({} if self.model.path is None else {"model.path": self.model.path}), **named}
 
     @property
     def own_functions(self) -> dict[str, OwnAdvantageConfig | OwnLossConfig]:

@@ -105,14 +105,24 @@ def _small_panels(records: Sequence[Record]) -> dict[str, str]:
     return chosen
 
 
+_COURSES = (
+    (REWARD, "reward", VALIDATION),
+    ("actor/accuracy", "accuracy", VALIDATION),
+    ("actor/loss", "loss", "validation/loss"),
+)
+"""What a run is about: the first of these that was measured, its name, and the same of a validation."""
+
+
 def _draw_scores(axes: Axes, records: Sequence[Record]) -> None:
-    steps, rewards = _series(records, REWARD)
-    score_steps, scores = _series(records, VALIDATION)
+    measured = {name for record in records for name in record}
+    watched, label, validated = next((each for each in _COURSES if each[0] in measured), _COURSES[0])
+    steps, rewards = _series(records, watched)
+    score_steps, scores = _series(records, validated if validated in measured else VALIDATION)
     if not steps and not scores:
         axes.text(0.5, 0.5, "no steps yet", ha="center", va="center", color=FAINT, transform=axes.transAxes)
     if steps:
-        axes.plot(steps, rewards, color=REWARD_LIGHT, linewidth=0.9, alpha=0.75, label="reward of a step")
-        axes.plot(steps, smooth(rewards), color=REWARD_LINE, linewidth=2.0, label="reward, moving average")
+        axes.plot(steps, rewards, color=REWARD_LIGHT, linewidth=0.9, alpha=0.75, label=f"{label} of a step")
+        axes.plot(steps, smooth(rewards), color=REWARD_LINE, linewidth=2.0, label=f"{label}, moving average")
     if scores:
         axes.plot(
             score_steps,
@@ -125,7 +135,7 @@ def _draw_scores(axes: Axes, records: Sequence[Record]) -> None:
             markeredgewidth=0.7,
             clip_on=False,
             zorder=3,
-            label="validation score",
+            label="validation loss" if validated in measured and label == "loss" else "validation score",
         )
     values = [*rewards, *scores]
     if values and min(values) >= 0 and max(values) <= 1:

@@ -8,7 +8,7 @@ keeps its height from step to step: longer texts make it grow, nothing makes it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -20,7 +20,6 @@ from rallypoint.display.state import RunState
 from rallypoint.display.text import bar_cells, clean, clock_time, fit, resample, shorten, sparkline, stretch
 from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
 from rallypoint.observability.numbers import compact, number
-from rallypoint.run.reports import REWARD
 
 LONG_WAIT_S = 20.0
 """Seconds after which a wait is coloured."""
@@ -54,7 +53,7 @@ def render(state: RunState, width: int, height: int) -> Panel:
     rows: _Rows = [(_SPACE, Text()), (0, _step_row(state, inner)), *_waiting_rows(state, inner)]
     if state.report is not None:
         rows += _scores(state, inner, room) + _health(state, inner) + _time(state, inner)
-        rows += [(_SPACE, Text()), *_numbers(state.report.scalars, inner)]
+        rows += [(_SPACE, Text()), *_numbers(state.watched, state.report.scalars, inner)]
     rows += _texts_and_notes(state, inner, room - len(rows) - 1)
     rows.append((_SPACE, Text()))
     while len(rows) > room and rows:
@@ -149,21 +148,22 @@ def _waiting_rows(state: RunState, inner: int) -> _Rows:
 
 
 def _scores(state: RunState, inner: int, room: int) -> _Rows:
-    """Draw the reward two rows tall or more, and the validation score as wide as the reward."""
-    rewards = resample(state.rewards.points(), _drawing_cells(inner, side=0))
+    """Draw the reward, or what else is watched, two rows tall or more, and the validation score as wide."""
+    course = resample(state.course.points(), _drawing_cells(inner, side=0))
     tall = min(max(2 + (room - 19) // 6, 2), MAX_CHART_LINES)
-    *top, bottom = sparkline(rewards, len(rewards), height=tall)
-    scores = stretch(state.validations.points(), len(rewards))
+    *top, bottom = sparkline(course, len(course), height=tall)
+    scores = stretch(state.validations.points(), len(course))
     value = number(state.validation)
     if len(state.validations.points()) > 1 and inner >= NARROW:
         value = f"{number(state.first_validation)} → {value}"
-    reward = state.report.scalars.get(REWARD) if state.report is not None else None
+    watched, label = state.watched[0]
+    newest = state.report.scalars.get(watched) if state.report is not None else None
     validation = Text(sparkline(scores, len(scores))[0], style=PALETTE["validation"])
     return [
         *((_ADVICE, _row(inner, "", "", Text(line, style=PALETTE["reward"]))) for line in top),
-        (0, _row(inner, "reward", number(reward), Text(bottom, style=PALETTE["reward"]))),
+        (0, _row(inner, label, number(newest), Text(bottom, style=PALETTE["reward"]))),
         (_SPACE, Text()),
-        (0, _row(inner, "validation", value, validation)),
+        (0, _row(inner, state.validation_label, value, validation)),
     ]
 
 
@@ -206,11 +206,11 @@ def _time(state: RunState, inner: int) -> _Rows:
     return [*rows, (_LEGEND, line)]
 
 
-def _numbers(scalars: Mapping[str, float], inner: int) -> _Rows:
-    """Write the scalars that there are, in at most two rows; no word is cut."""
+def _numbers(watched: Sequence[tuple[str, str]], scalars: Mapping[str, float], inner: int) -> _Rows:
+    """Write the scalars that there are, those that are watched first, in at most two rows; no word is cut."""
     lines, room = [_label("numbers")], inner - LABEL
-    for name, label in NUMBERS:
-        if name not in scalars:
+    for name, label in dict([*watched[1:], *NUMBERS]).items():
+        if name not in scalars or name == watched[0][0]:
             continue
         words = f"{number(scalars[name]):<7}"
         if len(label) + 1 + len(words) > room:

@@ -14,14 +14,10 @@ from rallypoint.display.state import RunState, tokens_per_s
 from rallypoint.display.summary import print_summary
 from rallypoint.display.text import clean, clock_time
 from rallypoint.observability.numbers import compact, number
-from rallypoint.run.reports import REWARD, RunInfo, StepReport, Summary
+from rallypoint.run.reports import RunInfo, StepReport, Summary
 
-COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("actor/loss", "loss", 7),
-    ("actor/approx_kl", "update kl", 6),
-    ("actor/entropy", "entropy", 5),
-)
-"""Scalars of a line, with short names and widths; a missing one is shown as a dash."""
+WIDTHS = {"actor/loss": 7, "actor/approx_kl": 6}
+"""Cells of a scalar's number; of others 5."""
 
 LIKENESS: dict[int, str] = str.maketrans({"█": "#", "━": "-", "→": "->", "▲": "!", "·": "-", "…": "..."})
 
@@ -62,7 +58,8 @@ class PlainLines(Progress):
     def validation(self, step: int, score: float) -> None:
         """Write a validation score."""
         self._state.validate(score)
-        self._write(f"validation after step {step}: {number(score)}")
+        what = "validation loss" if self._state.validation_label == "val loss" else "validation"
+        self._write(f"{what} after step {step}: {number(score)}")
 
     def note(self, message: str) -> None:
         """Write a warning."""
@@ -91,11 +88,16 @@ def step_line(state: RunState, report: StepReport) -> str:
     """Write one step in columns that stay where they are from the first step to the last."""
     num_steps = state.run.num_steps if state.run is not None else report.step
     digits = len(str(num_steps))
+    # One that is missing in a step is shown as a dash.
+    scalars = [
+        _cell(label, number(report.scalars.get(name)), 5 if at == 0 else WIDTHS.get(name, 5))
+        for at, (name, label) in enumerate(state.watched)
+    ]
     cells = [
         f"step {report.step:>{digits}}/{num_steps}",
-        _cell("reward", number(report.scalars.get(REWARD)), 5),
+        scalars[0],
         _cell("val", number(state.validation), 5),
-        *(_cell(label, number(report.scalars.get(name)), width) for name, label, width in COLUMNS),
+        *scalars[1:],
         _cell("tok/s", compact(speed) if math.isfinite(speed := tokens_per_s(report)) else "-", 4),
         f"{report.seconds:>5.2f} s",
         f"eta {clock_time(state.eta_s)}",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.cells import cell_len
 
+from rallypoint.config import WATCHED
 from rallypoint.display.text import clean
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.numbers import finite_mean
@@ -73,7 +74,8 @@ class RunState:
         self._message_began = self._began
         self.report: StepReport | None = None
         self.health: tuple[Health, ...] = ()
-        self.rewards = History()
+        self.course = History()
+        """Of what is watched above all, such as the reward."""
         self._trend = RewardTrend()
         self.validations = History()
         self.first_validation: float | None = None
@@ -98,8 +100,9 @@ class RunState:
     def start(self, run: RunInfo) -> None:
         """Take note of a run that begins or goes on."""
         self.run = run
-        self.rewards = History(run.rewards)
-        self._trend = RewardTrend(run.rewards, num_warmup_steps=run.num_warmup_steps)
+        self.course = History(run.course)
+        rewards = run.course if run.watched[0][0] == REWARD else ()
+        self._trend = RewardTrend(rewards, num_warmup_steps=run.num_warmup_steps)
         self.validations = History(run.validations)
         if run.validations:
             self.first_validation, self.validation = run.validations[0], run.validations[-1]
@@ -114,7 +117,7 @@ class RunState:
         self.report, self.message = report, ""
         self._trend.add(report.scalars)
         self.health = health({**report.scalars, FLAT_STEPS: self._trend.num_flat_steps})
-        self.rewards.add(report.scalars.get(REWARD, math.nan))
+        self.course.add(report.scalars.get(self.watched[0][0], math.nan))
         self._steps_ended.append(now)
         self._smooth(report)
         if report.completion is not None and now - self._completion_began >= HOLD_S:
@@ -140,6 +143,16 @@ class RunState:
     def end(self, message: str) -> None:
         """Take note that the run ends after the step under way."""
         self.end_message, self._ending_began = message, self._clock()
+
+    @property
+    def watched(self) -> Sequence[tuple[str, str]]:
+        """Scalars that a person wants to see of this run, with short names."""
+        return WATCHED if self.run is None else self.run.watched
+
+    @property
+    def validation_label(self) -> str:
+        """What a validation's number is."""
+        return "val loss" if self.run is not None and self.run.validated == "loss" else "validation"
 
     @property
     def elapsed_s(self) -> float:

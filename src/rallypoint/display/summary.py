@@ -44,8 +44,11 @@ def _results(summary: Summary) -> list[Text]:
     rows: list[Text] = []
     if summary.validations:
         (_, first), (_, last) = summary.validations[0], summary.validations[-1]
-        best_step, best = max(summary.validations, key=lambda pair: -math.inf if math.isnan(pair[1]) else pair[1])
-        row = _row("validation")
+        sign = -1.0 if summary.validated == "loss" else 1.0
+        best_step, best = max(
+            summary.validations, key=lambda pair: -math.inf if math.isnan(pair[1]) else sign * pair[1]
+        )
+        row = _row("val loss" if summary.validated == "loss" else "validation")
         if len(summary.validations) > 1:
             row.append(f"{number(first)} → ")
         row.append(number(last), style=f"bold {PALETTE['validation']}")

@@ -6,6 +6,7 @@ Must not know: roles, other processes but through `parallel`, where batches come
 from rallypoint.engine.forward import (
     choosing_tokens,
     critic_values,
+    likeliest_tokens,
     policy_outputs,
     reward_scores,
     scored_tokens,
@@ -19,6 +20,7 @@ __all__ = [
     "choosing_tokens",
     "critic_values",
     "learning_rate",
+    "likeliest_tokens",
     "make_optimizer",
     "optimizer_tensors",
     "policy_outputs",

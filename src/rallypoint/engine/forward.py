@@ -29,9 +29,13 @@ from rallypoint.algorithms import TokenOutputs
 from rallypoint.cpu.onednn import filled_up
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
-from rallypoint.models.head import head_outputs, logit_softcap
+from rallypoint.models.head import head_outputs, likeliest, logit_softcap
 from rallypoint.models.prefix import pick
-from rallypoint.models.tensor_parallel import VocabParallelLinear, vocab_parallel_outputs
+from rallypoint.models.tensor_parallel import (
+    VocabParallelLinear,
+    vocab_parallel_likeliest,
+    vocab_parallel_outputs,
+)
 from rallypoint.models.ulysses import SequenceParallelRows, TokenSlice
 from rallypoint.parallel.transfer import sent
 from rallypoint.types import Sequences
@@ -108,7 +112,8 @@ class TokenStream:
         filler = tokens[-1:].expand(num_filler) if len(tokens) else tokens.new_zeros(num_filler)
         self._tokens = torch.cat([tokens, filler])[self._part.tokens]
         self._sources = sources[self._part.positions] - self._part.tokens.start
-        self._targets = batch.tokens[positions[self._order[self._part.positions]]]
+        self._own = self._order[self._part.positions]
+        self._targets = batch.tokens[positions[self._own]]
 
     def states(self) -> Tensor:
         """Run the backbone, and return the states of this rank's share of the tokens in question: [n, E].
@@ -123,13 +128,20 @@ class TokenStream:
         )
         return pick(output.last_hidden_state.squeeze(0), self._sources, self._size(len(self._sources)))
 
-    def targets(self) -> Tensor:
-        """Return the tokens that `states` chose: [n] int64, with the same filler."""
-        num_filler = self._size(len(self._targets)) - len(self._targets)
-        return sent(functional.pad(self._targets, (0, num_filler)), self._model.device)
+    def targets(self, beside: Tensor | None = None) -> Tensor:
+        """Return the tokens that `states` chose: [n] int64, with the same filler; [n, 1 + M] with M others of each.
+
+        Args:
+            beside: [N, M] int64, other tokens in place of those at the positions.
+        """
+        targets = self._targets
+        if beside is not None:
+            targets = torch.cat([targets.unsqueeze(1), beside[self._own]], 1)
+        num_filler = self._size(len(targets)) - len(targets)
+        return sent(torch.cat([targets, targets.new_zeros(num_filler, *targets.shape[1:])]), self._model.device)
 
     def join(self, outputs: Tensor) -> Tensor:
-        """Return what all ranks computed, [N] in the order of the positions, from [n] of each.
+        """Return what all ranks computed, [N, ...] in the order of the positions, from [n, ...] of each.
 
         Every rank has all of it. Backward returns to each the gradient of its own.
         """
@@ -140,26 +152,60 @@ class TokenStream:
         return filled_up(num_tokens, self._model.dtype, self._model.device, at_most=self._most)
 
 
-def policy_outputs(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float) -> TokenOutputs:
+def policy_outputs(
+    shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float, beside: Tensor | None = None
+) -> TokenOutputs:
     """Return logprobs and entropies of the tokens at some positions, at a sampling temperature.
 
     The ranks along `sp` share the work, and each returns all numbers.
 
+    Args:
+        shard: the model.
+        batch: any rows.
+        positions: [N] int64, of the tokens.
+        temperature: that logits are divided by.
+        beside: [N, M] int64: other tokens in place of each, whose logprobs are asked for, too.
+
     Raises:
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
-    model = shard.model
-    head, softcap = lm_head(model), logit_softcap(model.config)
-    # A subclass may do more than multiply by its weight.
-    if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
-        raise ModelError(f"{type(model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear")
+    head, softcap = _product(shard), logit_softcap(shard.model.config)
     stream = TokenStream(shard, batch, positions)
-    states, targets = stream.states(), stream.targets()
+    states, targets = stream.states(), stream.targets(beside)
     if isinstance(head, VocabParallelLinear):
         logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature, softcap=softcap)
     else:
         logprobs, entropy = head_outputs(states, head.weight, head.bias, targets, temperature, softcap=softcap)
-    return TokenOutputs(stream.join(logprobs), stream.join(entropy))
+    logprobs, entropy = stream.join(logprobs), stream.join(entropy)
+    return TokenOutputs(logprobs, entropy) if beside is None else TokenOutputs(logprobs[:, 0], entropy, logprobs[:, 1:])
+
+
+def likeliest_tokens(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float, num: int) -> Tensor:
+    """Return what else a policy might have said, without gradients: [N, 1 + 2 num] float32 at least.
+
+    Of each token at a position: its logprob, the logprobs of the `num` likeliest tokens in its place, and their ids,
+    which float32 holds exactly up to 2**24. Of a smaller vocabulary -inf and 0 are behind them.
+    """
+    head, softcap = _product(shard), logit_softcap(shard.model.config)
+    stream = TokenStream(shard, batch, positions)
+    states, targets = stream.states(), stream.targets()
+    if isinstance(head, VocabParallelLinear):
+        found = vocab_parallel_likeliest(states, head, targets, temperature, num, softcap=softcap)
+    else:
+        found = likeliest(states, head.weight, head.bias, targets, temperature, num, softcap=softcap)
+    own, most, ids, normaliser = found
+    logprobs = torch.cat([own.unsqueeze(1), most], 1) - normaliser.unsqueeze(1)
+    return stream.join(torch.cat([logprobs, ids.to(logprobs)], 1))
+
+
+def _product(shard: ModelShard) -> nn.Linear:
+    """Return the head; a subclass of Linear may do more than multiply by its weight."""
+    head = lm_head(shard.model)
+    if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
+        raise ModelError(
+            f"{type(shard.model).__name__} has a {type(head).__name__} for its head; expected a plain nn.Linear"
+        )
+    return head
 
 
 def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:

@@ -92,17 +92,20 @@ class TrainingEngine(Generic[BatchT]):
             self._sleeping_state.wake()
 
     @torch.no_grad()
-    def evaluate(self, batch: Sequences, outputs: Callable[[Sequences, Tensor], Tensor]) -> PerToken:
-        """Compute one number for every trained token, without gradients.
+    def evaluate(
+        self, batch: Sequences, outputs: Callable[[Sequences, Tensor], Tensor], columns: int | None = None
+    ) -> PerToken:
+        """Compute one number for every trained token, without gradients, or several.
 
         Args:
             batch: any rows.
-            outputs: (rows of a micro-batch, positions) -> [N] numbers.
+            outputs: (rows of a micro-batch, positions) -> [N] numbers, or [N, columns].
+            columns: None for one number.
 
         Returns:
             The numbers in the batch's own order, zero for tokens that are not trained.
         """
-        values = torch.zeros(batch.num_tokens)
+        values = torch.zeros(batch.num_tokens if columns is None else (batch.num_tokens, columns))
         micro_batches = self._cut(batch)
         with self._mesh.abandoned_on_error():
             for rows, part, positions in self._parts(batch, micro_batches):

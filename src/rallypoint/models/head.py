@@ -74,7 +74,7 @@ def head_outputs(
     chunk_bytes: int | None = None,
     kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprobs of tokens and the entropies (nats) of their distributions: [N] each.
+    """Return the logprobs of tokens and the entropies (nats) of their distributions: [N] each, or [N, M] and [N].
 
         z = soft_capped(states @ weight.T + bias) / temperature
         logprobs = z[targets] - logsumexp(z)        entropy = -sum(softmax(z) * log_softmax(z))
@@ -92,7 +92,7 @@ def head_outputs(
         states: [N, E] that chose the tokens.
         weight: [V, E] of the head.
         bias: [V], if the head has one.
-        targets: [N] int64, the tokens.
+        targets: [N] int64, the tokens; or [N, M], several tokens of each distribution, also one of them twice.
         temperature: that the logits are divided by.
         softcap: see `soft_capped`.
         chunk_bytes: bound on the logits of one product, which has at least one token; None for the device's default.
@@ -136,10 +136,48 @@ def head_statistics(
     row_bytes = weight.shape[0] * states.itemsize
     rows_per_chunk = max(1, chunk_bytes // row_bytes)
     num_kept = kept_bytes // (row_bytes * rows_per_chunk) if torch.is_grad_enabled() else 0
+    several = targets.unsqueeze(1) if targets.dim() == 1 else targets
     logprobs, entropy, normaliser = _HeadStatistics.apply(  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
-        states, weight, bias, targets, temperature, softcap, rows_per_chunk, num_kept
+        states, weight, bias, several, temperature, softcap, rows_per_chunk, num_kept
     )
-    return logprobs, entropy, normaliser
+    return logprobs.reshape(targets.shape), entropy, normaliser
+
+
+def likeliest(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    num: int,
+    *,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scaled logits of tokens and of the likeliest ones, without gradients; see `head_outputs` for arguments.
+
+    Returns:
+        [N] z of the targets; [N, num] z of the likeliest tokens, the largest first, and their ids (of a smaller
+        vocabulary -inf and 0 behind them); [N] logsumexp(z).
+
+    >>> weight = torch.tensor([0.5, 0.1, 0.4]).log().unsqueeze(1)
+    >>> own, most, ids, total = likeliest(torch.ones(1, 1), weight, None, torch.tensor([1]), 1.0, num=2)
+    >>> own.exp(), most.exp(), ids, (1 + total).round()
+    (tensor([0.1000]), tensor([[0.5000, 0.4000]]), tensor([[0, 2]]), tensor([1.]))
+    """
+    row_bytes = weight.shape[0] * states.itemsize
+    chunk_bytes = CHUNK_BYTES if computes_in_pieces(states.device) else CHUNK_BYTES_ON_ACCELERATORS
+    own, normaliser = (states.new_empty(len(states), dtype=_softmax_dtype(states)) for _ in range(2))
+    most = own.new_full((len(states), num), -torch.inf)
+    ids = torch.zeros_like(most, dtype=torch.int64)
+    with torch.no_grad():
+        for chunk in _chunks(len(states), max(1, chunk_bytes // row_bytes)):
+            logits = functional.linear(states[chunk], weight, bias).to(own.dtype)
+            scaled = _cap(logits.clamp_(min=_LOWEST_LOGIT), softcap).div_(temperature)
+            found = scaled.topk(min(num, len(weight)), dim=-1)
+            most[chunk, : found.values.shape[1]], ids[chunk, : found.values.shape[1]] = found
+            own[chunk] = scaled.gather(1, targets[chunk].unsqueeze(1)).squeeze(1)
+            normaliser[chunk] = scaled.logsumexp(-1)
+    return own, most, ids, normaliser
 
 
 class _HeadStatistics(torch.autograd.Function):
@@ -157,7 +195,8 @@ class _HeadStatistics(torch.autograd.Function):
         rows_per_chunk: int,
         num_kept: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, entropy, normaliser = (states.new_empty(len(states), dtype=_softmax_dtype(states)) for _ in range(3))
+        entropy, normaliser = (states.new_empty(len(states), dtype=_softmax_dtype(states)) for _ in range(2))
+        logprobs = entropy.new_empty(targets.shape)
         strips = _Strips(states, weight, rows_per_chunk)
         ctx.kept = []
         for chunk in _chunks(len(states), rows_per_chunk):
@@ -166,10 +205,10 @@ class _HeadStatistics(torch.autograd.Function):
                 # Relative to the largest logit, all terms of the entropy are positive: nothing cancels.
                 largest = _cap(_finite(part, out=scaled), softcap).amax(-1) / temperature
                 torch.add(-largest.unsqueeze(1), scaled, alpha=1.0 / temperature, out=scaled)
-                chosen = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
+                chosen = scaled.gather(1, targets[rows])
                 total = torch.exp(scaled, out=shares).sum(-1)
                 log_total = total.log()
-                logprobs[rows] = chosen - log_total
+                logprobs[rows] = chosen - log_total.unsqueeze(1)
                 entropy[rows] = log_total - shares.mul_(scaled).sum(-1) / total
                 normaliser[rows] = largest + log_total
             if len(ctx.kept) < num_kept:
@@ -188,9 +227,10 @@ class _HeadStatistics(torch.autograd.Function):
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         kept, ctx.kept = ctx.kept[::-1], []
         alpha = 1.0 / ctx.temperature
-        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs * alpha
+        grad_logprobs = entropy.new_zeros(targets.shape) if grad_logprobs is None else grad_logprobs * alpha
         # Both gradients contain the shares of all tokens; a logprob's also its own token.
-        grad_shares = -grad_logprobs if grad_normaliser is None else grad_normaliser * alpha - grad_logprobs
+        of_rows = grad_logprobs.sum(1)
+        grad_shares = -of_rows if grad_normaliser is None else grad_normaliser * alpha - of_rows
         grad_entropy = None if grad_entropy is None else grad_entropy * alpha
         grad_states = torch.empty_like(states) if wants_states else None
         grad_weight = _Sum(normaliser.dtype)
@@ -211,7 +251,7 @@ class _HeadStatistics(torch.autograd.Function):
                     None if grad_entropy is None else grad_entropy[rows],
                     entropy[rows],
                 )
-                shares.scatter_add_(1, targets[rows].unsqueeze(1), grad_logprobs[rows].unsqueeze(1))
+                shares.scatter_add_(1, targets[rows], grad_logprobs[rows])
                 if slope is not None:
                     shares.mul_(slope)
                 if grad_bias is not None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rallypoint.config.shape import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES, Cut, Family
-from rallypoint.models.head import head_statistics
+from rallypoint.models.head import head_statistics, likeliest
 from rallypoint.models.part import Part
 from rallypoint.parallel import Collective, reduce, replicate
 
@@ -254,18 +254,19 @@ def vocab_parallel_outputs(
     softcap: float | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `head_outputs` for the whole vocabulary on every rank: logprobs and entropies, [N] each.
+    """Return the results of `head_outputs` for the whole vocabulary on every rank: logprobs and entropies.
 
     With w the total probability of a rank's tokens, and logprobs and entropies of each part by itself:
 
         logprob = logprob_of_part + log(w)        entropy = sum over ranks of w * (entropy_of_part - log(w))
 
-    Ranks exchange tensors of [N], and the gradient of the states in the backward pass.
+    Ranks exchange tensors of [N], or [N, M] with targets of that shape, and the gradient of the states in the backward
+    pass.
 
     Args:
         states: [N, E] that chose the tokens; equal on every rank.
         head: this rank's part.
-        targets: [N] int64, the tokens.
+        targets: [N] or [N, M] int64, the tokens.
         temperature: that the logits are divided by.
         softcap: see `head_outputs`.
         chunk_bytes: bound on this rank's logits in one product; None for the device's default.
@@ -286,9 +287,31 @@ def vocab_parallel_outputs(
     total = reduce((normaliser - largest).exp(), tp)
     # The results of every rank depend on the total, so that its gradients are summed.
     log_share = normaliser - replicate(largest + total.log(), tp)
-    logprobs = torch.where(own, logprobs + log_share, 0.0)
-    logprobs, entropy = reduce(torch.stack([logprobs, log_share.exp() * (entropy - log_share)]), tp)
+    # With a token for each state both are of one shape, and one sum does.
+    entropy = log_share.exp() * (entropy - log_share)
+    if targets.dim() > 1:
+        logprobs = torch.where(own, logprobs + log_share.unsqueeze(1), 0.0)
+        return reduce(logprobs, tp), reduce(entropy, tp)
+    logprobs, entropy = reduce(torch.stack([torch.where(own, logprobs + log_share, 0.0), entropy]), tp)
     return logprobs, entropy
+
+
+def vocab_parallel_likeliest(
+    states: Tensor, head: VocabParallelLinear, targets: Tensor, temperature: float, num: int, *, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `likeliest` for the whole vocabulary on every rank: of the likeliest of each part."""
+    tokens, tp = head.tokens, head.tp
+    own = (targets >= tokens.start) & (targets < tokens.stop)
+    local = (targets - tokens.start).clamp(0, len(tokens) - 1)
+    chosen, most, ids, normaliser = likeliest(states, head.weight, head.bias, local, temperature, num, softcap=softcap)
+    largest = normaliser.clone()
+    tp.all_reduce_max(largest)
+    total, chosen = (normaliser - largest).exp(), torch.where(own, chosen, 0.0)
+    tp.all_reduce_sum([total, chosen])
+    sizes = [len(states)] * tp.size
+    most, place = torch.cat(tp.all_gather(most, sizes), 1).topk(num, dim=-1)
+    ids = torch.cat(tp.all_gather(ids + tokens.start, sizes), 1).gather(1, place)
+    return chosen, most, ids, largest + total.log()
 
 
 def family_of(model_type: str) -> Family:

@@ -83,8 +83,15 @@ def may_keep_cache(config: RunConfig) -> bool:
     return config.cluster.num_gpus_per_process >= 1 and not moves
 
 
-def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
-    """Predict the memory of a role, whose model has a shape."""
+def role_memory(config: RunConfig, role: RoleName, *shapes: ModelShape) -> RoleMemory:
+    """Predict the memory of a role, whose model has a shape; all teachers are there at once, and one is at work."""
+    each = [_model_memory(config, role, shape) for shape in shapes]
+    return dataclasses.replace(
+        max(each, key=lambda memory: memory.activations), weights=sum(memory.weights for memory in each)
+    )
+
+
+def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
     size = _BYTES[config.model.dtype]
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
     sizes = config.mesh(role)
@@ -95,7 +102,7 @@ def role_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMem
         own_heads["actor"] = shape.num_reward_parameters
     whole = own_heads.get(role, shape.num_parameters)
     parameters = trained = whole // cut
-    if (lora := config.model.lora) is not None and role != "reward":
+    if (lora := config.model.lora) is not None and role not in ("reward", "teacher"):
         adapters = shape.num_adapter_parameters(lora)
         parameters = (whole + adapters) // cut
         trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut

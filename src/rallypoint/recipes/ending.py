@@ -46,6 +46,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     summary = Summary(
         name=folder.path.name,
         run_dir=folder.path,
+        validated=RECIPES[config.recipe].validated,
         curve=curve,
         why_no_curve=why_not,
         checkpoints=found,

@@ -19,7 +19,7 @@ import torch
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import LoadedConfig, RunConfig, values_of
+from rallypoint.config import RECIPES, LoadedConfig, RunConfig, values_of
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
@@ -41,7 +41,6 @@ from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import BEGUN, FINISHED, STOPPED, RunFolder, Start, anchored, write_config
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
-from rallypoint.run.reports import VALIDATION
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles, RolloutRecord
 from rallypoint.types import merge
@@ -319,7 +318,7 @@ class _Run:
             self.log.write(step, {**scalars, **spans.scalars()})
             if self.recipe.validated is not None:
                 self.rollouts.put(step, self.recipe.validated, "validation")
-            self.progress.validation(step, scalars[VALIDATION])
+            self.progress.validation(step, scalars[f"validation/{RECIPES[self.setup.config.recipe].validated}"])
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint, which is visible when it is whole, and remove older ones.
@@ -361,7 +360,8 @@ def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[R
 
 
 def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
-    before = read_metrics(folder.metrics) if first else []
+    before, spec = read_metrics(folder.metrics) if first else [], RECIPES[config.recipe]
+    watched, validated = spec.watched[0][0], f"validation/{spec.validated}"
     ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
     weights = f"; weights: {weights_way(config) or 'as placed'}" if "rollout" in config.roles else ""
     return RunInfo(
@@ -372,6 +372,8 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
         detail=f"{ranks} on {config.cluster.runtime}{weights}",
         first_step=first + 1,
         num_warmup_steps=config.num_warmup_steps,
-        rewards=[record["reward/mean"] for record in before if "reward/mean" in record],
-        validations=[record["validation/score"] for record in before if "validation/score" in record],
+        watched=spec.watched,
+        validated=spec.validated,
+        course=[record[watched] for record in before if watched in record],
+        validations=[record[validated] for record in before if validated in record],
     )

@@ -40,7 +40,7 @@ def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, 
         critic = read_config(own["critic"], trust)
         check_vocabulary(own["critic"], tokenizer, critic)
         limits.append(RowLimits.of(critic, "the critic"))
-    for teacher in config.teachers.paths if "teacher" in own else ():
+    for teacher in config.teachers.folders:
         limits.append(check_reader(teacher, path, tokenizer, whose="the teacher", trust_remote_code=trust))
     if "reward" in own:
         limits.append(check_reward_model(own["reward"], path, tokenizer, trust_remote_code=trust))
@@ -59,7 +59,7 @@ def check_weights(config: RunConfig) -> None:
     critic = own.get("critic", config.model.path) if "critic" in config.roles else None
     load_actor = load_new_reward_model if RECIPES[config.recipe].trains == "scores" else load_policy
     folders = (config.model.path, load_actor), (critic, load_critic), (own.get("reward"), load_reward_model)
-    folders += tuple((path, load_policy) for path in config.teachers.paths if "teacher" in own)
+    folders += tuple((path, load_policy) for path in config.teachers.folders)
     for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code)

@@ -15,7 +15,7 @@ from rallypoint.roles.judging import check_judged
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.teacher import Teachers
-from rallypoint.types import DistilledBatch, Metrics, merge
+from rallypoint.types import Metrics, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class OPD(RolloutRecipe):
         taught = DistillationLoss(
             name=config.teachers.loss, objective=rewarded.objective, corrections=rewarded.corrections
         )
-        streams = {"": (config.teachers.reward_coef, rewarded), "teacher_": (config.teachers.coef, taught)}
+        streams = {"": (config.teachers.reward_coef, rewarded), "teacher_": (1.0, taught)}
         loss = LossStreams(streams) if config.teachers.reward_coef else taught
         train = setup.material.train
         assert isinstance(train, EncodedPrompts), "the recipe is declared with prompts"
@@ -54,13 +54,13 @@ class OPD(RolloutRecipe):
 
         with span("judge"):
             examples = self.source.examples_of(batch)
-            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.logprobs(batch, examples))
+            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.judge(batch, examples))
             batch = batch.judged(old_logprobs=old, reference_logprobs=None)
             judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
             weighed = weigh(batch, self.advantage, kl=None, aggregation=self.config.aggregation)
-            taught = weighed.widen(DistilledBatch, teacher_logprobs=teacher)
+            taught = teacher.beside(weighed)
 
         with span("learn"):
             learned = await self.actor.update(taught, step)

@@ -65,13 +65,9 @@ def load_checked(
 
 def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
-    models = {"model.path": config.model.path} | {f"{role}.path": path for role, path in config.own_models.items()}
-    if "teacher" in config.roles:
-        models |= {f"teacher.by_source.{source}": path for source, path in config.teachers.by_source.items()}
-    for name, path in models.items():
-        if path is not None:
-            yield from _model(name, path)
-            yield from _positions(name, path, config)
+    for name, path in config.named_models.items():
+        yield from _model(name, path)
+        yield from _positions(name, path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
         yield from _adapter("model.lora.path", config.model.lora.path)
     for name in ("data.train", "data.validation"):

@@ -18,13 +18,13 @@ from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, in_turn
-from rallypoint.roles.dealing import per_token
+from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.types import ActorBatch, Mean, Metric, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.types import ActorBatch, DistilledBatch, Mean, Metric, Metrics, PerToken, Sequences, Sum, merge
 from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -51,6 +51,12 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
         return [self.engine.evaluate(part, lambda rows, at: self.forward(rows, at).logprobs) for part in parts]
+
+    @shard
+    @in_turn()
+    def likeliest(self, parts: list[Sequences], num: int) -> list[PerToken]:
+        """Return what the policy might have said in place of every trained token, see `likeliest_tokens`."""
+        return likeliest_of(self.engine, parts, self.config.temperature, num)
 
     @collect
     @in_turn()
@@ -103,7 +109,9 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def forward(self, rows: Sequences, at: Tensor) -> TokenOutputs:
         """Return logprobs and entropies at the temperature of the rollouts."""
-        return policy_outputs(self.engine.shard, rows, at, self.config.temperature)
+        beside = rows.top_tokens if isinstance(rows, DistilledBatch) else None
+        beside = None if beside is None else beside[at]
+        return policy_outputs(self.engine.shard, rows, at, self.config.temperature, beside)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
         """In the first pass over rollouts, compare its logprobs with the judging pass's; without one, the sampler's."""
@@ -145,6 +153,10 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
     async def logprobs(self, batch: Sequences) -> Tensor:
         """Return the log-probability of every trained token: [T] float32."""
         return await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
+
+    async def likeliest(self, batch: Sequences, num: int) -> Tensor:
+        """Return what the policy might have said in place of every trained token: [T, 1 + 2 num] float32."""
+        return await per_token(self._group, ActorWorker.likeliest, batch, self._attention_cost, num)
 
     async def old_logprobs(self, batch: Sequences) -> Tensor | None:
         """Return the logprobs before an update; None if the update's own first pass computes them.

@@ -7,13 +7,14 @@ is a sum over a global denominator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Concatenate, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 import torch
 from torch import Tensor
 
 from rallypoint.cluster import WorkerGroup
 from rallypoint.data.packing import balance_groups, row_costs
+from rallypoint.engine import TrainingEngine, likeliest_tokens
 from rallypoint.types import PerToken, Sequences
 
 WorkerT = TypeVar("WorkerT")
@@ -40,6 +41,14 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
     return [batch.rows(rows) for rows in dealt], order.argsort()
 
 
+def likeliest_of(engine: TrainingEngine[Any], parts: list[Sequences], temperature: float, num: int) -> list[PerToken]:
+    """Return what a rank's model might have said in place of every trained token, see `likeliest_tokens`."""
+    return [
+        engine.evaluate(part, lambda rows, at: likeliest_tokens(engine.shard, rows, at, temperature, num), 1 + 2 * num)
+        for part in parts
+    ]
+
+
 async def per_token(
     group: WorkerGroup[WorkerT],
     method: Callable[Concatenate[WorkerT, list[Sequences], ...], list[PerToken]],
@@ -47,7 +56,7 @@ async def per_token(
     attention_cost: float,
     *args: object,
 ) -> Tensor:
-    """Have the ranks of a group compute a number for every token of a batch: [T] float32, in the batch's own order.
+    """Have the ranks of a group compute numbers for every token of a batch: [T, ...] float32, in the batch's own order.
 
     Args:
         group: whose ranks.

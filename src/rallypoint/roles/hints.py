@@ -89,7 +89,7 @@ class Hints:
 
 
 def said_of(batch: Sequences, shown: Sequences, said: Tensor) -> Tensor:
-    """Return what was said of shown rows at the same tokens of the student's rows: [T'] -> [T], zero elsewhere."""
-    found = said.new_zeros(batch.num_tokens)
+    """Return what was said of shown rows at the same tokens of the student's rows: [T', ...] -> [T, ...], else zero."""
+    found = said.new_zeros(batch.num_tokens, *said.shape[1:])
     found[batch.loss_mask] = said[shown.loss_mask]
     return found

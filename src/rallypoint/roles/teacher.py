@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from asyncio import gather
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,18 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
-from rallypoint.config import RunConfig
+from rallypoint.config import RunConfig, ServedTeacherConfig
 from rallypoint.data import EncodedPrompts
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import in_turn
-from rallypoint.roles.dealing import per_token
+from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.hints import Hints, said_of
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.types import PerToken, Sequences
+from rallypoint.roles.served_teacher import ServedTeacher
+from rallypoint.types import ActorBatch, DistilledBatch, PerToken, Sequences
 
 
 class TeacherWorker(FrozenWorker):
@@ -30,7 +33,7 @@ class TeacherWorker(FrozenWorker):
     role = "teacher"
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
-        self._temperature = spec.config.temperature
+        self._temperature, self._top_k = spec.config.temperature, spec.config.teachers.top_k
         super().__init__(context, spec)
         cap = spec.config.engine.max_tokens_per_micro_batch
         self._engines: list[TrainingEngine[Sequences]] = [
@@ -54,19 +57,48 @@ class TeacherWorker(FrozenWorker):
                     trust_remote_code=model.trust_remote_code,
                     frozen=True,
                 )
-                for path in spec.config.teachers.paths
+                for path in spec.config.teachers.folders
             ]
         return self._models[0]
 
     @shard
     @in_turn()
     def logprobs(self, parts: list[Sequences], teacher: int) -> list[PerToken]:
-        """Return the log-probability, by one of the teachers, of every trained token of some parts of a batch."""
+        """Return what one of the teachers says of every trained token of some parts of a batch.
+
+        That is its log-probability; with `teacher.top_k` all of `likeliest_tokens`.
+        """
         engine, temperature = self._engines[teacher], self._temperature
+        if self._top_k is not None:
+            return likeliest_of(engine, parts, temperature, self._top_k)
         return [
             engine.evaluate(part, lambda rows, at: policy_outputs(engine.shard, rows, at, temperature).logprobs)
             for part in parts
         ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judgement:
+    """What teachers say of the trained tokens of a batch."""
+
+    said: Tensor
+    """[T] float32: logprob of each, NaN without a teacher; [T, 1 + 2K] with the K likeliest, see `likeliest_tokens`."""
+    num_ids: int
+    """Number of ids that the tokenizer has: models may have more, which stand for nothing."""
+
+    def beside(self, batch: ActorBatch) -> DistilledBatch:
+        """Return a batch with what was said of it."""
+        if self.said.dim() == 1:
+            return batch.widen(DistilledBatch, teacher_logprobs=self.said)
+        num = self.said.shape[1] // 2
+        own, most, ids = self.said[:, 0], self.said[:, 1 : 1 + num], self.said[:, 1 + num :].nan_to_num().long()
+        exists = ids < self.num_ids
+        return batch.widen(
+            DistilledBatch,
+            teacher_logprobs=own.contiguous(),
+            top_logprobs=most.masked_fill(~exists, -torch.inf),
+            top_tokens=ids.masked_fill(~exists, 0),
+        )
 
 
 class Teachers(FrozenModel[TeacherWorker]):
@@ -79,9 +111,12 @@ class Teachers(FrozenModel[TeacherWorker]):
         actor: Actor[Any],
         train: EncodedPrompts,
         hints: Hints | None,
+        num_ids: int,
+        served: Sequence[ServedTeacher],
     ) -> None:
         super().__init__(config, group)
-        self._actor, self._train, self._hints = actor, train, hints
+        self._actor, self._train, self._hints, self._num_ids = actor, train, hints, num_ids
+        self._served = served
 
     @classmethod
     async def create(
@@ -91,36 +126,46 @@ class Teachers(FrozenModel[TeacherWorker]):
 
         Raises:
             DataError: a prompt is too long with its hint.
+            TeacherError: a served teacher does not answer.
         """
         config, hints = placement.config, None
         if config.teachers.hint is not None:
             most = config.data.max_prompt_tokens
             hints = Hints.of(config.teachers.hint, train, tokenizer, max_prompt_tokens=most)
         group = await placement.group("teacher", TeacherWorker) if "teacher" in config.roles else None
-        return cls(config, group, actor, train, hints)
+        served = [
+            ServedTeacher.open(url, config.teachers.served or ServedTeacherConfig()) for url in config.teachers.urls
+        ]
+        return cls(config, group, actor, train, hints, len(tokenizer), served)
 
-    async def logprobs(self, batch: Sequences, examples: Sequence[int]) -> Tensor:
-        """Return the log-probability of every trained token by the teacher of its row, NaN without one: [T] float32.
+    async def judge(self, batch: Sequences, examples: Sequence[int]) -> Judgement:
+        """Return what the teacher of each row says of its trained tokens.
 
         Args:
             batch: B rows.
             examples: of each, the number of the example that it answers.
         """
         if self._hints is None:
-            return await self._said(batch, examples)
+            return Judgement(await self._said(batch, examples), self._num_ids)
         shown = self._hints.shown(batch, examples)
-        return said_of(batch, shown, await self._said(shown, examples))
+        return Judgement(said_of(batch, shown, await self._said(shown, examples)), self._num_ids)
 
     async def _said(self, batch: Sequences, examples: Sequence[int]) -> Tensor:
-        if self._group is None:
-            return await self._actor.logprobs(batch)
+        top_k = self._config.teachers.top_k
+        if not self._config.teachers.paths:
+            return await (self._actor.logprobs(batch) if top_k is None else self._actor.likeliest(batch, top_k))
         sources = [self._train.examples[example].data_source for example in examples]
         chosen = torch.tensor([self._config.teachers.of(source) for source in sources])
-        found = torch.full((batch.num_tokens,), torch.nan)
-        for teacher in chosen[chosen >= 0].unique().tolist():
-            rows = (chosen == teacher).nonzero().flatten()
-            said = await per_token(
-                self._group, TeacherWorker.logprobs, batch.bare().rows(rows), self._attention_cost, teacher
-            )
-            found[torch.isin(batch.row_of_token, rows)] = said
+        found = torch.full((batch.num_tokens, *(() if top_k is None else (1 + 2 * top_k,))), torch.nan)
+        of = [(teacher, (chosen == teacher).nonzero().flatten()) for teacher in chosen[chosen >= 0].unique().tolist()]
+        said = await gather(*(self._ask(teacher, batch.bare().rows(rows)) for teacher, rows in of))
+        for (_, rows), numbers in zip(of, said, strict=True):
+            found[torch.isin(batch.row_of_token, rows)] = numbers
         return found
+
+    async def _ask(self, teacher: int, rows: Sequences) -> Tensor:
+        num_loaded = len(self._config.teachers.folders)
+        if teacher >= num_loaded:
+            return await self._served[teacher - num_loaded].judge(rows, self._config.teachers.top_k)
+        assert self._group is not None, "a run with folders has the role"
+        return await per_token(self._group, TeacherWorker.logprobs, rows, self._attention_cost, teacher)

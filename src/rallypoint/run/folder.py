@@ -252,6 +252,10 @@ def anchored(config: RunConfig) -> RunConfig:
         values[section][name] = _absolute(values[section][name])
     if config.model.lora is not None:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
+    if config.teacher is not None:
+        teacher = values["teacher"]
+        teacher["path"] = _absolute(teacher["path"])
+        teacher["by_source"] = {name: _absolute(path) for name, path in teacher["by_source"].items()}
     values["rollout"]["schedule"] = _absolute(config.rollout.schedule)
     for name in ("train", "validation"):
         values["data"][name] = [_anchored_set(one) for one in values["data"][name]]

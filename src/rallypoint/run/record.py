@@ -116,7 +116,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
         files = [file for each in data_sets(config, key) for file in files_of(each)]
         if files:
             yield key, {f"file {place}": _reader(file) for place, file in enumerate(files, start=1)}
-    models = {"model.path": config.model.path} | {f"{role}.path": path for role, path in config.own_models.items()}
+    models: dict[str, str | None] = {**config.named_models}
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
     for key, path in models.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from rallypoint.config import WATCHED
 from rallypoint.errors import how_to_install
 from rallypoint.observability.health import health
 from rallypoint.observability.spans import TIME_PREFIX, top_level
@@ -39,10 +40,14 @@ class RunInfo:
     """A few words on what runs where: `llama 0.4M, 2 workers on ray`."""
     first_step: int = 1
     """First step of this start; larger than 1 if the run was resumed."""
-    rewards: Sequence[float] = ()
-    """Mean rewards of the steps before `first_step`, for a resumed run's sparkline."""
+    watched: Sequence[tuple[str, str]] = WATCHED
+    """Scalars of a step that a person wants to see, with short names; the first as a curve."""
+    validated: str = "score"
+    """What a validation is shown by: its score, or its loss."""
+    course: Sequence[float] = ()
+    """Values of the first scalar that is watched in the steps before `first_step`, for a resumed run's sparkline."""
     validations: Sequence[float] = ()
-    """Validation scores before `first_step`, oldest first."""
+    """Validations before `first_step`, oldest first."""
     num_warmup_steps: int = 0
     """Steps of the learning rate's warmup, in which the policy is not expected to learn."""
 
@@ -82,8 +87,10 @@ class Summary:
     """Steps done, over all restarts."""
     seconds: float = 0.0
     """Seconds at work, over all restarts."""
+    validated: str = "score"
+    """What a validation is shown by: its score, or its loss."""
     validations: Sequence[tuple[int, float]] = ()
-    """(step, score), oldest first."""
+    """(step, score or loss), oldest first."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Seconds by phase, summed over the steps."""
     num_tokens_sampled: int = 0
@@ -123,12 +130,12 @@ class Summary:
             num_warmup_steps: steps in which the policy is not expected to learn.
             text_of: says what a token looks like.
         """
-        records = read_metrics(metrics_path)
+        records, shown = read_metrics(metrics_path), f"validation/{self.validated}"
         return dataclasses.replace(
             self,
             num_steps=int(max((record[STEP] for record in records), default=0)),
             seconds=records[-1][TIME] if records else 0.0,
-            validations=[(int(record[STEP]), record[VALIDATION]) for record in records if VALIDATION in record],
+            validations=[(int(record[STEP]), record[shown]) for record in records if shown in record],
             phases=top_level(_totals(records, TIME_PREFIX)),
             num_tokens_sampled=int(_total(records, TOKENS_SAMPLED)),
             num_tokens_trained=int(_total(records, TOKENS_TRAINED)),

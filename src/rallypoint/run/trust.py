@@ -30,10 +30,10 @@ def code_named(config: RunConfig) -> dict[str, str]:
     for one in config.reward.all_functions:  # what is asked elsewhere: the responses leave this machine
         if "url" in one.parameters:
             found[f"reward.{one.name}.url"] = str(one.parameters["url"])
+    found |= {key: path for key, path in config.teachers.named.items() if path in config.teachers.urls}
     found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
     if config.model.trust_remote_code:
-        models = (config.model.path, *config.own_models.values())
-        found["model.trust_remote_code"] = " ".join(path for path in models if path is not None)
+        found["model.trust_remote_code"] = " ".join(config.named_models.values())
     if config.cluster.address not in (None, "auto"):  # auto is the cluster that this user is in
         found["cluster.address"] = str(config.cluster.address)
     if "://" in config.cluster.rendezvous:

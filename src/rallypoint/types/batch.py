@@ -98,10 +98,10 @@ class PairBatch(Sequences):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PerToken(Carrier):
-    """One number per token: what `logprobs` and `values` return."""
+    """Numbers for each token: what `logprobs` and `values` return."""
 
-    values: Tensor = per_token()
-    """[T] float32, zero where `loss_mask` is False."""
+    values: Tensor = per_token(columns=True)
+    """[T] float32 ([T, columns] for several of each), zero where `loss_mask` is False."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +200,10 @@ class DistilledBatch(ActorBatch):
 
     teacher_logprobs: Tensor = per_token()
     """[T] float32: logprobs by the row's teacher; NaN in rows without one."""
+    top_logprobs: Tensor | None = per_token(optional=True, columns=True)
+    """[T, K] float32: logprobs, by the teacher, of its K likeliest tokens in place of each; -inf of a missing one."""
+    top_tokens: Tensor | None = per_token(optional=True, columns=True)
+    """[T, K] int64: which tokens these are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -46,9 +46,9 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 CarrierT = TypeVar("CarrierT", bound="Carrier")
 
 
-def per_token(*, optional: bool = False) -> Any:
-    """Declare a dataclass field of shape [T], aligned with the tokens; None if it is left out."""
-    metadata = {"axis": "T"}
+def per_token(*, optional: bool = False, columns: bool = False) -> Any:
+    """Declare a dataclass field of shape [T], or [T, columns], aligned with the tokens; None if it is left out."""
+    metadata = {"axis": "T", "columns": columns}
     return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
@@ -159,7 +159,8 @@ class Carrier:
         for name, axis in self._field_axes():
             value = cast("Tensor | None", getattr(self, name))
             if value is not None and axis == "T":
-                wider[name] = value.new_zeros(len(self) * length).index_copy_(0, place, value)
+                empty = value.new_zeros(len(self) * length, *value.shape[1:])
+                wider[name] = empty.index_copy_(0, place, value)
         return dataclasses.replace(self, **wider)
 
     def split(self, num_parts: int) -> list[Self]:

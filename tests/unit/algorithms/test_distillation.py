@@ -1,9 +1,13 @@
 """Divergences from a teacher: their gradients in expectation over all that a student may sample; streams of loss."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
 from rallypoint.algorithms import CrossEntropy, DistillationLoss, LossInputs, LossStreams, TokenOutputs
+from rallypoint.algorithms.distillation import top_divergence
 from rallypoint.algorithms.policy_losses import Clip
 from rallypoint.types import DistilledBatch, merge, offsets_from_lengths
 
@@ -121,3 +125,72 @@ def test_a_stream_without_tokens_divides_nothing():
     assert streams.denominator(batch) == (2.0, 1.0)
     sums, _ = run(streams, torch.tensor([-1.0, -2.0]), batch)
     assert sums.tolist() == [3.0, 0.0]
+
+
+def by_loops(name, student, teacher, tokens):
+    """Return the divergence over some tokens, each a class of its own, and one class of all others; of one state."""
+    classes = [(math.exp(student[token]), math.exp(teacher[token])) for token in tokens]
+    others = [token for token in range(len(student)) if token not in tokens]
+    classes.append(tuple(sum(math.exp(one[token]) for token in others) for one in (student, teacher)))
+    forward = sum(t * (math.log(t) - math.log(s)) for s, t in classes if t)
+    reverse = sum(s * (math.log(s) - math.log(t)) for s, t in classes if s)
+    return {"forward": forward, "reverse": reverse, "mixed": (forward + reverse) / 2}[name]
+
+
+@pytest.mark.parametrize("name", ["reverse", "forward", "mixed"])
+@pytest.mark.parametrize("num", [1, 3, VOCABULARY])
+def test_the_divergence_over_the_teachers_likeliest_tokens_is_that_of_loops_with_its_gradient(name, num):
+    generator = torch.Generator().manual_seed(5)
+    logits, others = torch.randn(2, 4, VOCABULARY, dtype=torch.float64, generator=generator)
+    teacher = others.log_softmax(1)
+    top = teacher.topk(num, dim=1)
+
+    def value_of(logits):
+        said = zip(logits.log_softmax(1).tolist(), teacher.tolist(), top.indices.tolist(), strict=True)
+        return [by_loops(name, *one) for one in said]
+
+    leaf = logits.clone().requires_grad_()
+    student = leaf.log_softmax(1)
+    found = top_divergence(name, student.gather(1, top.indices), top.values)
+    assert found.tolist() == pytest.approx(value_of(logits), abs=1e-10)
+    whole = torch.stack([divergence(name, one, other) for one, other in zip(student, teacher, strict=True)])
+    assert (found <= whole + 1e-12).all(), "a lower bound"
+    if num == VOCABULARY:
+        torch.testing.assert_close(found, whole)
+    found.sum().backward()
+    for row in range(4):
+        for token in range(VOCABULARY):
+            step = torch.zeros_like(logits)
+            step[row, token] = 1e-6
+            slope = (value_of(logits + step)[row] - value_of(logits - step)[row]) / 2e-6
+            assert float(leaf.grad[row, token]) == pytest.approx(slope, abs=1e-8)
+
+
+def test_tokens_that_a_teacher_did_not_name_are_among_the_others():
+    student, teacher = torch.randn(2, 1, VOCABULARY, dtype=torch.float64).log_softmax(2)
+    at = torch.tensor([[2, 5, 0]])
+    said = teacher.gather(1, at)
+    said[0, 2] = -torch.inf
+    leaf = student.gather(1, at).requires_grad_()
+    found = top_divergence("mixed", leaf, said)
+    assert float(found.detach()) == pytest.approx(by_loops("mixed", student[0].tolist(), teacher[0].tolist(), [2, 5]))
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert gradient.isfinite().all()
+    assert gradient[0, 2] == 0
+
+
+def test_rows_with_likeliest_tokens_are_a_mean_over_what_was_judged():
+    said = torch.tensor([-1.0, torch.nan, -0.5], dtype=torch.float64)
+    batch, mask = batch_of(said), torch.tensor([False, True] * 3)
+    top = torch.full((6, 2), torch.nan)
+    top[mask] = torch.tensor([[0.6, 0.3], [torch.nan, torch.nan], [0.5, 0.5]]).log()
+    batch = dataclasses.replace(batch, top_logprobs=top, top_tokens=torch.zeros(6, 2, dtype=torch.int64))
+    beside = torch.tensor([[0.2, 0.3], [0.1, 0.2], [0.5, 0.5]], dtype=torch.float64).log().requires_grad_()
+    loss, at = DistillationLoss(name="forward", objective=CLIP), mask.nonzero().flatten()
+    outputs = TokenOutputs(torch.zeros(3, dtype=torch.float64), torch.zeros(3), beside)
+    total, metrics = loss(outputs, LossInputs(batch, at, lambda tensor: tensor, True))
+    assert loss.denominator(batch) == 2
+    assert float(total.detach()) == pytest.approx(0.6 * math.log(3) + 0.1 * math.log(0.1 / 0.5), abs=1e-6)
+    (gradient,) = torch.autograd.grad(total, beside)
+    assert gradient[1].tolist() == [0, 0], "no teacher"
+    assert metrics.scalars()["teacher_mass"] == pytest.approx(0.95)

@@ -9,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from rallypoint.config import RECIPES
 from rallypoint.display import LivePanel, PlainLines, Progress, Silent, make_progress
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, Summary
 from rallypoint.run.agreement import Agreement
@@ -188,6 +189,43 @@ def test_a_plain_line_has_everything_in_columns_that_stay_where_they_are() -> No
     for label in ("reward", "val", "loss", "update kl", "entropy", "tok/s", "eta"):
         assert first.index(label) == second.index(label)
     assert second.endswith("actor/entropy not finite")
+
+
+def play(progress: Progress, recipe: str, scalars: dict[str, float]) -> None:
+    spec = RECIPES[recipe]
+    run = dataclasses.replace(RUN, algorithm=recipe, watched=spec.watched, validated=spec.validated, course=[2.5])
+    progress.start(run)
+    progress.validation(0, 2.6)
+    progress.step(step_report(scalars={**scalars, "actor/grad_norm": 0.7}, completion=None))
+    progress.validation(12, 0.41)
+
+
+OF_PAIRS = {"actor/accuracy": 0.75, "actor/margin": 1.25, "actor/loss": 0.31}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scalars", "first", "validation"),
+    [
+        ("sft", {"actor/loss": 0.31, "data/epoch": 0.4}, "loss", "val loss"),
+        ("dpo", OF_PAIRS, "accuracy", "validation"),
+        ("reward_model", OF_PAIRS, "accuracy", "validation"),
+        ("opd", {"actor/teacher_kl": 0.31, "actor/loss": 0.2}, "teacher kl", "validation"),
+    ],
+)
+def test_a_recipe_without_rewards_shows_what_it_is_about(recipe, scalars, first, validation) -> None:
+    panel = LivePanel(terminal())
+    play(panel, recipe, scalars)
+    rows = last_frame(panel, 80)
+    shown = str(next(iter(scalars.values())))
+    assert any(re.match(rf"│  {first} +{shown}", row) for row in rows), rows
+    assert any(re.match(rf"│  {validation} +2.6\d* → 0.41", row) for row in rows), rows
+    assert any("numbers" in row and "grad 0.7" in row for row in rows)
+    assert not any("reward  " in row for row in rows)
+    lines = terminal()
+    play(PlainLines(lines), recipe, scalars)
+    assert f"{first} " in written(lines)
+    if recipe != "opd":  # which may have rewards beside the teacher
+        assert "reward " not in written(lines)
 
 
 def test_plain_output_has_no_control_codes_even_on_a_terminal_and_whatever_it_is_told() -> None:

@@ -62,11 +62,11 @@ def test_a_resumed_run_starts_with_its_past() -> None:
             num_steps=9,
             run_dir=Path("r"),
             first_step=3,
-            rewards=[0.1, 0.2],
+            course=[0.1, 0.2],
             validations=[0.0, 0.3],
         )
     )
-    assert board.rewards.points() == [0.1, 0.2]
+    assert board.course.points() == [0.1, 0.2]
     assert (board.first_validation, board.validation) == (0.0, 0.3)
 
 

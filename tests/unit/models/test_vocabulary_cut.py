@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from rallypoint.models.tensor_parallel import VocabParallelLinear, vocab_parallel_outputs, vocabulary_of
+from rallypoint.models.head import head_outputs, likeliest
+from rallypoint.models.tensor_parallel import (
+    VocabParallelLinear,
+    vocab_parallel_likeliest,
+    vocab_parallel_outputs,
+    vocabulary_of,
+)
 
 
 def plainly(states, weight, bias, targets, temperature, softcap=None):
@@ -129,3 +135,46 @@ def test_ranks_share_the_vocabulary_without_gap_or_overlap_and_almost_evenly(num
     assert [token for part in parts for token in (part.start, part.stop)][1:-1:2] == [part.start for part in parts[1:]]
     assert (parts[0].start, parts[-1].stop) == (0, 151_936)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_several_tokens_of_each_state_have_the_logprobs_and_gradients_of_the_whole_vocabulary(on_mesh):
+    states, weight, bias, _ = draw(9, 11, torch.float64)
+    targets = torch.tensor([[row % 11, (row * 3) % 11, (row * 3) % 11] for row in range(9)])  # one of them twice
+    weights = torch.linspace(-1, 2, 27, dtype=torch.float64).reshape(9, 3)
+    leaves = [tensor.clone().requires_grad_() for tensor in (states, weight, bias)]
+    everything = (functional.linear(*leaves) / 0.7).log_softmax(-1).gather(1, targets)
+    (everything * weights).sum().backward()
+
+    def on_rank(mesh):
+        own, head = states.clone().requires_grad_(), head_of(mesh, weight, bias)
+        outputs = vocab_parallel_outputs(own, head, targets, 0.7, chunk_bytes=2 * len(head.weight) * 8)
+        (outputs[0] * weights).sum().backward()
+        return outputs[0], own.grad, head.weight.grad
+
+    found = on_mesh(on_rank, tp=2)
+    for logprobs, gradient, _ in found:
+        torch.testing.assert_close(logprobs, everything, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(gradient, leaves[0].grad, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(torch.cat([part for *_, part in found]), leaves[1].grad, rtol=1e-10, atol=1e-11)
+    own = [tensor.clone().requires_grad_() for tensor in (states, weight, bias)]
+    logprobs, _ = head_outputs(*own, targets, 0.7, chunk_bytes=3 * 11 * 8)
+    (logprobs * weights).sum().backward()
+    for mine, expected in zip(own, leaves, strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("num", [1, 4, 14])
+def test_the_likeliest_tokens_are_those_of_the_whole_vocabulary(on_mesh, num):
+    states, weight, bias, targets = draw(9, 11, torch.float64)
+    logits = functional.linear(states, weight, bias)
+    scaled = 5.0 * (logits / 5.0).tanh() / 0.7
+    wanted = scaled.topk(min(num, 11), dim=-1)
+    parts = on_mesh(
+        lambda mesh: vocab_parallel_likeliest(states, head_of(mesh, weight, bias), targets, 0.7, num, softcap=5.0), tp=3
+    )
+    for own, most, ids, normaliser in [*parts, likeliest(states, weight, bias, targets, 0.7, num, softcap=5.0)]:
+        torch.testing.assert_close(own, scaled.gather(1, targets.unsqueeze(1)).squeeze(1))
+        torch.testing.assert_close(normaliser, scaled.logsumexp(-1))
+        torch.testing.assert_close(most[:, :11], wanted.values)
+        assert torch.equal(ids[:, :11], wanted.indices)
+        assert most[:, 11:].eq(-torch.inf).all(), "the vocabulary has no more"

@@ -1,11 +1,13 @@
 """What the plan counts of a pass on an accelerator, where kernels are fused and products large."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 from rallypoint.config import RunConfig, load_config
 from rallypoint.config.shape import shape_of
 from rallypoint.plan.role_memory import role_memory
+from rallypoint.plan.run_plan import make_plan
 
 
 def load(device: str) -> RunConfig:
@@ -56,3 +58,25 @@ def test_ranks_that_share_the_weights_have_their_part_as_masters_and_whole_layer
     outside = shape.num_parameters - shape.num_backbone_parameters
     layers = 2 * shape.num_backbone_parameters // shape.num_layers
     assert part.activations - alone.activations == 2 * (outside + layers)
+
+
+def test_all_teachers_are_counted_and_one_is_at_work_at_a_time(tmp_path: Path):
+    sizes = {"small": (64, 2), "large": (256, 4)}
+    for name, (width, layers) in sizes.items():
+        (tmp_path / name).mkdir()
+        shape = {"model_type": "llama", "vocab_size": 100, "hidden_size": width, "num_hidden_layers": layers}
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 2 * width}
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+    small, large = (tmp_path / name for name in sizes)
+
+    def held(*teachers: str):
+        own = [f"model.path={small}", "data.train=d.jsonl", "model.lora={}", *teachers]
+        plan = make_plan(load_config("opd", own).config)
+        return next(memory for memory in plan.memory if memory.role == "teacher")
+
+    first, second = held(f"teacher.path={small}"), held(f"teacher.path={large}")
+    both = held(f"teacher.path={small}", f"teacher.by_source={{math: {large}, code: {small}, law: 'http://host/v1'}}")
+    assert second.weights > 10 * first.weights > 0
+    assert both.weights == first.weights + second.weights, "each folder once, and none that is served"
+    assert both.activations == second.activations
+    assert both.gradients == both.optimizer == 0

@@ -105,11 +105,21 @@ class KLConfig(Section):
         return self.estimator or ("k1" if self.placement == "reward" else "k3")
 
 
+class ServedTeacherConfig(Section):
+    """How teachers behind HTTP endpoints are asked."""
+
+    model: str | None = key(None, help="What the endpoint calls the model; null: the only one that it serves.")
+    concurrency: int = key(32, at_least=1, at_most=1024, unit="requests", help="Rows that are judged at once.")
+    timeout_s: float = key(120.0, above=0, unit="s", help="Deadline of one attempt.")
+    retries: int = key(5, at_least=0, at_most=100, help="Attempts after the first, where the endpoint is busy or gone.")
+    key: str | None = key(None, help="Environment variable that holds the API key; null for none.")
+
+
 class TeacherConfig(Section):
     """The models that judge every token that a student samples (opd)."""
 
     path: str | None = key(
-        None, help="Hugging Face folder (or hub name) of a language model with the policy's tokenizer."
+        None, help="Folder (or hub name) of a language model with the policy's tokenizer, or a URL that serves one."
     )
     by_source: dict[str, str] = key(
         {}, help="Other teachers for the prompts of a data_source, such as {math: folder}; path judges the others."
@@ -120,15 +130,40 @@ class TeacherConfig(Section):
     loss: Literal["policy_gradient", "reverse", "forward", "mixed"] = key(
         "policy_gradient", help="Reverse KL as the advantage of `loss`; or reverse, forward or both KLs as the loss."
     )
-    coef: float = key(1.0, above=0, at_most=100, help="Weight of the teacher's part of the loss.")
-    reward_coef: float = key(0.0, at_least=0, at_most=100, help="Weight of the rewards' part of the loss; 0 for none.")
+    top_k: int | None = key(
+        None,
+        at_least=1,
+        at_most=1024,
+        unit="tokens",
+        help="Its likeliest tokens that a KL compares; null: the sampled one.",
+    )
+    served: ServedTeacherConfig | None = section(None, help="How teachers with a URL are asked; null: as usual.")
+    reward_coef: float = key(
+        0.0, at_least=0, at_most=100, help="Weight of the rewards' part of the loss beside the teacher's; 0 for none."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where the teachers run.")
     mesh: MeshConfig = section(MeshConfig, help="How their ranks divide models and rows.")
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Folders of all teachers, each once."""
-        return tuple(dict.fromkeys([*([self.path] if self.path else ()), *self.by_source.values()]))
+        """Folders and URLs of all teachers, each once; folders first."""
+        return tuple(sorted(dict.fromkeys(self.named.values()), key=is_url))
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Key -> folder or URL of every teacher."""
+        by_source = {f"teacher.by_source.{source}": path for source, path in self.by_source.items()}
+        return {**({} if self.path is None else {"teacher.path": self.path}), **by_source}
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Those that workers of the run load."""
+        return tuple(path for path in self.paths if not is_url(path))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Those that are asked over HTTP."""
+        return self.paths[len(self.folders) :]
 
     def of(self, source: str) -> int:
         """Return which teacher judges the prompts of a data_source, by its place in `paths`; -1 for none."""
@@ -143,6 +178,11 @@ class PreferenceConfig(Section):
         "sigmoid", help="DPO's loss (arXiv 2305.18290), the same with means over tokens, or IPO's (arXiv 2310.12036)."
     )
     beta: float = key(0.1, above=0, at_most=100, help="How near the policy stays to the one that the run begins with.")
+
+
+def is_url(path: str) -> bool:
+    """Whether a model is served, and not in a folder."""
+    return path.startswith(("http://", "https://"))
 
 
 class EngineConfig(Section):

@@ -19,7 +19,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+AnswerT = TypeVar("AnswerT")
 
 TEMPLATE = """Grade the answer to a question.
 
@@ -173,7 +175,7 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where a judge answers, and how patiently it is asked."""
+    """Where a model answers, and how patiently it is asked."""
 
     url: str
     api_key: str | None
@@ -193,38 +195,57 @@ class Endpoint:
         question = hashlib.sha256(f"{self.url} {body}".encode(errors="surrogatepass")).hexdigest()
         if self.cache is not None and (known := self.cache.get(question)) is not None:
             return known
+        reply = self.post(
+            "/chat/completions", body, lambda answer: str(answer["choices"][0]["message"]["content"] or "")
+        )
+        if self.cache is not None:
+            self.cache.put(question, reply)
+        return reply
+
+    def post(self, path: str, body: str | None, read: Callable[[Any], AnswerT]) -> AnswerT:
+        """Return what can be read from the JSON that answers a request.
+
+        Args:
+            path: below the URL.
+            body: JSON; None to get what is there.
+            read: given the answer's JSON; where it raises KeyError and the like, the request is made again.
+
+        Raises:
+            JudgeError: there is no answer after all attempts, or the request was refused.
+        """
         problem = ""
         for attempt in range(self.retries + 1):
             if self.rate is not None:
                 self.rate.wait()
-            reply, problem, pause_s = self._attempt(body.encode(errors="replace"))
-            if reply is not None:
-                if self.cache is not None:
-                    self.cache.put(question, reply)
-                return reply
+            found, problem, pause_s = self._attempt(path, body, read)
+            if found:
+                return found[0]
             if pause_s is None:
                 raise JudgeError(f"{self.url}: {problem}")
             if attempt < self.retries:
                 self.sleep(max(pause_s, min(2.0**attempt, 30.0)))
         raise JudgeError(f"{self.url}: {problem}, {self.retries + 1} times")
 
-    def _attempt(self, body: bytes) -> tuple[str | None, str, float | None]:
-        """Return the reply, or why there is none and the seconds to wait at least; None if trying again is no use."""
+    def _attempt(
+        self, path: str, body: str | None, read: Callable[[Any], AnswerT]
+    ) -> tuple[list[AnswerT], str, float | None]:
+        """Return the answer, or why there is none and the seconds to wait at least; None if trying again is no use."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        asked = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", body, headers)
+        data = None if body is None else body.encode(errors="replace")
+        asked = urllib.request.Request(f"{self.url.rstrip('/')}{path}", data, headers)
         try:
             with urllib.request.urlopen(asked, timeout=self.timeout_s) as answer:
-                return str(json.load(answer)["choices"][0]["message"]["content"] or ""), "", 0.0
+                return [read(json.load(answer))], "", 0.0
         except urllib.error.HTTPError as error:
             told = error.read(300).decode(errors="replace")
             after = error.headers.get("Retry-After", "0")
             may_pass = error.code in (408, 409, 425, 429) or error.code >= 500
             pause_s = min(float(after), 120.0) if after.replace(".", "", 1).isdigit() else 0.0
-            return None, f"status {error.code}: {told}", pause_s if may_pass else None
+            return [], f"status {error.code}: {told}", pause_s if may_pass else None
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            return None, f"{type(error).__name__}: {error}", 0.0
+            return [], f"{type(error).__name__}: {error}", 0.0
 
 
 @functools.cache

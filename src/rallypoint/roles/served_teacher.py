@@ -1,0 +1,154 @@
+"""A teacher behind an HTTP endpoint: rows of token ids go out, logprobs of their tokens come back.
+
+Owns: what is asked, and what an answer means. Must not know: losses, or whose rows these are. Two kinds of endpoint:
+
+    http://host:8000/v1           vLLM's completions; one token is sampled and thrown away
+        {"prompt": [1, 2, 7], "prompt_logprobs": K, "max_tokens": 1}
+        {"choices": [{"prompt_logprobs": [null, {"2": {"logprob": -0.1}, ...}, {"7": {"logprob": -1.2}, ...}]}]}
+
+    http://host:30000/generate    SGLang's own
+        {"input_ids": [1, 2, 7], "return_logprob": true, "logprob_start_len": 0, "top_logprobs_num": K, ...}
+        {"meta_info": {"input_token_logprobs": [[null, 1, null], [-0.1, 2, null], [-1.2, 7, null]],
+                       "input_top_logprobs": [null, [[-0.1, 2, null], ...], [[-0.7, 9, null], ...]]}}
+
+Both say what the model itself says, at temperature 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from rallypoint.config import ServedTeacherConfig
+from rallypoint.environments.shipped.judge import Endpoint, JudgeError
+from rallypoint.errors import TeacherError
+from rallypoint.types import Sequences
+
+Place: TypeAlias = "tuple[float, list[tuple[int, float]]]"
+"""What is said of one token: its logprob, and the likeliest tokens in its place with theirs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedTeacher:
+    """One endpoint."""
+
+    endpoint: Endpoint
+    model: str | None
+    """As the endpoint calls it; None for SGLang's, which has one."""
+    threads: ThreadPoolExecutor
+    """One for each request at a time."""
+
+    @classmethod
+    def open(cls, url: str, settings: ServedTeacherConfig) -> ServedTeacher:
+        """Find out which model answers.
+
+        Raises:
+            TeacherError: nothing answers there, or several models do; or the key is not set.
+        """
+        if settings.key is not None and not os.environ.get(settings.key):
+            raise TeacherError(f"the environment variable {settings.key} of teacher.served.key is not set")
+        key = os.environ[settings.key] if settings.key else None
+        endpoint = Endpoint(url, key, settings.retries, settings.timeout_s)
+        model = settings.model
+        if url.rstrip("/").endswith("/generate"):
+            model = None
+        elif model is None:
+            model = _only_model(url, endpoint)
+        return cls(endpoint, model, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher"))
+
+    async def judge(self, batch: Sequences, top_k: int | None) -> Tensor:
+        """Return what it says of every trained token: [T], or [T, 1 + 2K] as `likeliest_tokens`; 0 of others.
+
+        Raises:
+            TeacherError: it gave no answer in all attempts, or one that is not of these tokens.
+        """
+        loop = asyncio.get_running_loop()
+        rows = [batch.tokens[start:stop].tolist() for start, stop in batch.offsets.unfold(0, 2, 1).tolist()]
+        asked = [loop.run_in_executor(self.threads, self._ask, row, top_k or 0) for row in rows]
+        try:
+            said = [place for row in await asyncio.gather(*asked) for place in row]
+        finally:
+            for one in asked:
+                one.cancel()
+        found = torch.zeros(batch.num_tokens, 1 if top_k is None else 1 + 2 * top_k)
+        for at in batch.loss_mask.nonzero().flatten().tolist():
+            own, top = said[at]
+            found[at] = torch.tensor([own, *(logprob for _, logprob in top), *(token for token, _ in top)])
+        return found[:, 0] if top_k is None else found
+
+    def _ask(self, ids: list[int], top_k: int) -> list[Place]:
+        """Return what is said of each token of a row; nothing is said of the first."""
+        if self.model is None:
+            path, request, read = "", _for_sglang(ids, top_k), _from_sglang
+        else:
+            path, request, read = "/completions", {"model": self.model, **_for_vllm(ids, top_k)}, _from_vllm
+        try:
+            said = self.endpoint.post(path, json.dumps(request), read)
+        except JudgeError as error:
+            raise TeacherError(f"the teacher gave no answer: {error}") from error
+        if len(said) != len(ids):
+            raise TeacherError(
+                f"{self.endpoint.url}: expected logprobs of the {len(ids)} tokens of a row, found {len(said)}; "
+                "does the endpoint add tokens of its own?"
+            )
+        return [(0.0, []), *(self._place(*one, top_k) for one in zip(ids[1:], said[1:], strict=True))]
+
+    def _place(self, token: int, named: Mapping[int, float], top_k: int) -> Place:
+        if token not in named or len(named) < top_k:
+            what = f"the logprob of token {token}" if token not in named else f"the {top_k} likeliest tokens"
+            raise TeacherError(
+                f"{self.endpoint.url}: expected {what}, found {len(named)} tokens: {sorted(named)[:8]}; its model may "
+                "have another tokenizer, or the endpoint a bound on their number (vLLM: --max-logprobs)"
+            )
+        known = {one: max(logprob, _LOWEST) for one, logprob in named.items()}
+        return known[token], sorted(known.items(), key=lambda one: -one[1])[:top_k]
+
+
+_LOWEST = -100.0
+"""Logprob that a token counts with at least: an endpoint may say -inf, of which no loss is finite."""
+
+
+def _only_model(url: str, endpoint: Endpoint) -> str:
+    try:
+        names = endpoint.post("/models", None, lambda answer: [str(one["id"]) for one in answer["data"]])
+    except JudgeError as error:
+        raise TeacherError(f"no teacher answers: {error}") from error
+    if len(names) != 1:
+        raise TeacherError(f"{url} serves {', '.join(names) or 'no model'}; set teacher.served.model to one")
+    return names[0]
+
+
+def _for_vllm(ids: list[int], top_k: int) -> dict[str, Any]:
+    return {"prompt": ids, "prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0, "add_special_tokens": False}
+
+
+def _from_vllm(answer: Any) -> list[dict[int, float]]:
+    """Return logprobs by id of each place: of the token there, and of the likeliest."""
+    places = cast("list[dict[str, dict[str, Any]] | None] | None", answer["choices"][0].get("prompt_logprobs"))
+    if places is None:
+        raise TeacherError("expected `prompt_logprobs` in the answer, as vLLM's server gives them, found none")
+    return [{int(token): float(one["logprob"]) for token, one in (place or {}).items()} for place in places]
+
+
+def _for_sglang(ids: list[int], top_k: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": 0, "temperature": 0}
+    wants = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+    return {"input_ids": ids, "sampling_params": sampling, **wants}
+
+
+def _from_sglang(answer: Any) -> list[dict[int, float]]:
+    """Return logprobs by id of each place, likewise."""
+    own = cast("list[list[Any]]", answer["meta_info"]["input_token_logprobs"])
+    tops = cast("list[list[list[Any]] | None]", answer["meta_info"].get("input_top_logprobs") or [None] * len(own))
+    return [
+        {int(one[1]): float(one[0]) for one in [*(top or []), mine] if one[0] is not None}
+        for mine, top in zip(own, tops, strict=True)
+    ]
