@@ -200,9 +200,23 @@ def test_a_policy_that_has_read_the_answer_teaches_itself(runs, taught, tmp_path
     run = runs("own", *own, f"data.train={tmp_path}/prompts.jsonl", "teacher.loss=forward", "trainer.num_steps=1")
     assert column(run, "actor/teacher_kl")[0] > 1, "without the answer it says 0, with it it would not"
     assert not any("teacher" in name for name in read_metrics(run.metrics)[1] if name.endswith("memory_gib"))
+    (tmp_path / "told.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    is_odd = int(ground_truth) % 2\n"
+        "    return {'score': 0.0, 'feedback': ground_truth} if is_odd else 0.0\n"
+    )
+    reads = ("teacher.hint='={feedback}'", f"reward={{function: {tmp_path}/told.py:compute_score, num_processes: 1}}")
+    keys = (*own, *reads, f"data.train={tmp_path}/prompts.jsonl", "rollout.num_prompts=10", "trainer.num_steps=1")
+    told = runs("told", *keys, "teacher.loss=forward", "teacher.top_k=4")
+    assert column(told, "actor/teacher_kl")[0] > 1
+    assert 0.3 < column(told, "actor/teacher_judged")[0] < 0.7, "half of the prompts have feedback"
+    with pytest.raises(ValueError, match=r"teacher.hint has {feedback}, which a reward function gives"):
+        load_checked(str(taught / "student.yaml"), ["teacher.hint='{feedback}'"])
     with pytest.raises(DataError, match=r"with teacher.hint behind each prompt: (.|\n)* max_prompt_tokens is 3"):
         runs("long", *own, f"data.train={tmp_path}/prompts.jsonl", "data.max_prompt_tokens=3")
-    with pytest.raises(ValueError, match=r"teacher.hint='=7' says the same of every prompt; expected {ground_truth}"):
+    with pytest.raises(
+        ValueError, match=r"teacher.hint='=7' says the same of every prompt; expected {ground_truth} or"
+    ):
         load_checked(str(taught / "student.yaml"), ["teacher.hint='=7'"])
 
 

@@ -42,8 +42,8 @@ class DistillationLoss:
     """Weights of tokens for the gap between sampler and trainer, likewise."""
 
     def denominator(self, batch: DistilledBatch, /) -> float:
-        """Return the number of trained tokens that a teacher has judged."""
-        return float((batch.loss_mask & batch.teacher_logprobs.isfinite()).sum())
+        """Return the number of trained tokens that a teacher has judged; without one the sum is 0, too."""
+        return max(1.0, float((batch.loss_mask & batch.teacher_logprobs.isfinite()).sum()))
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs[DistilledBatch], /) -> tuple[Tensor, Metrics]:
         """See `LossFunction`."""
@@ -57,7 +57,9 @@ class DistillationLoss:
             old = inputs.at_tokens(rows.old_logprobs)
         num_judged = float(judged.sum())
         gap = (logprobs.detach() - teacher).sum(dtype=torch.float64)
-        watched = Metrics({"teacher_kl": Mean(float(gap), num_judged)})
+        watched = Metrics(
+            {"teacher_kl": Mean(float(gap), num_judged), "teacher_judged": Mean(num_judged, float(len(judged)))}
+        )
         if self.name == "policy_gradient":
             tokens = PolicyTokens(
                 logprobs=logprobs,

@@ -276,10 +276,17 @@ def _check_teacher(config: RunConfig) -> Iterator[Problem]:
             "teacher.hint alone",
             is_missing=True,
         )
-    if config.teachers.hint is not None and "{ground_truth}" not in config.teachers.hint:
+    hint = config.teachers.hint or ""
+    if config.teachers.hint is not None and "{ground_truth}" not in hint and "{feedback}" not in hint:
         yield Problem(
             ("teacher.hint",),
-            f"teacher.hint={config.teachers.hint!r} says the same of every prompt; expected {{ground_truth}} in it",
+            f"teacher.hint={hint!r} says the same of every prompt; expected {{ground_truth}} or {{feedback}} in it",
+        )
+    if "{feedback}" in hint and not config.reward.all_functions:
+        yield Problem(
+            ("teacher.hint", "reward.function"),
+            "teacher.hint has {feedback}, which a reward function gives: expected reward.function=file.py:function "
+            'that returns {"score": 0.5, "feedback": "..."}',
         )
     if config.teachers.top_k is not None and config.teachers.loss == "policy_gradient":
         yield Problem(

@@ -7,6 +7,7 @@ What a result means, for a response of the three tokens 7 8 <eos>:
 
     0.5                        0     0     0.5      a number: on the last token
     {"score": 0.5, "len": 2}   0     0     0.5      and the metric `reward/len`
+    {"score": 0, "feedback": "Line 3 is wrong."}    text for a teacher that reads it (recipe opd)
     [0.1, 0.2, 0.3]            0.1   0.2   0.3      a score a token
     [0.1, 0.2]                 0.1   0.2   0        `<eos>` may be left out where the row ended by itself
     None, "0.5", nan, [0.1]    a failure
@@ -95,6 +96,8 @@ class Scores:
     """Other finite numbers that it returned, by name."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Sum of the scores by each of several rewards, by its name, before they are weighed; empty where there is one."""
+    feedback: str = ""
+    """What the function says of the response in words; empty if it says nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,12 +203,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
-    extras: dict[str, float] = {}
+    extras, feedback = dict[str, float](), ""
     if isinstance(value, dict):
         entries = cast("dict[object, object]", value)
         if "score" not in entries:
             raise _NotAScoreError(f"expected the key 'score', found {', '.join(map(repr, entries)) or 'no key'}")
-        value = entries["score"]
+        value, said = entries["score"], entries.get("feedback")
+        feedback = said if isinstance(said, str) else ""
         if taken := sorted(TAKEN.intersection(map(str, entries))):
             raise _NotAScoreError(
                 f"found the key {taken[0]!r}, but reward/{taken[0]} is a metric of every run; call it something else"
@@ -214,11 +218,11 @@ def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
         extras = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
     value = _unwrap(value)
     if isinstance(value, list | tuple):
-        return Scores(_read_list(cast("Sequence[object]", value), num_tokens, ended), extras)
+        return Scores(_read_list(cast("Sequence[object]", value), num_tokens, ended), extras, feedback=feedback)
     score = _read_score(value, "the score")
     if num_tokens == 0:
         raise _NotAScoreError(NO_TOKEN)
-    return Scores((*[0.0] * (num_tokens - 1), score), extras)
+    return Scores((*[0.0] * (num_tokens - 1), score), extras, feedback=feedback)
 
 
 def _read_list(entries: Sequence[object], num_tokens: int, ended: bool) -> tuple[float, ...]:

@@ -337,6 +337,7 @@ class Several:
             scores,
             {f"{name}/{extra}": number for name, each in found.items() for extra, number in each.extras.items()},
             {name: math.fsum(each.token_scores) for name, each in found.items()},
+            "\n".join(each.feedback for each in found.values() if each.feedback),
         )
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:

@@ -88,6 +88,8 @@ class Scored:
     metrics: Metrics
     """`reward/...`: how many rows have a score, and how many failed in which way; the other finite numbers that the
     function returned, averaged over the rows kept; and what the reward model said, if there is one."""
+    feedback: tuple[str, ...] = ()
+    """What the function says of each of these rows in words; empty text if nothing."""
 
 
 class Scoring:
@@ -280,6 +282,7 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: Mo
         failures=tuple(failures),
         extras=tuple(each.extras for each in results.values()),
         metrics=_measure(list(results.values()), failures, model),
+        feedback=tuple(each.feedback for each in results.values()),
     )
 
 

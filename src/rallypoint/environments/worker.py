@@ -121,7 +121,7 @@ def from_json(answer: dict[str, Any]) -> Outcome:
     """
     if "kind" in answer:
         return Failure(**answer)
-    return Scores(tuple(answer["token_scores"]), answer["extras"])
+    return Scores(tuple(answer["token_scores"]), answer["extras"], feedback=answer["feedback"])
 
 
 def _answer(channel: Connection, answer: dict[str, Any] | list[dict[str, Any]]) -> None:

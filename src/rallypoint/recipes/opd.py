@@ -53,8 +53,8 @@ class OPD(RolloutRecipe):
         batch = sampled.batch
 
         with span("judge"):
-            examples = self.source.examples_of(batch)
-            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.judge(batch, examples))
+            told = self.source.examples_of(batch), sampled.rollouts.scored.feedback
+            old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.judge(batch, *told))
             batch = batch.judged(old_logprobs=old, reference_logprobs=None)
             judged = check_judged(batch, self.config.checks)
 

@@ -21,7 +21,7 @@ from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import in_turn
 from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
-from rallypoint.roles.hints import Hints, said_of
+from rallypoint.roles.hints import Hints, said_of, shown
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.served_teacher import ServedTeacher
 from rallypoint.types import ActorBatch, DistilledBatch, PerToken, Sequences
@@ -138,17 +138,30 @@ class Teachers(FrozenModel[TeacherWorker]):
         ]
         return cls(config, group, actor, train, hints, len(tokenizer), served)
 
-    async def judge(self, batch: Sequences, examples: Sequence[int]) -> Judgement:
+    async def judge(self, batch: Sequences, examples: Sequence[int], feedback: Sequence[str]) -> Judgement:
         """Return what the teacher of each row says of its trained tokens.
 
         Args:
             batch: B rows.
             examples: of each, the number of the example that it answers.
+            feedback: of each, what the reward function says of it in words.
         """
         if self._hints is None:
             return Judgement(await self._said(batch, examples), self._num_ids)
-        shown = self._hints.shown(batch, examples)
-        return Judgement(said_of(batch, shown, await self._said(shown, examples)), self._num_ids)
+        found = enumerate(self._hints.prompts(examples, feedback))
+        prompts = {row: prompt for row, prompt in found if prompt is not None}
+        said = self._nothing_said(batch)
+        if prompts:
+            rows = torch.tensor(list(prompts))
+            part = batch.bare().rows(rows)
+            read = shown(part, list(prompts.values()))
+            of_read = await self._said(read, [examples[row] for row in prompts])
+            said[torch.isin(batch.row_of_token, rows)] = said_of(part, read, of_read)
+        return Judgement(said, self._num_ids)
+
+    def _nothing_said(self, batch: Sequences) -> Tensor:
+        top_k = self._config.teachers.top_k
+        return torch.full((batch.num_tokens, *(() if top_k is None else (1 + 2 * top_k,))), torch.nan)
 
     async def _said(self, batch: Sequences, examples: Sequence[int]) -> Tensor:
         top_k = self._config.teachers.top_k
@@ -156,7 +169,7 @@ class Teachers(FrozenModel[TeacherWorker]):
             return await (self._actor.logprobs(batch) if top_k is None else self._actor.likeliest(batch, top_k))
         sources = [self._train.examples[example].data_source for example in examples]
         chosen = torch.tensor([self._config.teachers.of(source) for source in sources])
-        found = torch.full((batch.num_tokens, *(() if top_k is None else (1 + 2 * top_k,))), torch.nan)
+        found = self._nothing_said(batch)
         of = [(teacher, (chosen == teacher).nonzero().flatten()) for teacher in chosen[chosen >= 0].unique().tolist()]
         said = await gather(*(self._ask(teacher, batch.bare().rows(rows)) for teacher, rows in of))
         for (_, rows), numbers in zip(of, said, strict=True):

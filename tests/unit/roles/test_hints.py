@@ -4,6 +4,7 @@ import torch
 
 from rallypoint.data import EncodedPrompts, Example, Message, make_digits_tokenizer
 from rallypoint.roles.hints import Hints, said_of
+from rallypoint.roles.hints import shown as with_prompts
 from rallypoint.types import Sequences
 
 
@@ -15,7 +16,7 @@ def test_a_hint_stands_behind_the_prompt_and_what_is_said_comes_back_to_the_stud
         prompt_index=torch.tensor([5, 6]),
         sample_index=torch.tensor([0, 0]),
     )
-    shown = Hints([[3, 30, 31], [1, 2, 5, 6, 9]]).shown(batch, [1, 0])
+    shown = with_prompts(batch, [[1, 2, 5, 6, 9], [3, 30, 31]])
     assert shown.offsets.tolist() == [0, 7, 14]
     assert shown.tokens.tolist() == [1, 2, 5, 6, 9, 7, 8, 3, 30, 31, 7, 4, 8, 9]
     assert shown.loss_mask.int().tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1]
@@ -29,3 +30,18 @@ def test_the_hint_is_part_of_the_last_message():
     hints = Hints.of("={ground_truth}", prompts, make_digits_tokenizer(), max_prompt_tokens=9)
     words = make_digits_tokenizer().convert_ids_to_tokens(list(hints.token_ids[0]))
     assert "".join(words) == "<system>=<user>31=13<assistant>"
+
+
+def words(ids):
+    return "".join(make_digits_tokenizer().convert_ids_to_tokens(list(ids)))
+
+
+def test_feedback_is_read_by_the_row_it_is_about_and_what_does_not_fit_is_cut():
+    first, second = (Example(f"a:{number}", "a", (Message("user", str(number)),), "", "13", {}) for number in range(2))
+    prompts = EncodedPrompts(((1,), (2,)), (first, second), (), ())
+    hints = Hints.of("+{feedback}={ground_truth}", prompts, make_digits_tokenizer(), max_prompt_tokens=9)
+    found = hints.prompts([1, 0, 0, 1, 0], ["7", "", "12345678", "{ground_truth}", "{" * 99])
+    assert words(found[0]) == "<user>1+7=13<assistant>"
+    assert found[1] is None, "nothing was said of it"
+    assert words(found[2]) == "<user>0+12=13<assistant>", "half of it would be too long"
+    assert found[3:] == [None, None], "text that the tokenizer does not know ends no run"

@@ -125,7 +125,8 @@ class TeacherConfig(Section):
         {}, help="Other teachers for the prompts of a data_source, such as {math: folder}; path judges the others."
     )
     hint: str | None = key(
-        None, help="Text with {ground_truth} behind the prompt that it reads; without path the policy teaches itself."
+        None,
+        help="Text with {ground_truth} or {feedback} behind prompts; without path the policy teaches itself.",
     )
     loss: Literal["policy_gradient", "reverse", "forward", "mixed"] = key(
         "policy_gradient", help="Reverse KL as the advantage of `loss`; or reverse, forward or both KLs as the loss."
