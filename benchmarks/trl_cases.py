@@ -111,6 +111,25 @@ def run(recipe: str, options: dict[str, Any], rows: list[dict[str, Any]]) -> dic
     return {ours: [entry[name] for entry in logs] for name, ours in names.items() if name in logs[0]}
 
 
+def divergences() -> dict[str, Any]:
+    """Return divergences over a teacher's three likeliest of seven tokens and one class of the others, row by row."""
+    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
+
+    places = torch.arange(28, dtype=torch.float64).reshape(4, 7)
+    logits, teacher = 2 * (1 + places).sin(), (2 * (3 + 1.7 * places).cos()).log_softmax(-1)
+    top = teacher.topk(3, dim=-1)
+    found: dict[str, Any] = {}
+    for name, beta in (("forward", 0), ("reverse", 1)):
+        leaf = logits.clone().requires_grad_()
+        mask = torch.ones_like(top.values, dtype=torch.bool)
+        student, mask = _add_tail_bucket(leaf.log_softmax(-1).gather(-1, top.indices), mask)
+        values = _jsd_divergence(student, _add_tail_bucket(top.values, mask[..., :3])[0], beta, mask).sum(-1)
+        values.sum().backward()
+        assert leaf.grad is not None
+        found[name] = {"values": values.tolist(), "gradient": leaf.grad.tolist()}
+    return {"logits": logits.tolist(), "teacher": teacher.tolist(), "found": found}
+
+
 def main() -> None:
     """Write all cases as JSON."""
     found = {
@@ -118,7 +137,7 @@ def main() -> None:
         for name, (recipe, options, rows) in CASES.items()
     }
     made_with = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    text = json.dumps({"made_with": made_with, "lr": LR, "cases": found}, indent=1)
+    text = json.dumps({"made_with": made_with, "lr": LR, "divergences": divergences(), "cases": found}, indent=1)
     Path(sys.argv[1]).write_text(text + "\n", encoding="utf-8")
 
 

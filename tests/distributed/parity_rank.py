@@ -10,17 +10,35 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from ranks import CONFIG, EPS, loss_and_norm, make_actor_batch, make_critic_batch, open_meeting
+from ranks import (
+    CONFIG,
+    EPS,
+    loss_and_norm,
+    make_actor_batch,
+    make_critic_batch,
+    make_distilled_batch,
+    make_pair_batch,
+    open_meeting,
+)
 from torch import Tensor
 
-from rallypoint.algorithms import entropy_bonus, kl_loss, policy_loss, value_loss
+from rallypoint.algorithms import (
+    DistillationLoss,
+    LossInputs,
+    PreferenceLoss,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    value_loss,
+)
+from rallypoint.algorithms.policy_losses import Clip
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard, gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import deal
-from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences
+from rallypoint.types import ActorBatch, CriticBatch, DistilledBatch, Mean, Metrics, PairBatch, Sequences
 
 MESHES: dict[str, dict[str, int]] = {
     "1 process": {},
@@ -49,6 +67,21 @@ OF_FAMILIES = (
     ("sp2", "padded", "one micro-batch"),
 )
 """The cells that other families have too: an actor's, in float64. Several axes at a time know nothing of families."""
+OF_LOSSES = (
+    ("1 process", "packed", "one micro-batch"),
+    ("1 process", "packed", "many"),
+    ("dp2", "packed", "many"),
+    ("shard2", "packed", "many"),
+    ("tp2", "packed", "many"),
+    ("sp2", "packed", "many"),
+    ("dp2 x tp2", "packed", "one micro-batch"),
+    ("sp2 x tp2", "packed", "many"),
+)
+"""The cells of pairs, and of a teacher's likeliest tokens, in float64: other losses ask more of rows and head."""
+LOSSES = {
+    "pairs": PreferenceLoss(name="sigmoid", beta=0.5),
+    "top k": DistillationLoss(name="mixed", objective=Clip(clip_low=0.2, clip_high=0.2, dual_clip=None)),
+}
 BASE = ("1 process", "packed", "one micro-batch")
 """The cell that others are compared with."""
 WHOLE = "whole"
@@ -85,18 +118,29 @@ def cases(*, whole: bool) -> Iterator[Case]:
             yield Case(*cell, "float32")
     for family, cell in itertools.product(FAMILIES, OF_FAMILIES):
         yield Case(*cell, "actor", "float64", family)
+    for role, cell in itertools.product(LOSSES, OF_LOSSES):
+        yield Case(*cell, role, "float64")
 
 
-def make_batch(role: str) -> ActorBatch | CriticBatch:
+def make_batch(role: str) -> ActorBatch | CriticBatch | PairBatch:
     """Return what the role learns from."""
+    if role == "pairs":
+        return make_pair_batch()
+    if role == "top k":
+        return make_distilled_batch(LENGTHS)
     return make_actor_batch(LENGTHS) if role == "actor" else make_critic_batch(LENGTHS)
 
 
 def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Metrics]:
-    """Return what PPO minimises: policy loss, entropy bonus and KL, or the value loss."""
+    """Return what PPO minimises: policy loss, entropy bonus and KL, or the value loss; or one of `LOSSES`."""
     device = shard.model.device
     everything = torch.ones(len(at), dtype=torch.bool, device=device)
-    if isinstance(part, ActorBatch):
+    if isinstance(part, PairBatch | DistilledBatch):
+        beside = part.top_tokens[at] if isinstance(part, DistilledBatch) and part.top_tokens is not None else None
+        outputs = policy_outputs(shard, part, at, TEMPERATURE, beside)
+        inputs = LossInputs(part, at, lambda tensor: tensor.to(device), is_on_policy=True)
+        total, _ = LOSSES["pairs" if beside is None else "top k"](outputs, inputs)
+    elif isinstance(part, ActorBatch):
         outputs = policy_outputs(shard, part, at, TEMPERATURE)
         policy = policy_loss(
             outputs.logprobs,
@@ -129,7 +173,7 @@ class Models:
         """Return a case's model as it is in its folder."""
         key = (case.family, case.role, case.dtype)
         if key not in self._loaded:
-            load = load_policy if case.role == "actor" else load_critic
+            load = load_critic if case.role == "critic" else load_policy
             shard = load(f"{self.folder}/{case.family}", dtype=case.dtype, mesh=self.mesh)
             self._loaded[key] = shard, {name: tensor.clone() for name, tensor in shard.tensors().items()}
         shard, loaded = self._loaded[key]
@@ -138,7 +182,9 @@ class Models:
         return shard
 
 
-def run(case: Case, models: Models, part: ActorBatch | CriticBatch, denominator: int) -> dict[str, Tensor]:
+def run(
+    case: Case, models: Models, part: ActorBatch | CriticBatch | PairBatch, denominator: float
+) -> dict[str, Tensor]:
     """Take the steps of a case and return this rank's numbers: `loss`, `grad_norm`, and its part of every weight."""
     shard = models.of(case)
     engine = TrainingEngine(
@@ -177,5 +223,6 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
         for case in of_mesh:
             batch = make_batch(case.role)
             part = deal(batch, grid.num_parts, 0.01)[0][grid.part(rank)]
-            got = run(case, models, part, batch.num_loss_tokens)
+            loss = LOSSES.get(case.role)
+            got = run(case, models, part, loss.denominator(batch) if loss else batch.num_loss_tokens)
             safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")

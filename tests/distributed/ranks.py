@@ -7,6 +7,7 @@ write to, which also holds the rendezvous, and its rank.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -21,10 +22,20 @@ from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.config import OptimizerConfig
-from rallypoint.types import ActorBatch, CriticBatch, Last, Mean, Metrics, offsets_from_lengths
+from rallypoint.types import (
+    ActorBatch,
+    CriticBatch,
+    DistilledBatch,
+    Last,
+    Mean,
+    Metrics,
+    PairBatch,
+    offsets_from_lengths,
+)
 from rallypoint.types import Sequences as Rows
 
 LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8)
+PAIR_LENGTHS = (9, 12, 17, 24, 11, 6, 20, 8, 24, 24)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
@@ -61,6 +72,25 @@ def make_critic_batch(lengths: Sequence[int] = LENGTHS) -> CriticBatch:
     """What a critic learns from."""
     rows, (one, two, _) = make_rows(lengths), _numbers(lengths)
     return rows.widen(CriticBatch, values=one, returns=two)
+
+
+def make_pair_batch() -> PairBatch:
+    """Pairs of answers to one prompt each, and what a reference says of them."""
+    rows = make_rows(PAIR_LENGTHS)
+    reference = torch.linspace(-90, -10, len(rows), dtype=torch.float64)
+    mask = torch.ones(rows.num_tokens, dtype=torch.bool)
+    within = torch.arange(rows.num_tokens) - rows.offsets[:-1][rows.row_of_token]
+    return dataclasses.replace(rows, loss_mask=mask & (within > 2)).widen(PairBatch, reference_logprobs=reference)
+
+
+def make_distilled_batch(lengths: Sequence[int] = LENGTHS) -> DistilledBatch:
+    """What a student learns from a teacher's four likeliest tokens; one row has no teacher."""
+    rows, generator = make_actor_batch(lengths), torch.Generator().manual_seed(2)
+    teacher = torch.randn(rows.num_tokens, 20, generator=generator, dtype=torch.float64).log_softmax(1)
+    top = teacher.topk(4, dim=1)
+    said = teacher.gather(1, rows.tokens.unsqueeze(1)).squeeze(1)
+    said[rows.row_of_token == 3] = torch.nan
+    return rows.widen(DistilledBatch, teacher_logprobs=said, top_logprobs=top.values, top_tokens=top.indices)
 
 
 def _numbers(lengths: Sequence[int]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from parity_rank import BASE, FAMILIES, MESHES, OF_FAMILIES, WHOLE, Case, cases
+from parity_rank import BASE, FAMILIES, LOSSES, MESHES, OF_FAMILIES, OF_LOSSES, WHOLE, Case, cases
 from ranks import TOLERANCES, run_ranks
 from tiny_families import make_family_model
 from tiny_models import make_tiny_model
@@ -130,6 +130,18 @@ def write_page(folder: Path) -> str:
         cases_of_it = [Case(*cell, "actor", "float64", family) for cell in OF_FAMILIES[1:]]
         cells = [f"{max(error_of(folder, case).values()):.1e}" for case in cases_of_it]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "## Other losses, float64",
+        "",
+        "Pairs (recipe `dpo`), whose two rows are in one micro-batch, and a teacher's four likeliest tokens (`opd`).",
+        "",
+        "| loss | " + " | ".join(", ".join((cell[0], cell[2])) for cell in OF_LOSSES[1:]) + " |",
+        "|---|" + "---:|" * (len(OF_LOSSES) - 1),
+    ]
+    for role in LOSSES:
+        errors = [error_of(folder, Case(*cell, role, "float64")) for cell in OF_LOSSES[1:]]
+        lines.append(f"| {role} | " + " | ".join(f"{max(error.values()):.1e}" for error in errors) + " |")
     lines.append("")
     return "\n".join(lines)
 

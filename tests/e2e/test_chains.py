@@ -55,7 +55,7 @@ def column(records, name):
 
 
 def check(tmp_path, seed):
-    """Fine-tune; then PPO by a reward model, and DPO, must both prefer the right answers."""
+    """Fine-tune; then PPO by a reward model, and DPO, must both prefer the right answers; -s shows the numbers."""
     chain = Chain(tmp_path, seed)
     tuned, of_tuning = chain.run("sft", "shown", 40)
     losses = column(of_tuning, "validation/loss")
@@ -73,6 +73,14 @@ def check(tmp_path, seed):
 
     _, of_dpo = chain.run("dpo", "pairs", 12, "actor.optimizer.lr=1e-3", model=tuned)
     accuracy, margin = column(of_dpo, "validation/accuracy"), column(of_dpo, "validation/margin")
+    course = {
+        "sft": losses,
+        "reward_model": column(of_pairs, "validation/accuracy"),
+        "ppo": [scores[0], sum(scores[-3:]) / 3],
+        "dpo": accuracy,
+        "margin": margin,
+    }
+    print(f"seed {seed}:", {name: f"{values[0]:.2f} -> {values[-1]:.2f}" for name, values in course.items()})
     assert accuracy[-1] > 0.9
     assert margin[-1] > 0.1
 

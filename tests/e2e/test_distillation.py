@@ -113,6 +113,20 @@ def test_a_teacher_on_a_pool_of_its_own_gives_the_same_steps(runs, mesh, how):
         assert column(split, name) == pytest.approx(column(alone, name), rel=1e-3), name
 
 
+@pytest.mark.parametrize(
+    ("runtime", "mesh"), [("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")], ids=["tp", "ray, shard, adapters"]
+)
+def test_a_student_takes_the_same_steps_on_other_meshes(runs, runtime, mesh):
+    how = ("teacher.loss=mixed", "teacher.top_k=4", "trainer.num_steps=2", "rollout.num_prompts=9")
+    how += ("model.lora={rank: 4}",) if runtime == "ray" else ()
+    alone = runs("alone", *how)
+    cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=40")
+    split = runs("split", *how, *cut, f"actor.mesh={mesh}")
+    for name in ("actor/loss", "actor/teacher_kl", "actor/teacher_mass", "actor/grad_norm"):
+        assert column(split, name) == pytest.approx(column(alone, name), rel=1e-3), name
+    assert ("adapter_model.safetensors" in weights_of(split)) == (runtime == "ray")
+
+
 class Served(BaseHTTPRequestHandler):
     """Answers as vLLM's server does, with the numbers of transformers."""
 

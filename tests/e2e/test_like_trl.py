@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from sine_models import make_sine_model
 from tiny_runs import Runs
 
+from rallypoint.algorithms.distillation import top_divergence
 from rallypoint.run import read_metrics
 
 FOUND = json.loads((Path(__file__).parent / "trl_cases.json").read_text())
@@ -34,3 +36,15 @@ def test_three_steps_are_those_of_trl(tmp_path, name):
         assert [step[f"actor/{metric}"] for step in steps] == pytest.approx(case["trl"][metric], rel=2e-4), metric
     if name in ("reward model", "dpo sigmoid 0.1"):  # of the others TRL's margins are sums, ours are what is compared
         assert [step["actor/margin"] for step in steps] == pytest.approx(case["trl"]["margin"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", FOUND["divergences"]["found"])
+def test_divergences_over_the_likeliest_tokens_are_those_of_trl(name):
+    """TRL's server distillation adds a class of all other tokens, too (`loss_add_tail`)."""
+    cases = FOUND["divergences"]
+    leaf = torch.tensor(cases["logits"], dtype=torch.float64, requires_grad=True)
+    top = torch.tensor(cases["teacher"], dtype=torch.float64).topk(3, dim=1)
+    found = top_divergence(name, leaf.log_softmax(1).gather(1, top.indices), top.values)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx(cases["found"][name]["values"], rel=1e-9)
+    torch.testing.assert_close(leaf.grad, torch.tensor(cases["found"][name]["gradient"], dtype=torch.float64))

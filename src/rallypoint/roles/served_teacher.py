@@ -79,9 +79,10 @@ class ServedTeacher:
             for one in asked:
                 one.cancel()
         found = torch.zeros(batch.num_tokens, 1 if top_k is None else 1 + 2 * top_k)
-        for at in batch.loss_mask.nonzero().flatten().tolist():
-            own, top = said[at]
-            found[at] = torch.tensor([own, *(logprob for _, logprob in top), *(token for token, _ in top)])
+        asked_about = [said[at] for at in batch.loss_mask.nonzero().flatten().tolist()]
+        numbers = [[own, *(logprob for _, logprob in top), *(token for token, _ in top)] for own, top in asked_about]
+        if numbers:
+            found[batch.loss_mask] = torch.tensor(numbers)
         return found[:, 0] if top_k is None else found
 
     def _ask(self, ids: list[int], top_k: int) -> list[Place]:

@@ -68,6 +68,7 @@ _FREE = (
     "reward.max_failed",
     "reward.max_calls",
     "reward.max_memory_gib",
+    "teacher.served",
     "model.trust_remote_code",
     "engine.sleep",
 )

@@ -110,7 +110,7 @@ class ServedTeacherConfig(Section):
 
     model: str | None = key(None, help="What the endpoint calls the model; null: the only one that it serves.")
     concurrency: int = key(32, at_least=1, at_most=1024, unit="requests", help="Rows that are judged at once.")
-    timeout_s: float = key(120.0, above=0, unit="s", help="Deadline of one attempt.")
+    timeout_s: float = key(120.0, above=0, unit="s", help="Silence after which an attempt has failed.")
     retries: int = key(5, at_least=0, at_most=100, help="Attempts after the first, where the endpoint is busy or gone.")
     key: str | None = key(None, help="Environment variable that holds the API key; null for none.")
 
