@@ -114,7 +114,7 @@ def test_every_stream_is_a_mean_of_its_own_however_rows_are_cut():
         assert gradient.tolist() == pytest.approx([-0.1 + 1 / 3, -0.1 + 2 * 1.3 / 3, -0.1, -0.1, -0.1 - 2 / 3])
         found = merge(*metrics).scalars()
         assert found["loss"] == pytest.approx(5.2 / 5)
-        assert found["teacher_teacher_kl"] == pytest.approx((0.5 + 1.3 - 1.0) / 3)
+        assert found["teacher_kl"] == pytest.approx((0.5 + 1.3 - 1.0) / 3)
 
 
 def test_a_stream_without_tokens_divides_nothing():
