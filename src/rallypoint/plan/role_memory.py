@@ -23,9 +23,9 @@ from rallypoint.config.limits import (
     QUERIES_PER_BLOCK_IN_HALF,
     SAMPLED_BLOCK,
 )
-from rallypoint.config.recipes import RECIPES
+from rallypoint.config.recipes import RECIPES, RoleName
 from rallypoint.config.shape import ModelShape
-from rallypoint.config.tree import RoleName, RunConfig
+from rallypoint.config.tree import RunConfig
 from rallypoint.cpu.footprint import on_heap
 
 _BYTES = {"float32": 4, "bfloat16": 2}

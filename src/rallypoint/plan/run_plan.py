@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from rallypoint.config.limits import CACHE_MARGIN
-from rallypoint.config.shape import role_shapes, shape_of
-from rallypoint.config.tree import RoleName, RunConfig
+from rallypoint.config.recipes import RoleName
+from rallypoint.config.shape import ModelShape, role_shapes, shape_of
+from rallypoint.config.tree import RunConfig
 from rallypoint.plan.role_memory import RoleMemory, role_memory
 
 Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
@@ -88,7 +89,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         num_micro_batches = -(-rows_of_rank // rows_per_micro_batch)
         updates[role] = (learner.num_epochs * learner.num_mini_batches, rows, num_micro_batches)
     shape = shape_of(config)
-    shapes = {role: role_shapes(config, role) for role in config.roles}
+    shapes: dict[RoleName, tuple[ModelShape | None, ...]] = {role: role_shapes(config, role) for role in config.roles}
     memory = tuple(
         role_memory(config, role, *(shape for shape in of_role if shape is not None))
         for role, of_role in shapes.items()
