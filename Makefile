@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 # Many tests wait for processes, so there are more workers than cores; each computes in one thread.
 WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 1}')
 
-.PHONY: demo test lint check format learn-check test-slow test-vllm gpu-check clean
+.PHONY: demo test docs lint check format learn-check test-slow test-vllm gpu-check clean
 
 demo: .venv/installed
 	$(BIN)/rally train digits
@@ -21,6 +21,11 @@ test-slow: .venv/installed
 # Draws docs/learning.png anew; fails when an algorithm does not learn.
 learn-check: .venv/installed
 	$(BIN)/rally learn-check --out docs
+
+# The documentation as a site, in build/site; references of commands and keys are made from the code (docs/site.py).
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/site/index.html"
 
 # Needs `rally engine install vllm`.
 test-vllm: .venv/installed
