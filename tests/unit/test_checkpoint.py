@@ -5,7 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
+import torch
+from full_disks import files_end_at
 from recorded_syncs import recorded_syncs
+from safetensors import SafetensorError
 
 from rallypoint.checkpoint import (
     MANIFEST,
@@ -295,21 +299,9 @@ def test_a_full_disk_is_said_and_leaves_the_older_checkpoints_and_nothing_else(t
         assert contents(checkpoint) == FILES
 
 
-TOO_LARGE = """
-import resource, signal, sys, torch, safetensors.torch
-from pathlib import Path
-from rallypoint.checkpoint import writing
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-with writing(Path(sys.argv[1]), 1) as folder:
-    safetensors.torch.save_file({"w": torch.zeros(100_000)}, folder / "model.safetensors")
-"""
-
-
 def test_safetensors_that_cannot_be_written_leave_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", TOO_LARGE, str(tmp_path)], check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "File too large" in done.stderr
+    with pytest.raises(SafetensorError, match="File too large"), files_end_at(50_000), writing(tmp_path, 1) as folder:
+        safetensors.torch.save_file({"w": torch.zeros(100_000)}, folder / "model.safetensors")
     assert names(tmp_path) == []
 
 

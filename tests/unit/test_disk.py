@@ -1,15 +1,15 @@
 """Files of a run that cannot be written."""
 
 import errno
-import subprocess
 import sys
 
 import pytest
+from full_disks import files_end_at
 from safetensors import SafetensorError
 
 from rallypoint.disk import naming, naming_tensors
 from rallypoint.errors import DiskError
-from rallypoint.run import read_metrics
+from rallypoint.run import MetricsLog, read_metrics
 
 
 def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_there_is_none(tmp_path):
@@ -32,21 +32,17 @@ def test_safetensors_errors_are_told_in_the_same_words(tmp_path):
         raise SafetensorError("InvalidHeader")
 
 
-TOO_LARGE = """
-import resource, signal, sys
-from rallypoint.run import MetricsLog
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-with MetricsLog(sys.argv[1]) as log:
-    for step in range(100):
-        log.write(step, {"reward/mean": 0.5})
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limits of this kind")
 def test_metrics_that_the_disk_does_not_take_name_their_file_and_keep_their_whole_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    done = subprocess.run([sys.executable, "-c", TOO_LARGE, str(path)], check=False, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == f"rallypoint.errors.DiskError: {path} cannot be written: File too large"
+
+    def write():
+        with MetricsLog(path) as log:
+            for step in range(100):
+                log.write(step, {"reward/mean": 0.5})
+
+    with pytest.raises(DiskError) as caught, files_end_at(500):
+        write()
+    assert str(caught.value) == f"{path} cannot be written: File too large"
     assert path.stat().st_size <= 500
     assert [record["step"] for record in read_metrics(path)] == list(range(len(read_metrics(path))))

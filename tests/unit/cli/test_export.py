@@ -1,11 +1,10 @@
 """`rally export`: a folder that other tools open, or one message and nothing."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from full_disks import files_end_at
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,26 +73,13 @@ def test_an_adapter_whose_model_is_gone_names_it(command, adapter, tmp_path):
     assert f"an adapter for the model '{tmp_path / 'base'}', and there is no such folder" in message
 
 
-LIMITED = """
-import resource, signal, sys
-from rallypoint.cli.main import run
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-sys.argv = ["rally", "export", *sys.argv[1:]]
-run()
-"""
-
-
 @pytest.mark.parametrize("what", ["run", "adapter"])
-def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing(trained, adapter, tmp_path, what):
+def test_a_disk_that_takes_no_more_is_said_and_leaves_nothing(command, trained, adapter, tmp_path, what):
     source = trained.run if what == "run" else adapter
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out" / "to")],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "cannot be written: " in done.stderr
-    assert "File too large" in done.stderr
+    with files_end_at(1000):
+        result = command("export", str(source), str(tmp_path / "out" / "to"))
+    assert "cannot be written: " in str(result.exception)
+    assert "File too large" in str(result.exception)
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tiny_models import TINY, edit_config, edit_weights
+from full_disks import files_end_at
+from tiny_models import TINY, edit_config, edit_weights, make_tiny_model
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -28,7 +29,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rallypoint.errors import ModelError
+from rallypoint.errors import DiskError, ModelError
 from rallypoint.model_files import load_critic, load_policy, save_model
 from rallypoint.models import lm_head
 
@@ -293,27 +294,9 @@ def test_a_name_on_the_hub_is_found_in_the_cache_as_transformers_finds_it(folder
     assert error.startswith("someone/nothing: ")
 
 
-TOO_LARGE = """
-import pathlib, resource, signal, sys
-from tiny_models import make_tiny_model
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-make_tiny_model(pathlib.Path(sys.argv[1]))
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limits of this kind")
 def test_a_new_model_that_the_disk_does_not_take_names_its_file(tmp_path):
     """safetensors has an error of its own for it, which is no `OSError`."""
-    shared = Path(__file__).parents[2] / "shared"
-    command = [sys.executable, "-c", TOO_LARGE, str(tmp_path)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path_with(shared)}
-    )
-    file = tmp_path / "model.safetensors"
-    assert done.stderr.splitlines()[-1] == f"rallypoint.errors.DiskError: {file} cannot be written: File too large"
-
-
-def path_with(folder):
-    """Where Python looks for modules, and a folder more."""
-    return os.pathsep.join([str(folder), *sys.path])
+    with pytest.raises(DiskError) as caught, files_end_at(5000):
+        make_tiny_model(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'model.safetensors'} cannot be written: File too large"
