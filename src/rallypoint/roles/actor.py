@@ -186,7 +186,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             )
         computed = batches.only(self._learns)
         metrics = await self._group.call(ActorWorker.train, computed, step)
-        check_gap(metrics, self._config.checks, steps_behind=self._config.rollout.max_staleness)
+        check_gap(metrics, self._config.checks)
         self._num_updates += 1
         self.version += len(batches.parts)
         return merge(metrics, self._counted(batches, computed, metrics)).prefixed("actor")

@@ -3,6 +3,10 @@
 Owns: the gap between rollout_ and old_logprobs, its worst token and its bound; the KL to the reference before an
 update, and the ratio at its start. Must not know: which pass computed the old logprobs; see
 docs/decisions/0019-one-pass-for-one-update.md.
+
+Sampler and trainer can be compared only where both have the same weights. So the gap is that of tokens that
+the actor's own weights have sampled. In a run that samples ahead the others have a drift: the gap, and what the policy
+has moved.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from rallypoint.algorithms import gap_metrics, kl_penalty
 from rallypoint.config import CheckConfig
 from rallypoint.errors import OffPolicyError
 from rallypoint.run.agreement import (
+    DRIFT,
     GAP_MAX,
     GAP_MEAN,
     WORST_OLD,
@@ -28,6 +33,8 @@ from rallypoint.types import ActorBatch, AtMaximum, JudgedBatch, Maximum, Mean, 
 
 REFERENCE_KL = "kl/reference_mean"
 """Name of the KL to the reference (k3) before the update."""
+_FEWEST_TOKENS = 32
+"""Tokens whose mean gap is checked alone where others have a drift: rounding may move a single one by a nat."""
 
 
 def compare(
@@ -42,17 +49,36 @@ def compare(
         reference_logprobs: [N], or None in a run without KL.
 
     Returns:
-        The gap, the place of its maximum, how far apart the two distributions are (see `gap_metrics`), and the KL (k3)
-        to the reference; nothing if no token is trained.
+        The gap of tokens that the actor's weights have sampled, with the place of its maximum, and the drift of those
+        that were sampled some steps ago; of all tokens how far apart the two distributions are (see `gap_metrics`), and
+        the KL (k3) to the reference. Nothing if no token is trained.
     """
     if not len(at):
         return Metrics()
     rollout_logprobs = batch.rollout_logprobs[at]
     gap = (rollout_logprobs - old_logprobs).abs()
+    behind = at.new_zeros(len(at)) if batch.steps_behind is None else batch.steps_behind[at]
+    metrics: dict[str, Metric] = {
+        f"{DRIFT}{steps}": Mean(float(gap[behind == steps].double().sum()), int((behind == steps).sum()))
+        for steps in behind[behind > 0].unique().tolist()
+    }
+    if bool((behind == 0).any()):
+        metrics |= _gap(batch, at[behind == 0], rollout_logprobs[behind == 0], old_logprobs[behind == 0])
+    if reference_logprobs is not None:
+        kl = kl_penalty(old_logprobs, reference_logprobs, "k3")
+        metrics[REFERENCE_KL] = Mean(float(kl.double().sum()), len(at))
+    return merge(metrics, gap_metrics(rollout_logprobs, old_logprobs))
+
+
+def _gap(
+    batch: JudgedBatch | ActorBatch, at: Tensor, rollout_logprobs: Tensor, old_logprobs: Tensor
+) -> dict[str, Metric]:
+    """Return the gap at these tokens, its maximum, and where that is."""
+    gap = (rollout_logprobs - old_logprobs).abs()
     largest, worst = float(gap.max()), int(gap.argmax())
     token = int(at[worst])
     row = int(batch.row_of_token[token])
-    metrics: dict[str, Metric] = {
+    return {
         GAP_MEAN: Mean(float(gap.double().sum()), len(at)),
         GAP_MAX: Maximum(largest),
         WORST_PROMPT: AtMaximum(int(batch.prompt_index[row]), of=largest),
@@ -62,28 +88,42 @@ def compare(
         WORST_ROLLOUT: AtMaximum(float(rollout_logprobs[worst]), of=largest),
         WORST_OLD: AtMaximum(float(old_logprobs[worst]), of=largest),
     }
-    if reference_logprobs is not None:
-        kl = kl_penalty(old_logprobs, reference_logprobs, "k3")
-        metrics[REFERENCE_KL] = Mean(float(kl.double().sum()), len(at))
-    return merge(metrics, gap_metrics(rollout_logprobs, old_logprobs))
 
 
-def check_gap(metrics: Metrics, checks: CheckConfig, *, steps_behind: int = 0) -> None:
-    """Check the gap that `compare` found in all rows of a step.
+def check_gap(metrics: Metrics, checks: CheckConfig) -> None:
+    """Check the gap and the drifts that `compare` found in all rows of a step.
+
+    The gap has the same bound in every run. Together with the drifts it may be larger by as much for each step that a
+    token is behind on average. That only bounds how far training moves the policy, and may hide a wrong sampler.
 
     Raises:
         OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
     """
     found = metrics.scalars()
-    bound = checks.rollout_gap * (1 + steps_behind)  # each step may move the policy that far
-    if GAP_MEAN in found and not found[GAP_MEAN] <= bound:
-        behind = f", for each of {1 + steps_behind} steps" if steps_behind else ""
+    gap = _total(metrics, GAP_MEAN)
+    drifts = {int(name.removeprefix(DRIFT)): _total(metrics, name) for name in metrics if name.startswith(DRIFT)}
+    if not gap.total <= checks.rollout_gap * gap.weight and (gap.weight >= _FEWEST_TOKENS or not drifts):
         raise OffPolicyError(
             f"rollout_logprobs and old_logprobs differ by {found[GAP_MEAN]:.3g} nats on average "
-            f"(checks.rollout_gap={checks.rollout_gap:g}{behind}); worst at prompt {found[WORST_PROMPT]:.0f} sample "
+            f"(checks.rollout_gap={checks.rollout_gap:g}); worst at prompt {found[WORST_PROMPT]:.0f} sample "
             f"{found[WORST_SAMPLE]:.0f}, token {found[WORST_PLACE]:.0f} of its row: "
             f"{found[WORST_ROLLOUT]:.3f} sampled, {found[WORST_OLD]:.3f} recomputed"
         )
+    total = sum((drift.total for drift in drifts.values()), gap.total)
+    weight = sum((drift.weight for drift in drifts.values()), gap.weight)
+    behind = sum(steps * drift.weight for steps, drift in drifts.items()) / max(1.0, weight)
+    if not total <= checks.rollout_gap * (1 + behind) * weight:
+        raise OffPolicyError(
+            f"rollout_logprobs and old_logprobs differ by {total / weight:.3g} nats on average, of tokens that are "
+            f"{behind:.1f} steps behind: expected at most checks.rollout_gap={checks.rollout_gap:g}, and as much for "
+            "each step. Training moves the policy too far: lower actor.optimizer.lr or rollout.max_staleness"
+        )
+
+
+def _total(metrics: Metrics, name: str) -> Mean:
+    found = metrics.get(name, Mean(0.0, 0.0))
+    assert isinstance(found, Mean), "`compare` makes them"
+    return found
 
 
 def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
@@ -99,7 +139,7 @@ def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
     at = batch.loss_mask.nonzero().flatten()
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[at]
     metrics = compare(batch, at, batch.old_logprobs[at], reference)
-    check_gap(metrics, checks, steps_behind=batch.steps_behind)
+    check_gap(metrics, checks)
     return metrics
 
 

@@ -6,14 +6,14 @@ Owns: the metrics of rollouts. Must not know: how they were sampled, or why thes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from rallypoint.data import Example
 from rallypoint.environments.scoring import Scored
 from rallypoint.run.rollouts import StepRollouts
-from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum
+from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum, merge
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +24,31 @@ class Sampled:
     metrics: Metrics
     rollouts: StepRollouts
     """All rollouts with their texts, for people and for the run's folder."""
+
+    def aged(self, age: Callable[[int], int], *, keeps: bool) -> Sampled:
+        """Return it with the steps that each token is behind the actor, and with what there is to measure of them.
+
+        Args:
+            age: gives the number of loads after that of a version.
+            keeps: whether responses go on with the keys and values of weights before a load.
+        """
+        batch = self.batch
+        of_rows = batch.versions.repeat_interleave(batch.lengths)
+        versions = of_rows if batch.token_versions is None else batch.token_versions
+        found, places = versions[batch.loss_mask].unique(return_inverse=True)
+        ages = torch.tensor([age(version) for version in found.tolist()], dtype=torch.int64)[places]
+        oldest = torch.tensor([age(version) for version in batch.versions.tolist()], dtype=torch.int64)
+        behind = torch.zeros_like(batch.tokens)
+        behind[batch.loss_mask] = oldest.repeat_interleave(batch.lengths)[batch.loss_mask] if keeps else ages
+        measured = Metrics(
+            {
+                "rollout/staleness_mean": Mean(float(ages.sum()), len(ages)),
+                "rollout/staleness_max": Maximum(max(ages.tolist(), default=0)),
+            }
+        )
+        return dataclasses.replace(
+            self, batch=dataclasses.replace(batch, steps_behind=behind), metrics=merge(self.metrics, measured)
+        )
 
 
 def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, hidden_tokens: torch.Tensor) -> Metrics:

@@ -40,7 +40,7 @@ from rallypoint.roles.sampling import GRACE_S, AbandonedError, GroupUnderWay, Sa
 from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
-from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, Sum, merge
+from rallypoint.types import Metrics, RolloutBatch, Sum, merge
 
 ResultT = TypeVar("ResultT")
 
@@ -71,6 +71,7 @@ class RolloutSource:
         episode: Episode = single_turn,
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = PATIENCE_S,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.rollouts = rollouts
         self.newest: StepRollouts | None = None
@@ -79,7 +80,7 @@ class RolloutSource:
         """Rollouts of the newest validation."""
         self._config, self._train, self._validation = config, train, validation
         self._say, self._grader, self._reward_model = say, grader, reward_model
-        self._times, self._patience_s = Timekeeper(clock, write_times), patience_s
+        self._times, self._patience_s, self._grace_s = Timekeeper(clock, write_times), patience_s, grace_s
         self._sampler = Sampler(
             config,
             rollouts,
@@ -102,8 +103,7 @@ class RolloutSource:
         """The error that ended a running group."""
         self._under_way: dict[int, GroupUnderWay] = {}
         self.done = PromptsDone()
-        if config.rollout.max_staleness:
-            rollouts.after_load = self._admit
+        rollouts.after_load = self._loaded
 
     @property
     def done(self) -> PromptsDone:
@@ -159,7 +159,6 @@ class RolloutSource:
         sampled = await self._finish(groups)
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, replaced))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
-        ages = self._ages(sampled.batch)
         self._groups.take(taken)
         if self._config.rollout.window > 1:
             self.rollouts.schedule.taken(list(taken))
@@ -168,9 +167,8 @@ class RolloutSource:
         step = self._groups.num_taken // self._config.rollout.num_prompts
         idle = self._times.taken(step, groups, self.rollouts.take_busy_s())
         if self._config.rollout.max_staleness:
-            behind = int(ages.scalars()["rollout/staleness_max"])
-            batch = dataclasses.replace(sampled.batch, steps_behind=behind)
-            sampled = dataclasses.replace(sampled, batch=batch, metrics=merge(sampled.metrics, ages, idle))
+            aged = sampled.aged(self._groups.age, keeps=self._config.rollout.on_load == "keep")
+            sampled = dataclasses.replace(aged, metrics=merge(aged.metrics, idle))
         self.newest = sampled.rollouts
         if self._penalty is None:
             return sampled
@@ -202,7 +200,6 @@ class RolloutSource:
         if self.rollouts.num_loads > self._num_loads:
             self._num_loads = self.rollouts.num_loads
             self._groups.loaded(self.rollouts.version)
-            self._times.loaded()
         num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
         for first in range(0, len(admitted), num_prompts):
             prompts: dict[int, Prompt] = {}
@@ -211,6 +208,12 @@ class RolloutSource:
                 prompts[index] = Prompt(tuple(self._train.token_ids[row]), self._train.examples[row])
             cohort = self._sampler.begin(prompts, self._params, self._config.rollout.group_size, self._complete)
             self._under_way |= {group.index: group for group in cohort.groups}
+
+    def _loaded(self) -> None:
+        """Take note of new weights; a run that samples ahead has more to sample now."""
+        self._times.loaded()
+        if self._config.rollout.max_staleness:
+            self._admit()
 
     def _complete(self, index: int) -> None:
         self._groups.complete(index)
@@ -228,9 +231,11 @@ class RolloutSource:
                     await self._wait(self._is_complete.wait(), groups)
                     continue
                 await self._wait(asyncio.wait({group.sampled for group in groups}), groups)
-                await self._wait(asyncio.wait({asyncio.ensure_future(self._is_complete.wait())}, timeout=GRACE_S), ())
+                await self._wait(
+                    asyncio.wait({asyncio.ensure_future(self._is_complete.wait())}, timeout=self._grace_s), ()
+                )
                 if not self._is_complete.is_set():
-                    raise AbandonedError(f"the reward function was busy for {GRACE_S:g} s more")
+                    raise AbandonedError(f"the reward function was busy for {self._grace_s:g} s more")
         if not self._under_way.keys() >= set(indices):
             raise ScheduleError(
                 f"rollout.schedule trains on prompts {sorted(set(indices) - self._under_way.keys())} next, which are "
@@ -313,13 +318,14 @@ class RolloutSource:
             AbandonedError: it did not say so within some seconds after an interruption.
         """
         scored = asyncio.gather(*(group.scored for group in groups))
+        scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
         interrupted = asyncio.create_task(self._interrupted.wait())
         await self._wait(asyncio.wait({scored, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
         interrupted.cancel()
         if not scored.done():
-            await self._wait(asyncio.wait({scored}, timeout=GRACE_S), groups)
+            await self._wait(asyncio.wait({scored}, timeout=self._grace_s), groups)
         if not scored.done():
-            raise AbandonedError(f"the reward function was busy for {GRACE_S:g} s more")
+            raise AbandonedError(f"the reward function was busy for {self._grace_s:g} s more")
         return scored.result()
 
     async def _wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupUnderWay]) -> ResultT:
@@ -361,19 +367,6 @@ class RolloutSource:
             cohort.close()
         self._grader.close()  # otherwise threads would go on waiting for its calls
         await self.rollouts.stop()
-
-    def _ages(self, batch: RolloutBatch) -> Metrics:
-        """Return by how many steps the weights that sampled were older than the actor's."""
-        versions = batch.versions if batch.token_versions is None else batch.token_versions[batch.loss_mask]
-        found, counts = versions.unique(return_counts=True)
-        ages = [self._groups.age(version) for version in found.tolist()]
-        total = sum(age * count for age, count in zip(ages, counts.tolist(), strict=True))
-        return Metrics(
-            {
-                "rollout/staleness_mean": Mean(total, int(counts.sum())),
-                "rollout/staleness_max": Maximum(max(ages, default=0)),
-            }
-        )
 
 
 def _penalty_of(config: RunConfig) -> OverlongPenalty | None:

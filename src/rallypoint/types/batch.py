@@ -121,6 +121,9 @@ class RolloutBatch(Sequences):
     token_versions: Tensor | None = per_token(optional=True)
     """[T] int64: optimizer steps completed when the weights that sampled each token were made, zero where `loss_mask`
     is False; None in runs in which `versions` says it for whole rows."""
+    steps_behind: Tensor | None = per_token(optional=True)
+    """[T] int64: steps of training that are in the actor's weights and not in those that the keys and values before
+    each token come from; zero where `loss_mask` is False. None in runs that sample and train in turns."""
 
     def scored(
         self, token_rewards: Tensor, parts: Tensor | None = None, part_names: tuple[str, ...] = ()
@@ -138,8 +141,6 @@ class ScoredBatch(RolloutBatch):
     """[T] float32: the reward that arrives with each token; zero where `loss_mask` is False."""
     reward_parts: Tensor | None = per_row(optional=True, columns=True)
     """[B, K] float64: the score by each of K rewards before it is weighed; None where there is one reward."""
-    steps_behind: int = 0
-    """Steps that the oldest weights that sampled a token are behind the actor's."""
     part_names: tuple[str, ...] = ()
     """Name of each of the K rewards."""
 
@@ -182,6 +183,8 @@ class ActorBatch(Sequences):
 
     rollout_logprobs: Tensor = per_token()
     """[T] float32: logprobs as sampled, for comparison."""
+    steps_behind: Tensor | None = per_token(optional=True)
+    """[T] int64, see `RolloutBatch`."""
     old_logprobs: Tensor | None = per_token()
     """[T] float32, or None if the batch is for one optimizer step, whose own pass computes them."""
     reference_logprobs: Tensor | None = per_token()

@@ -42,11 +42,40 @@ def test_the_worst_token_is_named_by_prompt_sample_and_place(batch):
         check_judged(batch, CheckConfig(rollout_gap=0.05))
 
 
-def test_each_step_that_rollouts_are_behind_may_widen_the_gap_as_much(batch):
-    behind = dataclasses.replace(batch, steps_behind=1)
-    check_judged(behind, CheckConfig(rollout_gap=0.06))
-    with pytest.raises(OffPolicyError, match=r"checks.rollout_gap=0.04, for each of 2 steps"):
-        check_judged(behind, CheckConfig(rollout_gap=0.04))
+def behind(batch, *steps, repeat=1):
+    """The batch, whose trained tokens are so many steps behind, several times."""
+    field = torch.zeros(8, dtype=torch.int64)
+    field[batch.loss_mask] = torch.tensor(steps)
+    return JudgedBatch.join([dataclasses.replace(batch, steps_behind=field)] * repeat)
+
+
+def test_tokens_of_older_weights_have_a_drift_beside_the_gap(batch):
+    """Gaps of 0, 0.1, -0.3 and 0 nats, of which the second is one step behind and the third two."""
+    found = check_judged(behind(batch, 0, 1, 2, 0), CheckConfig()).scalars()
+    assert (found["rollout/logprob_gap_mean"], found["rollout/logprob_gap_max"]) == (0, 0)
+    assert found["rollout/drift/1"] == pytest.approx(0.1)
+    assert found["rollout/drift/2"] == pytest.approx(0.3)
+    assert found["rollout/gap_log_ppl"] == pytest.approx((0.1 - 0.3) / 4)
+    none_is_new = check_judged(behind(batch, 1, 1, 1, 1), CheckConfig()).scalars()
+    assert not any("logprob_gap" in name or "worst" in name for name in none_is_new)
+    assert not any("drift" in name for name in check_judged(batch, CheckConfig()).scalars())
+
+
+def test_older_tokens_do_not_loosen_the_bound_of_those_that_the_actors_weights_have_sampled(batch):
+    """The token that is 0.3 nats off and the first are new, 0.15 nats on average; two others are 64 steps behind."""
+    many = behind(batch, 0, 64, 0, 64, repeat=16)
+    check_judged(many, CheckConfig(rollout_gap=0.16))
+    with pytest.raises(OffPolicyError, match=r"differ by 0.15 nats on average \(checks.rollout_gap=0.14\); worst at"):
+        check_judged(many, CheckConfig(rollout_gap=0.14))
+    check_judged(behind(batch, 0, 64, 0, 64), CheckConfig(rollout_gap=0.14))  # two tokens say too little
+
+
+def test_the_drift_may_grow_with_the_mean_of_steps_that_tokens_are_behind(batch):
+    """0.1 nats on average, one step behind on average."""
+    older = behind(batch, 0, 1, 1, 2)
+    check_judged(older, CheckConfig(rollout_gap=0.051))
+    with pytest.raises(OffPolicyError, match=r"by 0.1 nats on average, of tokens that are 1.0 steps behind: expected"):
+        check_judged(older, CheckConfig(rollout_gap=0.049))
 
 
 def test_every_run_measures_how_far_sampler_and_trainer_are_apart(batch):

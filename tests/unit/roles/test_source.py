@@ -17,6 +17,7 @@ from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.sampling import AbandonedError
 from rallypoint.roles.schedule import Schedule
 from rallypoint.roles.source import RolloutSource
 from rallypoint.types import Trajectory
@@ -319,6 +320,40 @@ def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_rew
     assert f"the step waits for 1 of {P} prompts: train:" in said[0]
     assert "prompt 2 of the run, has been under way for" in said[0]
     assert f"is being {doing}; most others took" in said[0]
+
+
+def test_a_step_that_is_given_up_while_others_are_sampled_ahead_is_not_done_and_leaves_nothing_running():
+    hangs, free = threading.Event(), threading.Event()
+
+    def score(solution_str, **row):
+        if solution_str.startswith(f"{10 + P} "):  # the first prompt of the second step
+            hangs.set()
+            free.wait(60)
+        return 1.0
+
+    async def main():
+        rollouts = FakeRollouts()
+        source = make_source(rollouts, sampling={"max_staleness": 2}, grader=InThreads(score), grace_s=0.01)
+        await source.next_batch()
+        rollouts.load(1)
+        second = asyncio.create_task(source.next_batch())
+        await asyncio.to_thread(hangs.wait, 60)
+        source.hurry()
+        with pytest.raises(AbandonedError, match=r"the reward function was busy for 0\.01 s more"):
+            await second
+        free.set()
+        done, before = source.done, rollouts.num_stops
+        await source.close()
+        resumed = make_source(FakeRollouts(), sampling={"max_staleness": 2})
+        resumed.done = done
+        again = await resumed.next_batch()
+        await resumed.close()
+        return done, before, again
+
+    done, num_stops, again = asyncio.run(main())
+    assert done == PromptsDone(P, P)
+    assert num_stops == 1
+    assert again.batch.prompt_index.unique().tolist() == list(range(P, 2 * P))
 
 
 def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():

@@ -26,7 +26,10 @@ class CheckConfig(Section):
         help="Bound of |ratio - 1| in the first update: of a token (null: 0.01), in bfloat16 of the mean (0.1).",
     )
     rollout_gap: float = key(
-        0.5, above=0, unit="nats", help="Largest mean difference between rollout_ and old_logprobs of a step."
+        0.5,
+        above=0,
+        unit="nats",
+        help="Largest mean |rollout_ - old_logprobs| of a step; with max_staleness see docs/async.md.",
     )
 
 

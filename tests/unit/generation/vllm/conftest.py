@@ -133,6 +133,8 @@ class FakeServer:
         done = self.world.misbehave.popleft() if self.world.misbehave else None
         if done is not None:
             answer = done(self, answer)
+            if asyncio.iscoroutine(answer):
+                answer = await answer
             if answer is None:
                 await asyncio.sleep(60)
         if isinstance(answer, tuple):

@@ -1,5 +1,6 @@
 """What becomes of requests when the server behaves, dies, hangs, or answers nonsense."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -318,6 +319,27 @@ def test_what_streams_while_weights_are_loaded_goes_on_with_the_new_ones(engine,
     assert outputs[0].version == 4
     assert outputs[-1].version in (4, 5)
     assert [output.version for output in outputs] == sorted(output.version for output in outputs)
+
+
+def test_a_response_that_is_whole_only_after_a_load_says_which_weights_sampled_each_span(engine, world):
+    async def after_load(server, answer):
+        while server.version != "5":
+            await asyncio.sleep(0.005)
+        spans = [{"version": "4", "start": 0, "end": 7}, {"version": "5", "start": 7, "end": 12}]
+        return changed(weight_versions=spans)(server, answer)
+
+    world.misbehave.append(after_load)
+    request = request_of(1)
+    engine.submit(request)
+    while not world.servers or not world.servers[0].asked:
+        assert engine.step() == []
+    engine.load(5, WEIGHTS)
+    outputs = all_outputs(engine)
+    assert [(output.version, len(output.tokens), output.finish_reason) for output in outputs] == [
+        (4, 7, None),
+        (5, 5, "length"),
+    ]
+    assert [token for output in outputs for token in output.tokens] == expected_of(request)
 
 
 def test_a_cancelled_request_ends_and_the_others_do_not_notice(engine, world):
