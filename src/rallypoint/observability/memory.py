@@ -53,6 +53,7 @@ class MemoryMeter:
         """
         if self._num_open:  # what a turn took so far that goes on
             self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
+            _reset_peak(self._device)
         peak, self._peak = self._peak + beside_bytes, 0
         return Metrics({"memory_gib": Maximum(peak / 2**30)} if peak > 0 else {})
 

@@ -33,6 +33,16 @@ def test_a_call_is_not_blamed_for_the_peak_of_one_before():
     assert meter.take()["memory_gib"].scalar * 2**30 < NUM_BYTES / 2
 
 
+def test_a_turn_that_goes_on_is_not_blamed_again_for_a_peak_that_was_told():
+    """As that of ranks which sample ahead: it lasts for many steps."""
+    meter = MemoryMeter(CPU, resident_bytes(CPU))
+    with meter.measured():
+        torch.ones(NUM_BYTES // 4)
+        assert meter.take()["memory_gib"].scalar * 2**30 > NUM_BYTES / 2
+        torch.ones(NUM_BYTES // 16)
+        assert meter.take()["memory_gib"].scalar * 2**30 < NUM_BYTES / 2
+
+
 def test_calls_without_memory_of_their_own_measure_nothing():
     meter = MemoryMeter(CPU, resident_bytes(CPU) + NUM_BYTES)
     with meter.measured():
