@@ -1,14 +1,16 @@
 """What sampling while the actor trains does to learning and to idle time: tables for docs/async.md.
 
     python benchmarks/staleness.py curves     # digits with max_staleness 0, 1 and 4, on a pool of one process each
-    python benchmarks/staleness.py idle       # rewards that sleep for a lognormal time: measured beside simulated
+    python benchmarks/staleness.py waits      # rewards that sleep for a lognormal time: measured beside simulated
+    python benchmarks/staleness.py works      # the same with more to compute, and fewer processes for rewards
 
-Both take minutes, and use Ray. `idle` measures once with max_staleness 0, and lets `rally simulate` say the rest.
+All take minutes, and use Ray. The last two measure once with max_staleness 0, and let the simulator say the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -25,10 +27,33 @@ SLEEPING = """\
 import math, random, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(2 * math.exp(random.Random(str(ground_truth)).gauss(0, 1)))
+    time.sleep(MEDIAN_S * math.exp(random.Random(str(ground_truth)).gauss(0, 1)))
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / len(ground_truth)
 """
-NUM_PROMPTS = 4
+
+NUM_WARMUP_STEPS = 5
+"""Steps that do not count, neither measured nor simulated: in them processes start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What rewards and batches of a measured run are like."""
+
+    num_prompts: int
+    group_size: int
+    median_s: float
+    """Of the time that a reward takes."""
+    num_processes: int
+    """That rewards have."""
+    num_epochs: int
+    """Of each batch, so that the trainer has to do."""
+
+
+# In `waits` no reward waits for a process, and nobody for a core. In `works` sampler and trainer need the same cores.
+CASES = {
+    "waits": Case(num_prompts=4, group_size=1, median_s=0.5, num_processes=20, num_epochs=8),
+    "works": Case(num_prompts=16, group_size=8, median_s=0.01, num_processes=4, num_epochs=1),
+}
 
 
 def run(folder: Path, name: str, *overrides: str) -> RunFolder:
@@ -61,10 +86,30 @@ def curves(folder: Path, num_steps: int, values: list[int]) -> None:
         print(f"| {staleness} | " + " | ".join([*cells, f"{sum(aged) / len(aged):.2f}"]) + " |", flush=True)
 
 
-def idle(folder: Path, num_steps: int, values: list[int]) -> None:
+def draw(folder: Path, values: list[int], file: Path) -> None:
+    """Draw the curves of runs that `curves` made, by steps and by seconds."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for staleness in sorted(values):
+        path = folder / f"curve-{staleness}"
+        taken = {times.step: times.taken_s for times in Timeline(path / TIMELINE).read()}
+        records = read_metrics(path / "metrics.jsonl")
+        scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
+        for panel, places in zip(axes, (list(scores), [taken.get(step, 0.0) for step in scores]), strict=True):
+            panel.plot(places, list(scores.values()), marker=".", label=f"max_staleness {staleness}")
+    for panel, name in zip(axes, ("step", "seconds"), strict=True):
+        panel.set_xlabel(name)
+        panel.grid(alpha=0.3)
+    axes[0].set_ylabel("validation score")
+    axes[0].legend(frameon=False)
+    figure.savefig(file, dpi=110)
+
+
+def idle(folder: Path, num_steps: int, values: list[int], case: Case) -> None:
     """Print idle shares of runs, beside what simulations have: by the times of the first run, and by their own."""
     reward = folder / "sleeping.py"
-    reward.write_text(SLEEPING)
+    reward.write_text(SLEEPING.replace("MEDIAN_S", str(case.median_s)))
     print("| max_staleness | s/step | by S=0 | by its own | actor idle | by S=0 | by its own | rollout idle | by S=0 |")
     print("|---:" * 9 + "|")
     in_turns: Measured | None = None
@@ -72,18 +117,23 @@ def idle(folder: Path, num_steps: int, values: list[int]) -> None:
         made = run(
             folder,
             f"idle-{staleness}",
-            f"rollout={{max_staleness: {staleness}, num_prompts: {NUM_PROMPTS}, group_size: 1}}",
-            f"reward={{function: '{reward}:compute_score', num_processes: {5 * NUM_PROMPTS}}}",
-            "actor.num_mini_batches=2",
-            "critic.num_mini_batches=2",
-            f"validation={{every_steps: {num_steps}, max_prompts: {NUM_PROMPTS}}}",
+            f"rollout={{max_staleness: {staleness}, num_prompts: {case.num_prompts}, group_size: {case.group_size}}}",
+            f"reward={{function: '{reward}:compute_score', num_processes: {case.num_processes}}}",
+            f"actor={{num_mini_batches: 2, num_epochs: {case.num_epochs}}}",
+            f"critic={{num_mini_batches: 2, num_epochs: {case.num_epochs}}}",
+            f"validation={{every_steps: {num_steps}, max_prompts: 1}}",
             f"trainer.num_steps={num_steps}",
         )
         steps = Timeline(made.path / TIMELINE).read()
-        own = Measured.of(steps)
+        own = Measured.of(steps, max_calls=case.num_processes)
         in_turns = in_turns or own
-        setting = Setting(num_prompts=NUM_PROMPTS, max_staleness=staleness, num_steps=num_steps)
-        found = [measured_outcome(steps), simulate(in_turns, setting), simulate(own, setting)]
+        setting = Setting(
+            num_prompts=case.num_prompts,
+            max_staleness=staleness,
+            num_steps=num_steps,
+            num_warmup_steps=NUM_WARMUP_STEPS,
+        )
+        found = [measured_outcome(steps[NUM_WARMUP_STEPS:]), simulate(in_turns, setting), simulate(own, setting)]
         cells = [f"{one.step_s:.2f}" for one in found] + [f"{one.actor_idle:.1%}" for one in found]
         cells += [f"{one.rollout_idle:.1%}" for one in found[:2]]
         print(f"| {staleness} | " + " | ".join(cells) + " |", flush=True)
@@ -92,12 +142,20 @@ def idle(folder: Path, num_steps: int, values: list[int]) -> None:
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "idle"))
+    parser.add_argument("what", choices=("curves", *CASES))
     parser.add_argument("--num-steps", type=int, default=60)
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--runs-dir", type=Path, help="keeps the runs; without it they are removed")
+    parser.add_argument("--picture", type=Path, help="file for the curves; needs matplotlib")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        {"curves": curves, "idle": idle}[given.what](Path(folder), given.num_steps, given.max_staleness)
+        runs_dir = given.runs_dir or Path(folder)
+        if given.what == "curves":
+            curves(runs_dir, given.num_steps, given.max_staleness)
+            if given.picture is not None:
+                draw(runs_dir, given.max_staleness, given.picture)
+        else:
+            idle(runs_dir, given.num_steps, given.max_staleness, CASES[given.what])
 
 
 if __name__ == "__main__":

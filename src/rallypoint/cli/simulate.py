@@ -7,7 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import RunConfig
+from rallypoint.environments.pool import MAX_PROCESSES
 from rallypoint.errors import RunFolderError
 from rallypoint.recipes.preflight import load_checked, newest_of
 from rallypoint.roles.simulator import Measured, Outcome, Setting, measured_outcome, simulate, splits
@@ -33,13 +35,20 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
     console.print(f"times of {len(steps)} steps in {folder}")
     console.print(_ROW.format(*_HEAD))
     console.print(_row(rollout.max_staleness, rollout.window, num_ranks, found, "", "measured"))
-    measured, slowest = Measured.of(steps), 0.0
+    measured = Measured.of(steps, max_rows=rollout.max_batch_rows, max_calls=_calls_at_once(config))
+    slowest = 0.0
     for setting, split in _settings(config, staleness, windows, num_steps):
         outcome = simulate(measured, setting)
         slowest = slowest or outcome.step_s
         aged = f"{outcome.staleness_mean:.1f} to {outcome.staleness_max}"
         speed = f"x {slowest / outcome.step_s:.2f}"
         console.print(_row(setting.max_staleness, setting.window, split, outcome, speed, aged))
+
+
+def _calls_at_once(config: RunConfig) -> int | None:
+    """Return how many calls of the reward function this machine has at once; None for any number."""
+    functions = {one.function for one in config.reward.all_functions} - {"digits", "judge"}  # these need no process
+    return (config.reward.num_processes or min(num_cores(), MAX_PROCESSES)) if functions else None
 
 
 def _settings(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rallypoint.config import RewardConfig
     from rallypoint.config.sections.material import RewardFunctionConfig
 
-_MAX_PROCESSES = 16
+MAX_PROCESSES = 16
 """More are started only by `reward.num_processes`."""
 
 
@@ -204,7 +204,7 @@ class Pool:
         self._is_loaded = False
         self._new = functools.partial(Child, work, log)
         # The kernel ends a process with the thread that started it, so these threads live as long as the pool.
-        self._threads = ThreadPoolExecutor(num_processes or min(num_cores(), _MAX_PROCESSES), "reward")
+        self._threads = ThreadPoolExecutor(num_processes or min(num_cores(), MAX_PROCESSES), "reward")
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._is_closed = False
         self._idle: list[Child] = []

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from rallypoint.errors import RallyError, RequestError
 from rallypoint.generation import GenerationEngine, Output, Request
 
-_SLICE_S = 0.25
+SLICE_S = 0.25
 """Seconds that a rank samples before it answers, if no request ends."""
 _SHORTEST_SLICE_S = 0.1
 """Seconds that a rank samples before it answers although a request has ended; an answer costs a millisecond or two."""
@@ -95,7 +95,7 @@ class Desk:
                     has_ended = True
                 outputs.append(dataclasses.replace(output, request_id=number))
             self._tick()
-            slice_s = _SHORTEST_SLICE_S if has_ended and until_one_ends else _SLICE_S
+            slice_s = _SHORTEST_SLICE_S if has_ended and until_one_ends else SLICE_S
             if num_steps is None and time.monotonic() - began >= slice_s:
                 break
         return Slice(tuple(outputs), num_taken, time.monotonic() - began)

@@ -113,6 +113,8 @@ class Times:
     admitted: float
     sampled: float | None = None
     scored: float | None = None
+    lengths: tuple[int, ...] = ()
+    """Tokens of each rollout, when it is sampled."""
 
 
 class Cohort:
@@ -234,6 +236,7 @@ class Sampler:
             by_token=self._config.rollout.max_staleness > 0,
         )
         times.sampled = self._clock()
+        times.lengths = tuple(sum(len(turn.response) for turn in one.turns) for one in kept.values())
         scoring.add(place, rows, [prompt.example] * len(rows))
         return Group(rows, tuple(one for one in found if isinstance(one, GenerationError)))
 

@@ -62,6 +62,9 @@ class Timekeeper:
                     admitted_s=group.times.admitted - began,
                     sampled_s=(group.times.sampled or group.times.admitted) - began,
                     scored_s=(group.times.scored or group.times.admitted) - began,
+                    num_rows=len(group.times.lengths),
+                    num_tokens=sum(group.times.lengths),
+                    num_steps=max(group.times.lengths, default=0),
                 )
                 for group in groups
             ),

@@ -3,7 +3,7 @@
 Owns: the file `timeline.jsonl`, a line a step. Must not know: what the times mean for other settings.
 
     {"step": 1, "asked_s": 0.0, "taken_s": 2.5, "loaded_s": 0.0, "busy_s": [2.1],
-     "groups": [[0, 0, 0.0, 2.0, 2.5], ...]}
+     "groups": [[0, 0, 0.0, 2.0, 2.5, 8, 80, 12], ...]}
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ class GroupTimes:
     admitted_s: float
     sampled_s: float
     scored_s: float
+    num_rows: int
+    """Its rollouts."""
+    num_tokens: int
+    """Tokens sampled, of all of them."""
+    num_steps: int
+    """Tokens of the longest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,22 @@
 """A simulated run, beside numbers that are computed by hand."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.roles.simulator import Measured, Setting, simulate
+from rallypoint.roles.simulator import Measured, Servers, Setting, Speed, Work, simulate
 from rallypoint.run.timeline import GroupTimes, StepTimes
 
+SHARED = Speed(step_s=0.0, row_s=1.0)
+"""A rank whose rows share it evenly."""
 
-def measured(work=(1.0,), reward=(0.0,), train=(1.0,), between=0.0):
-    return Measured(work_s=work, reward_s=reward, train_s=train, between_s=between)
+
+def measured(work=(1.0,), reward=(0.0,), train=(1.0,), between=0.0, **more):
+    works = [Work(num_tokens=work[i % len(work)], num_rows=1.0, call_s=reward[i % len(reward)])
+             for i in range(len(work) * len(reward))]  # fmt: skip
+    return Measured(**{"groups": tuple(works), "speed": SHARED, "train_s": train, "between_s": (between,), **more})
 
 
 def test_in_turns_each_waits_for_the_other_and_ahead_nobody_does():
@@ -56,6 +63,58 @@ def test_no_times_break_the_bound_or_make_a_share_of_more_than_all(max_staleness
     assert -1e-6 <= found.actor_idle <= 1
 
 
+def test_rows_that_a_rank_samples_together_are_hardly_slower_where_steps_cost_more_than_rows():
+    batched = Speed(step_s=0.9, row_s=0.1)
+    assert simulate(measured(speed=batched), Setting(num_prompts=4, num_steps=51)).step_s == pytest.approx(
+        2.3, rel=0.02
+    )
+    two_fit = Speed(step_s=0.9, row_s=0.1, max_rows=2)
+    assert simulate(measured(speed=two_fit), Setting(num_prompts=4, num_steps=51)).step_s == pytest.approx(
+        3.2, rel=0.02
+    )
+
+
+def test_rewards_wait_for_a_process_that_is_free():
+    slow = measured(work=(0.0,), reward=(1.0,), train=(0.0,), max_calls=2)
+    assert simulate(slow, Setting(num_prompts=4, num_steps=50)).step_s == pytest.approx(2.0)
+    assert simulate(slow, Setting(num_prompts=4, num_steps=50, max_staleness=3)).step_s == pytest.approx(2.0)
+
+
+def test_weights_wait_for_the_end_of_a_slice_in_which_a_rank_samples():
+    setting = Setting(num_prompts=1, num_steps=200, max_staleness=3)
+    busy = [
+        simulate(measured(work=(0.05, 0.55), train=(0.3,), slice_s=slice_s), setting).step_s for slice_s in (0.0, 0.25)
+    ]
+    assert busy[0] == pytest.approx(0.3, rel=0.02)
+    assert 0.35 < busy[1] < 0.55
+    short = measured(work=(0.1,), train=(0.3,), slice_s=0.25)  # by then ranks are idle
+    assert simulate(short, Setting(num_prompts=1, num_steps=200, max_staleness=1)).step_s == pytest.approx(
+        0.3, rel=0.05
+    )
+
+
+def group(index, begin, end, tokens=10):
+    return GroupTimes(index=index, rank=0, admitted_s=begin, sampled_s=end, scored_s=end,
+                      num_rows=1, num_tokens=tokens, num_steps=tokens)  # fmt: skip
+
+
+def test_what_a_token_takes_alone_and_beside_others_is_read_off_groups_of_different_lengths():
+    """10 tokens beside another row take 10 * (0.1 + 2 * 0.05) s, 20 more alone 20 * (0.1 + 0.05) s."""
+    found = Speed.fitted([group(0, 0.0, 2.0), group(1, 0.0, 5.0, 30)], None)
+    assert (found.step_s, found.row_s) == pytest.approx((0.1, 0.05), rel=0.01)
+    always_two = Speed.fitted([group(0, 0.0, 2.0), group(1, 0.0, 2.0)], None)
+    assert (always_two.step_s, always_two.row_s) == pytest.approx((0.0, 0.1))
+
+
+def test_what_calls_of_a_reward_took_is_read_off_groups_that_waited_for_a_process():
+    """Two processes: two calls of 1 s, then two of another group that had to wait for them, of 3 s."""
+    servers = Servers(2)
+    assert servers.length(0.0, 2, 1.0) == 1.0
+    servers.call(0.0, 2, 1.0)
+    assert servers.length(0.5, 2, 4.0) == 3.0
+    assert Servers(None).length(0.5, 2, 4.0) == 3.5
+
+
 def test_times_are_read_off_what_a_run_wrote_down():
     steps = [
         StepTimes(
@@ -71,6 +130,9 @@ def test_times_are_read_off_what_a_run_wrote_down():
                     admitted_s=10.0 * step,
                     sampled_s=10.0 * step + 2.0 + place,
                     scored_s=10.0 * step + 4.0,
+                    num_rows=2,
+                    num_tokens=20 * (2 + place),
+                    num_steps=10 * (2 + place),
                 )
                 for place in range(2)
             ),
@@ -78,7 +140,13 @@ def test_times_are_read_off_what_a_run_wrote_down():
         for step in range(3)
     ]
     assert [StepTimes.from_json(step.to_json()) for step in steps] == steps
-    found = Measured.of(steps)
-    assert found.work_s == pytest.approx((1.0, 2.0) * 3)
-    assert found.reward_s == pytest.approx((2.0, 1.0) * 3)
-    assert (found.train_s, found.between_s) == ((5.0, 5.0), 1.0)
+    found = Measured.of(steps, max_calls=4)
+    assert [work.num_tokens for work in found.groups] == pytest.approx([20.0, 30.0] * 3, rel=0.1)
+    assert [work.num_rows for work in found.groups] == [2.0] * 6
+    assert [work.call_s for work in found.groups] == pytest.approx([2.0, 1.0] * 3)
+    assert found.busy == pytest.approx(2 / 3)  # it had groups for 3 s of each step
+    assert (found.train_s, found.between_s, found.slice_s) == ((5.0, 5.0), (1.0, 1.0, 1.0), 0.25)
+    again = [*steps, *(dataclasses.replace(step, step=step.step + 3) for step in steps)]
+    assert Measured.of(again).train_s == (5.0,) * 4  # the clock of a run that goes on begins anew
+    ahead = [dataclasses.replace(step, asked_s=step.asked_s + 0.5) for step in steps]
+    assert Measured.of(ahead).slice_s == 0.0  # is in the trainer's seconds
