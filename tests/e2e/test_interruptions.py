@@ -19,6 +19,7 @@ from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
 from rallypoint.run.folder import Start
+from rallypoint.run.rollouts import read_rollouts, rollout_files
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 LONG = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 99}")
@@ -49,6 +50,14 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weight
     process.stdout.close()
     resumed = runs.resume("killed")
     assert weights_of(whole) == weights_of(resumed)
+    assert sampled_in(whole) == sampled_in(resumed)
+
+
+def sampled_in(run):
+    """Return what a run has kept of its rollouts, by step: equal bits, and no step missing or there twice."""
+    rows = {step: read_rollouts(run.path, step) for step in rollout_files(run.path)}
+    assert list(rows) == list(range(1, 13))
+    return rows
 
 
 def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same_weights(runs, weights_of):

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from rallypoint import __version__
+from rallypoint.cli.engines import engine_app
 from rallypoint.errors import RallyError
 
 app = typer.Typer(
@@ -102,6 +103,34 @@ def simulate(
     from rallypoint.cli.simulate import print_simulation
 
     print_simulation(recipe, max_staleness or [0, 1, 2, 4], window or [1], num_steps)
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a recipe: its newest run.")],
+    step: Annotated[int | None, typer.Option(min=0, help="By default the newest.")] = None,
+    best: Annotated[int | None, typer.Option(min=0, help="Rollouts with the highest scores.")] = None,
+    worst: Annotated[int | None, typer.Option(min=0, help="Rollouts with the lowest scores.")] = None,
+    failed: Annotated[int | None, typer.Option(min=0, help="Rollouts without a score, with the reason.")] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Those of the validation after the step, which 0 has, too.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Long texts, too, are not cut.")] = False,
+) -> None:
+    """Print rollouts of a step: prompt, response, rewards."""
+    from rallypoint.cli.look import show as print_chosen
+
+    print_chosen(run, step=step, best=best, worst=worst, failed=failed, validation=validation, full=full)
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Folder of runs, or a run.")] = "runs",
+) -> None:
+    """List runs with recipe, state, step, scores and age."""
+    from rallypoint.cli.runs import list_runs
+
+    list_runs(folder)
 
 
 @app.command()
@@ -280,43 +309,7 @@ def serve(
     )
 
 
-engine_app = typer.Typer(no_args_is_help=True, help="Engines that run in Python environments of their own.")
 app.add_typer(engine_app, name="engine")
-Engine = Annotated[str, typer.Argument(metavar="NAME", help="Such as vllm.")]
-EnginesFolder = Annotated[
-    str | None,
-    typer.Option("--folder", help="Folder of environments; by default RALLYPOINT_ENGINES, or one in the user's cache."),
-]
-
-
-@engine_app.command(name="install")
-def engine_install(
-    name: Engine,
-    build: Annotated[str | None, typer.Option(help="Type of device; by default this machine's.")] = None,
-    folder: EnginesFolder = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter to make it from; by default this one.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run none.")] = False,
-) -> None:
-    """Make the environment of an engine; an interrupted installation continues, a complete one is kept."""
-    from rallypoint.cli.engine import install
-
-    install(name, build=build, folder=folder, python=python, dry_run=dry_run)
-
-
-@engine_app.command(name="list")
-def engine_list(folder: EnginesFolder = None) -> None:
-    """Print the engines that are installed, with their versions."""
-    from rallypoint.cli.engine import show
-
-    show(folder)
-
-
-@engine_app.command(name="remove")
-def engine_remove(name: Engine, folder: EnginesFolder = None) -> None:
-    """Remove the environment of an engine."""
-    from rallypoint.cli.engine import remove
-
-    remove(name, folder)
 
 
 def _version(show: bool) -> None:

@@ -6,7 +6,7 @@ Must not know: torch, Ray, recipes; it can be checked without them.
 from rallypoint.config.fields import Problem, leaves, shown, values_of
 from rallypoint.config.load import LoadedConfig, expected, load_config
 from rallypoint.config.recipes import RECIPES, WATCHED, RecipeSpec, RoleName, declare
-from rallypoint.config.sections.frame import CheckConfig, TrainerConfig
+from rallypoint.config.sections.frame import CheckConfig, TrackingConfig, TrainerConfig
 from rallypoint.config.sections.learning import (
     Activations,
     ActorConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ServedTeacherConfig",
+    "TrackingConfig",
     "TrainerConfig",
     "declare",
     "describe",

@@ -256,12 +256,13 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias(
         "logger report_to log_with",
-        ("trainer.tracking",),
-        "any of tensorboard, wandb, mlflow; each run writes metrics.jsonl in any case",
+        ("tracking",),
+        "a list of any of tensorboard, wandb, mlflow, trackio, swanlab; each run writes metrics.jsonl in any case",
     ),
-    Alias("use_wandb", ("trainer.tracking",), values=(("true", "trainer.tracking=wandb"),)),
+    Alias("use_wandb", ("tracking",), values=(("true", "tracking=wandb"),)),
+    Alias("project_name wandb_project", (f"tracking.project={VALUE}",)),
     Alias(
-        "logging_steps project_name",
+        "logging_steps",
         note="each run writes metrics.jsonl, rollouts/ and curve.png into its folder, at every step",
     ),
     Alias(
@@ -278,6 +279,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("loss_agg_mode loss_type", ("aggregation",), values=_same("aggregation", _AGGREGATIONS)),
     Alias("use_token_level_loss", ("aggregation",), values=(("true", "aggregation=token"),)),
     Alias("val_kwargs.temperature", (f"validation.temperature={VALUE}",)),
+    Alias("val_kwargs.n n_samples_per_eval_prompt", (f"validation.num_samples={VALUE}",)),
     Alias("val_kwargs.do_sample", ("validation.temperature",), values=(("false", "validation.temperature=0"),)),
     Alias("use_rslora", (f"model.lora.rslora={VALUE}",)),
     Alias("lora.target_modules lora_target_modules model.target_modules", (f"model.lora.target_modules={VALUE}",)),
@@ -305,7 +307,7 @@ ALIASES: tuple[Alias, ...] = (
         "return_raw_chat ignore_eos disable_log_stats vllm_gpu_memory_utilization dataloader_num_workers "
         "engine_kwargs calculate_log_probs multi_stage_wake_up strategy model_engine use_mbridge vanilla_mbridge "
         "override_transformer_config use_fused_kernels use_liger_kernel use_liger_loss "
-        "ddp_find_unused_parameters val_kwargs.n",
+        "ddp_find_unused_parameters",
         note="there is nothing to choose here",
     ),
     Alias("overlong_buffer.log overlong_buffer_cfg.log", note="reward/mean has the penalty in it"),
@@ -327,7 +329,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("remove_unused_columns", note="columns that nobody names are not read"),
     Alias(
         "log_val_generations log_completions num_completions_to_print rollout_data_dir validation_data_dir",
-        ("trainer.rollouts_gib",),
+        ("tracking.rollouts_gib",),
         "all rollouts lie in the run's folder in any case: rally show RUN",
     ),
     Alias("colocate_all_models colocate_actor_ref", note="roles on the same pool share its processes, as by default"),

@@ -218,6 +218,12 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             f"rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (rollout.group_size) the same; "
             "expected at least 2, or null",
         )
+    if config.validation.temperature == 0 and config.validation.num_samples > 1:
+        yield Problem(
+            ("validation.num_samples", "validation.temperature"),
+            f"validation.num_samples={config.validation.num_samples}: with validation.temperature=0 all of them "
+            "are the same; set a temperature such as 0.6, or num_samples=1",
+        )
     if 0 < config.validation.temperature < MIN_TEMPERATURE:
         yield Problem(
             ("validation.temperature",),

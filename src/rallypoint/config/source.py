@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import yaml
 
-from rallypoint.config.tree import named_own, of_other_names
+from rallypoint.config.tree import SHORT, named_own, of_other_names
 from rallypoint.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -137,6 +137,7 @@ def read(name: str, overrides: Sequence[str] = ()) -> Source:
         if node is None:
             problems.append(f"{override!r}: no value after `=`; write {dotted}=null to switch it off")
             continue
+        dotted = _in_full(dotted, node)
         part, part_origins = _plain(node, COMMAND_LINE, dotted, problems)
         for name_part in reversed(dotted.split(".")):
             part = {name_part: part}
@@ -253,9 +254,17 @@ def _plain(
         dotted = f"{prefix}.{name}" if prefix else name
         if name in values:
             problems.append(f"{dotted} is set twice: in {origin_of(origins, dotted)} and in {place(key_node)}")
-        values[name], inner = _plain(value_node, file, dotted, problems, (*above, node))
+        full = _in_full(dotted, value_node)
+        value, inner = _plain(value_node, file, full, problems, (*above, node))
+        values[name] = value if full == dotted else {SHORT[dotted]: value}
         origins |= inner
     return values, origins
+
+
+def _in_full(dotted: str, node: yaml.Node) -> str:
+    """Return the key that a value is for, where a section may be given as one of its keys."""
+    is_value = not isinstance(node, yaml.MappingNode) and node.tag != "tag:yaml.org,2002:null"
+    return f"{dotted}.{SHORT[dotted]}" if dotted in SHORT and is_value else dotted
 
 
 def _leaf(node: yaml.Node, dotted: str, place: str, problems: list[str]) -> Any:

@@ -24,7 +24,7 @@ from rallypoint.config.suggest import alias_of, assignments_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
-_TRACKERS = ("tensorboard", "wandb", "mlflow")
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 _KNOWN = {name: alias for alias in (*SAME, *ALIASES) for name in alias.names.split()}
 
 _LOSSES: dict[str, dict[str, object]] = {
@@ -199,7 +199,7 @@ def _trackers(theirs: object, found: Translation) -> None:
     names = cast("list[object]", theirs) if isinstance(theirs, list) else [theirs]
     ours = [name for name in names if name in _TRACKERS]
     if ours:
-        found.keys["trainer.tracking"] = ours
+        found.keys["tracking.to"] = ours
 
 
 def _divide_batch(prompts: object, mini_batch: object, found: Translation) -> None:

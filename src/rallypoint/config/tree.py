@@ -23,7 +23,7 @@ from rallypoint.config.sections.algorithms import (
     OwnAdvantageConfig,
     OwnLossConfig,
 )
-from rallypoint.config.sections.frame import CheckConfig, CheckpointConfig, TrainerConfig
+from rallypoint.config.sections.frame import CheckConfig, CheckpointConfig, TrackingConfig, TrainerConfig
 from rallypoint.config.sections.learning import (
     ActorConfig,
     CriticConfig,
@@ -43,6 +43,10 @@ def _declared(name: str) -> str:
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}")
     return name
+
+
+SHORT = {"tracking": "to"}
+"""Sections that a text or a list may stand for, and the key that it sets: tracking=[wandb] is tracking.to=[wandb]."""
 
 
 def names_in(values: Mapping[str, object]) -> dict[str, object]:
@@ -133,6 +137,9 @@ class RunConfig(Section):
     checks: CheckConfig = section(CheckConfig, help="Checks of every step.")
     cluster: ClusterConfig = section(ClusterConfig, help="Placement.")
     trainer: TrainerConfig = section(TrainerConfig, help="Length, names, logs.")
+    tracking: TrackingConfig | None = section(
+        None, help="Trackers that get the metrics, too, and room for rollouts; null for no tracker and 2 GiB."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -357,8 +364,8 @@ _OF_PROMPTS = (
     "data.max_prompt_tokens",
     "actor.entropy_coef",
     "validation.temperature",
+    "validation.num_samples",
     "checks",
-    "trainer.rollouts_gib",
 )
 _OF_FILES = ("data.max_row_tokens", "data.num_examples")
 """Keys that only recipes with prompts read, and only those that train on files as they are."""

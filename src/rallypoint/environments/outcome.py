@@ -98,6 +98,8 @@ class Scores:
     """Sum of the scores by each of several rewards, by its name, before they are weighed; empty where there is one."""
     feedback: str = ""
     """What the function says of the response in words; empty if it says nothing."""
+    answer: str | None = None
+    """The answer that it read in the response, if it returned it as `pred`; for majority@n."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ def _first_line(error: BaseException) -> str:
 
 def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
     extras, feedback = dict[str, float](), ""
+    answer: str | None = None
     if isinstance(value, dict):
         entries = cast("dict[object, object]", value)
         if "score" not in entries:
@@ -216,13 +219,17 @@ def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
             )
         numbers = {str(key): _number(entry) for key, entry in entries.items() if key != "score"}
         extras = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+        predicted = entries.get("pred")
+        answer = str(predicted) if isinstance(predicted, str | int | float) else None
     value = _unwrap(value)
     if isinstance(value, list | tuple):
-        return Scores(_read_list(cast("Sequence[object]", value), num_tokens, ended), extras, feedback=feedback)
+        return Scores(
+            _read_list(cast("Sequence[object]", value), num_tokens, ended), extras, feedback=feedback, answer=answer
+        )
     score = _read_score(value, "the score")
     if num_tokens == 0:
         raise _NotAScoreError(NO_TOKEN)
-    return Scores((*[0.0] * (num_tokens - 1), score), extras, feedback=feedback)
+    return Scores((*[0.0] * (num_tokens - 1), score), extras, feedback=feedback, answer=answer)
 
 
 def _read_list(entries: Sequence[object], num_tokens: int, ended: bool) -> tuple[float, ...]:

@@ -338,6 +338,7 @@ class Several:
             {f"{name}/{extra}": number for name, each in found.items() for extra, number in each.extras.items()},
             {name: math.fsum(each.token_scores) for name, each in found.items()},
             "\n".join(each.feedback for each in found.values() if each.feedback),
+            next((each.answer for each in found.values() if each.answer is not None), None),
         )
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:

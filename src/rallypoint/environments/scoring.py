@@ -85,6 +85,8 @@ class Scored:
     failures: tuple[RewardFailure, ...]
     extras: tuple[dict[str, float], ...]
     """Other finite numbers that the function returned for each of those rows."""
+    answers: tuple[str | None, ...]
+    """The answer that it read in each, if it said so."""
     metrics: Metrics
     """`reward/...`: how many rows have a score, and how many failed in which way; the other finite numbers that the
     function returned, averaged over the rows kept; and what the reward model said, if there is one."""
@@ -281,6 +283,7 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: Mo
         kept_rows=tuple(results),
         failures=tuple(failures),
         extras=tuple(each.extras for each in results.values()),
+        answers=tuple(each.answer for each in results.values()),
         metrics=_measure(list(results.values()), failures, model),
         feedback=tuple(each.feedback for each in results.values()),
     )

@@ -121,7 +121,8 @@ def from_json(answer: dict[str, Any]) -> Outcome:
     """
     if "kind" in answer:
         return Failure(**answer)
-    return Scores(tuple(answer["token_scores"]), answer["extras"], feedback=answer["feedback"])
+    feedback, predicted = answer["feedback"], answer["answer"]
+    return Scores(tuple(answer["token_scores"]), answer["extras"], feedback=feedback, answer=predicted)
 
 
 def _answer(channel: Connection, answer: dict[str, Any] | list[dict[str, Any]]) -> None:

@@ -97,7 +97,7 @@ class Run:
             validation: whether to return those of the validation after the step instead.
 
         Raises:
-            RunFolderError: there are none of that step (`trainer.rollouts_gib`).
+            RunFolderError: there are none of that step (`tracking.rollouts_gib`).
         """
         return read_rollouts(self.folder, step, "validation" if validation else "step")
 

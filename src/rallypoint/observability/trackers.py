@@ -1,32 +1,31 @@
-"""Trackers that are fed what metrics.jsonl gets: TensorBoard, Weights & Biases, MLflow.
+"""Trackers that are fed what metrics.jsonl gets, with the config, a few rollouts as a table, and the learning curve.
 
-Owns: what each client is called with, and that none of them can slow or stop a run. Must not know: what a metric means.
+Owns: that none of them can slow or stop a run. Must not know: what a metric means, or how a client is called
+(`tracker_clients.py`).
 
-Consumes: lines of metrics, in their order. Produces: calls of each client, on a thread of its own. Waits for: lines.
-Unblocked by: `log`, `close`. A client that raises is told once and asked no more; one that hangs is left behind.
+Consumes: lines of metrics, tables and the picture, in their order. Produces: calls of each client, on a thread of its
+own. Waits for: these. Unblocked by: `log`, `table`, `picture`, `close`. A client that raises is told once and asked no
+more; one that hangs is left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
-import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from rallypoint.errors import first_line, how_to_install
 
-MODULES: dict[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""The package of each, which is also the name of its extra."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+"""Each is also the name of its package, and of its extra."""
 _MAX_WAITING = 10_000
-"""Lines that may wait for a client: days of steps, if it hangs."""
-_CLOSE_S = 20.0
+"""Lines, tables and pictures that may wait for a client: days of steps, if it hangs."""
+CLOSE_S = 20.0
 """Seconds that clients are given at the end of a run to write or send what they have."""
 
 
@@ -43,11 +42,23 @@ class Tracked:
     """Every key, dotted."""
 
 
+Row: TypeAlias = Mapping[str, str | float | bool]
+"""A rollout by column."""
+
+
 class Tracker(Protocol):
     """One client, opened. It may raise anything, at any time."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the metrics of a step, or some of them."""
+        ...
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """Take a few rollouts of a step; all rows have the same columns."""
+        ...
+
+    def picture(self, step: int, png: Path) -> None:
+        """Take the learning curve."""
         ...
 
     def close(self) -> None:
@@ -60,18 +71,22 @@ Open: TypeAlias = Callable[[Tracked], Tracker]
 
 def find_tracker_problem(name: str) -> str | None:
     """Say what is wrong with the name of a tracker, or how to install its package; None if it can be opened."""
-    if name not in MODULES:
-        return f"is no tracker that is known; expected any of {', '.join(MODULES)}"
-    if importlib.util.find_spec(MODULES[name]) is not None:
-        return None
-    return f"needs the package {MODULES[name]}; {how_to_install(name)}"
+    if name not in TRACKERS:
+        return f"is no tracker that is known; expected any of {', '.join(TRACKERS)}"
+    return None if importlib.util.find_spec(name) is not None else f"needs the package {name}; {how_to_install(name)}"
 
 
 class Trackers:
     """All trackers of a run."""
 
     def __init__(
-        self, opens: Mapping[str, Open], run: Tracked, say: Callable[[str], None], *, close_s: float = _CLOSE_S
+        self,
+        opens: Mapping[str, Open],
+        run: Tracked,
+        say: Callable[[str], None],
+        *,
+        rename: Callable[[str], str] = str,
+        close_s: float = CLOSE_S,
     ) -> None:
         """Open each on a thread of its own.
 
@@ -79,15 +94,33 @@ class Trackers:
             opens: what opens each, by name.
             run: what it is told first.
             say: called with a line when one has failed, from its thread.
+            rename: gives the name that a metric has for trackers.
             close_s: seconds that all of them together are waited for at the end.
         """
-        self._close_s = close_s
+        self._close_s, self._rename = close_s, rename
         self._feeds = [_Feed(name, open_it, run, say) for name, open_it in opens.items()]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there is one."""
+        return bool(self._feeds)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass metrics on, and return at once."""
+        named = {self._rename(name): value for name, value in scalars.items()}
+        self._put(lambda tracker: tracker.log(step, named))
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """Pass a few rollouts on, and return at once."""
+        self._put(lambda tracker: tracker.table(step, rows))
+
+    def picture(self, step: int, png: Path) -> None:
+        """Pass the learning curve on, and return at once."""
+        self._put(lambda tracker: tracker.picture(step, png))
+
+    def _put(self, job: Callable[[Tracker], None]) -> None:
         for feed in self._feeds:
-            feed.put(step, scalars)
+            feed.put(job)
 
     def close(self) -> None:
         """Let each write what it has, and wait for that, but not for long."""
@@ -103,28 +136,28 @@ class Trackers:
 
 
 class _Feed:
-    """The thread of one tracker, and the lines that wait for it."""
+    """The thread of one tracker, and what waits for it."""
 
     def __init__(self, name: str, open_it: Open, run: Tracked, say: Callable[[str], None]) -> None:
         self._name, self._open, self._run, self._say = name, open_it, run, say
-        self._lines: Queue[tuple[int, Mapping[str, float]] | None] = Queue(_MAX_WAITING)
+        self._jobs: Queue[Callable[[Tracker], None] | None] = Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, scalars: Mapping[str, float]) -> None:
-        with contextlib.suppress(Full):  # it hangs; its lines are in metrics.jsonl
-            self._lines.put_nowait((step, dict(scalars)))
+    def put(self, job: Callable[[Tracker], None]) -> None:
+        with contextlib.suppress(Full):  # it hangs; what it does not get is in the run's folder
+            self._jobs.put_nowait(job)
 
     def end(self) -> threading.Thread:
         with contextlib.suppress(Full):
-            self._lines.put_nowait(None)
+            self._jobs.put_nowait(None)
         return self._thread
 
     def _work(self) -> None:
         try:
             tracker = self._open(self._run)
-            while (line := self._lines.get()) is not None:
-                tracker.log(*line)
+            while (job := self._jobs.get()) is not None:
+                job(tracker)
             tracker.close()
         except Exception as error:  # noqa: BLE001 - clients of networks raise anything; the run goes on without it
             self._say(
@@ -134,95 +167,7 @@ class _Feed:
             self._empty()
 
     def _empty(self) -> None:
-        """Take lines that nobody wants, so that none wait."""
+        """Take what nobody wants, so that nothing waits."""
         with contextlib.suppress(Empty):
             while True:
-                self._lines.get_nowait()
-
-
-class TensorBoard:
-    """Event files in the run's folder, below `tensorboard/`."""
-
-    def __init__(self, run: Tracked) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
-        self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in run.config.items()), 0)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See `Tracker`."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """A run of wandb, which a resumed run goes on with; WANDB_MODE=offline keeps it on this machine."""
-
-    def __init__(self, run: Tracked, client: Any = None) -> None:
-        client = client or importlib.import_module("wandb")
-        self._run = client.init(
-            project=run.project,
-            name=run.folder.name,
-            id=kept_id(run, "wandb", lambda: f"{run.folder.name}-{os.urandom(4).hex()}"),
-            resume="allow",
-            dir=str(run.folder),
-            config=dict(run.config),
-        )
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See `Tracker`; lines of a step become one."""
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        self._run.finish()
-
-
-class MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI; a resumed run goes on with it."""
-
-    def __init__(self, run: Tracked, client: Any = None) -> None:
-        self._client = client or importlib.import_module("mlflow").MlflowClient()
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-
-        def begin() -> str:
-            return str(self._client.create_run(experiment, run_name=run.folder.name).info.run_id)
-
-        self._id = kept_id(run, "mlflow", begin)
-        if run.first_step == 0:
-            for key, value in run.config.items():
-                self._client.log_param(self._id, key, str(value)[:500])
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """See `Tracker`; a value that is not finite is left out, since stores differ in what they do with it."""
-        for name, value in scalars.items():
-            if math.isfinite(value):
-                self._client.log_metric(self._id, name, float(value), step=step)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        self._client.set_terminated(self._id)
-
-
-def kept_id(run: Tracked, tracker: str, begin: Callable[[], str]) -> str:
-    """Return the id that a tracker knows the run by: that of its first start, which its folder keeps."""
-    file = run.folder / f"{tracker}.id"
-    if run.first_step and file.is_file():
-        return file.read_text(encoding="utf-8").strip()
-    found = begin()
-    file.write_text(found + "\n", encoding="utf-8")
-    return found
-
-
-OPENS: dict[str, Open] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
-
-
-def open_trackers(names: Sequence[str], run: Tracked, say: Callable[[str], None]) -> Trackers:
-    """Return the trackers of these names."""
-    return Trackers({name: OPENS[name] for name in names}, run, say)
+                self._jobs.get_nowait()

@@ -19,15 +19,18 @@ import torch
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import RECIPES, LoadedConfig, RunConfig, values_of
+from rallypoint.config import RECIPES, LoadedConfig, RunConfig, TrackingConfig, values_of
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments.pool import open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.observability.trackers import Tracked, open_trackers
+from rallypoint.observability.tracker_clients import open_trackers
+from rallypoint.observability.trackers import Tracked, Trackers
+from rallypoint.observability.verl_names import as_in_verl
 from rallypoint.plan.run_plan import weights_way
+from rallypoint.recipes.ending import draw
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
@@ -107,10 +110,10 @@ async def _train(
 ) -> bool:
     config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
     endpoint, grader = _endpoint(config, folder, say), open_grader(config.reward, folder.logs / "reward.log")
-    trackers = open_trackers(
-        config.trainer.tracking, Tracked(folder.path, "rallypoint", first, dict(values_of(config))), say
-    )
-    files = RolloutFiles(folder.path, max_gib=config.trainer.rollouts_gib, first=first, say=say)
+    tracking = config.tracking or TrackingConfig()
+    tracked = Tracked(folder.path, tracking.project, first, dict(values_of(config)))
+    trackers = open_trackers(tracking.to, tracked, say, rename=as_in_verl if tracking.names == "verl" else str)
+    files = RolloutFiles(folder.path, max_gib=tracking.rollouts_gib, first=first, say=say)
     with contextlib.ExitStack() as at_end:
         for one in (trackers, files, grader):
             at_end.enter_context(contextlib.closing(one))
@@ -151,7 +154,7 @@ async def _train(
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             setup = Setup(placement, material, grader, say)
             recipe = await page_of(config).create(setup)
-            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log, files, observer)
+            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log, files, trackers, observer)
             if first:
                 await run.restore(first)
             return await run.steps(first)
@@ -213,6 +216,7 @@ class _Run:
     progress: Progress
     log: MetricsLog
     rollouts: RolloutFiles
+    trackers: Trackers
     observer: Observer
     saved: int = 0
     """Step of the newest checkpoint."""
@@ -239,6 +243,8 @@ class _Run:
         finally:
             curve.close()
             await self.recipe.close()
+            if self.trackers.are_any and (drawn := (await asyncio.to_thread(draw, self.folder))[0]):
+                self.trackers.picture(self.saved, drawn)
 
     async def _begin(self, first: int) -> None:
         actor, rollouts = self.recipe.actor, self.recipe.rollouts
@@ -306,7 +312,9 @@ class _Run:
             self.folder.log(f"rollout and old logprobs: {found}")
 
     async def _validate(self, step: int) -> None:
-        measured = None
+        measured, newest = None, self.recipe.newest
+        if newest is not None:
+            self.trackers.table(step, [{STEP: step, **dataclasses.asdict(one)} for one in newest.records(_NUM_SHOWN)])
         with collect_spans() as spans, span("validate"):
             try:
                 measured = await self.recipe.validate()

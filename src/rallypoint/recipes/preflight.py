@@ -92,8 +92,12 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         except EngineError as error:
             yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
     yield from _functions(config)
-    wrong = [f"{name} {problem}" for name in config.trainer.tracking if (problem := find_tracker_problem(name))]
-    yield from (Problem(("trainer.tracking",), f"trainer.tracking: {problem}") for problem in wrong)
+    wrong = [
+        f"{name} {problem}"
+        for name in (config.tracking.to if config.tracking else ())
+        if (problem := find_tracker_problem(name))
+    ]
+    yield from (Problem(("tracking.to",), f"tracking: {problem}") for problem in wrong)
     yield from _runs_dir(Path(config.trainer.runs_dir).expanduser())
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):

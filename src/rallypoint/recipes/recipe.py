@@ -30,6 +30,7 @@ from rallypoint.algorithms import (
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
 from rallypoint.data import EncodedPrompts, EncodedRows
+from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
@@ -46,7 +47,7 @@ from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutSource
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import TIMELINE, Timeline
-from rallypoint.types import Last, Metrics
+from rallypoint.types import Last, Metrics, merge
 
 
 class Source(Protocol):
@@ -213,9 +214,13 @@ class RolloutRecipe(Recipe):
         self.kl.restore(folder)
 
     async def validate(self) -> Metrics | None:
-        """Return the mean reward of one rollout for each validation prompt."""
-        sampled = await self.source.validate()
-        return None if sampled is None else Metrics({"score": Last(sampled.metrics.scalars()["reward/mean"])})
+        """Return the mean reward of the validation prompts' rollouts, and more by source; see `attempts.py`."""
+        sampled, num_samples = await self.source.validate(), self.config.validation.num_samples
+        if sampled is None:
+            return None
+        score, attempts = Last(sampled.metrics.scalars()["reward/mean"]), sampled.rollouts.attempts()
+        is_plain = num_samples == 1 and len({one.source for one in attempts}) <= 1
+        return merge({"score": score}, {} if is_plain else measure_attempts(attempts, num_samples))
 
     @property
     def state(self) -> dict[str, Any]:

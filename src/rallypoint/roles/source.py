@@ -176,7 +176,7 @@ class RolloutSource:
         return dataclasses.replace(sampled, batch=batch, metrics=merge(sampled.metrics, lost))
 
     async def validate(self) -> Sampled | None:
-        """Return the validation prompts' rollouts, one each; None when the run has no validation set.
+        """Return the validation prompts' rollouts, n each; None when the run has no validation set.
 
         Raises:
             RewardError, GenerationError, AbandonedError: see `next_batch`.
@@ -191,7 +191,7 @@ class RolloutSource:
             seed=self._config.seed + _VALIDATION_STREAM,
             temperature=self._config.validation.temperature,
         )
-        sampled = await self._finish(self._sampler.begin(prompts, params, 1).groups)
+        sampled = await self._finish(self._sampler.begin(prompts, params, self._config.validation.num_samples).groups)
         self.validated = sampled.rollouts
         return sampled
 

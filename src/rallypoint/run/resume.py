@@ -57,6 +57,7 @@ _ROUNDING = (
 
 _FREE = (
     "trainer",
+    "tracking",
     "checkpoint",
     "validation",
     "data.validation",

@@ -34,6 +34,7 @@ import numpy as np
 from rallypoint.checkpoint import sync
 from rallypoint.data import Example
 from rallypoint.disk import explain
+from rallypoint.environments.attempts import Attempt, answer_in
 from rallypoint.environments.scoring import Scored, ScoredGroup
 from rallypoint.errors import RunFolderError
 from rallypoint.types import ActorBatch, RolloutBatch, Sequences
@@ -103,6 +104,20 @@ class StepRollouts:
             for row, score in zip(self.scored.kept_rows, scores, strict=False)
         )
 
+    def attempts(self) -> list[Attempt]:
+        """Return those that have a score, for pass@k and the like."""
+        scored, scores = self.scored, self.scored.batch.scores.tolist()
+        return [
+            Attempt(
+                source=self.examples[row].data_source,
+                prompt=int(self.rows.prompt_index[row]),
+                score=scores[place],
+                acc=scored.extras[place].get("acc"),
+                answer=scored.answers[place] or answer_in(self.texts[row]),
+            )
+            for place, row in enumerate(scored.kept_rows)
+        ]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the fields that grow with tokens, about."""
@@ -114,7 +129,7 @@ class StepRollouts:
 
         rows, batch, kept = self.rows, self.scored.batch, self.scored.kept_rows
         place = {row: place for place, row in enumerate(kept)}
-        scores, names = batch.scores.tolist(), batch.part_names
+        scores, names, answers = batch.scores.tolist(), batch.part_names, self.scored.answers
         parts = [()] * len(kept) if batch.reward_parts is None else batch.reward_parts.tolist()
         why = {failure.row: f"{failure.kind}: {failure.reason}" for failure in self.scored.failures}
         numbers, text, floats = pa.map_(pa.string(), pa.float64()), pa.string(), pa.float32()
@@ -134,6 +149,7 @@ class StepRollouts:
             "prompt": each(lambda row: _writable(in_words(self.examples[row])), text),
             "response": each(lambda row: _writable(self.texts[row]), text),
             "ground_truth": each(lambda row: _writable(str(self.examples[row].ground_truth)), text),
+            "answer": of_kept(lambda at: None if (found := answers[at]) is None else _writable(found), text),
             "score": of_kept(scores.__getitem__, pa.float64()),
             "reward_parts": of_kept(lambda at: list(zip(names, parts[at], strict=True)), numbers),
             "reward_extras": of_kept(lambda at: list(self.scored.extras[at].items()), numbers),
@@ -293,11 +309,11 @@ class RolloutFiles:
             self._tell("full", f"{file.name} is left out: less than 1 GiB would be free on its disk")
             return False
         if size > self._max_bytes:
-            self._tell("large", f"{file.name} is left out: it alone is larger than trainer.rollouts_gib")
+            self._tell("large", f"{file.name} is left out: it alone is larger than tracking.rollouts_gib")
             return False
         used = sum(found for path, found in self._sizes.items() if path != file)
         while used + size > self._max_bytes:
-            self._tell("thinned", "older steps are thinned out, since trainer.rollouts_gib is used up")
+            self._tell("thinned", "older steps are thinned out, since tracking.rollouts_gib is used up")
             steps = [step_of(path) for path in self._sizes]
             step = least_wanted(steps, newest=step_of(file))
             for path in [path for path in self._sizes if step_of(path) == step]:
@@ -346,7 +362,7 @@ def read_rollouts(run: Path, step: int | None = None, kind: Kind = "step") -> li
     if not files or step not in (None, *files):
         raise RunFolderError(
             f"{run}: rollouts/ has no {kind} {'' if step is None else step}; it has {_ranges(files) or 'none'} "
-            "(trainer.rollouts_gib; older steps are thinned out)"
+            "(tracking.rollouts_gib; older steps are thinned out)"
         )
     file = files[max(files) if step is None else step]
     try:

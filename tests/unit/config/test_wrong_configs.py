@@ -301,6 +301,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "data.generate=null data.train=good.jsonl",
         ("reward.function='digits'", "expected file.py:function"),
     ),
+    "fit: the same response eight times": (
+        "validation.num_samples=8 validation.temperature=0",
+        ("validation.num_samples=8", "all of them are the same", "temperature such as 0.6"),
+    ),
     "fit: key of another advantage": (
         "advantage.token_discount=0.5",
         ("advantage.token_discount=0.5", "advantage.name=gae has the keys", "one of advantage.name=grpo or dr_grpo"),

@@ -54,6 +54,7 @@ def step_rollouts(*, learned: bool = True, examples=None, texts=("4", "5", "\udc
         kept_rows=(0, 2),
         failures=(RewardFailure("train.parquet:17", 1, 1, "timeout", "took too long", ""),),
         extras=({"acc": 1.0}, {}),
+        answers=("4", None),
         metrics=Metrics(),
     )
     turned = kept.rows([1, 0])  # an actor may take rows in any order
@@ -85,6 +86,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "prompt": "2+2",
         "response": "4",
         "ground_truth": "4",
+        "answer": "4",
         "score": 1.0,
         "reward_parts": {"right": 1.0, "short": 0.5},
         "reward_extras": {"acc": 1.0},
@@ -150,13 +152,13 @@ def test_files_take_the_room_that_they_may_and_older_steps_are_thinned_out(tmp_p
     assert kept[-2:] == [29, 30]
     assert kept[0] == 16
     assert 0 in rollout_files(tmp_path, "validation"), "how it began"
-    assert said == ["rollouts: older steps are thinned out, since trainer.rollouts_gib is used up"]
+    assert said == ["rollouts: older steps are thinned out, since tracking.rollouts_gib is used up"]
 
 
 def test_no_file_is_written_when_the_disk_has_little_room_or_the_file_has_too_much(tmp_path: Path):
     for max_gib, num_free, why in (
         (1.0, GIB - 1, "less than 1 GiB would be free"),
-        (1e-9, 2**50, "larger than trainer.rollouts_gib"),
+        (1e-9, 2**50, "larger than tracking.rollouts_gib"),
     ):
         said: list[str] = []
         files = files_in(tmp_path, say=said.append, max_gib=max_gib, num_free=lambda _, free=num_free: free)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rallypoint.config.fields import Section, Texts, key
 
 
@@ -33,6 +35,20 @@ class CheckConfig(Section):
     )
 
 
+class TrackingConfig(Section):
+    """What is sent and kept of a run besides its metrics. A list alone is `to`: tracking=[tensorboard,wandb]."""
+
+    to: Texts = key((), help="Any of tensorboard, wandb, mlflow, trackio, swanlab.")
+    names: Literal["rallypoint", "verl"] = key("rallypoint", help="Names of the metrics there: ours, or those of verl.")
+    project: str = key("rallypoint", help="Project or experiment there; the name of the run is that of its folder.")
+    rollouts_gib: float = key(
+        2.0,
+        at_least=0,
+        unit="GiB",
+        help="Room for rollouts/, all steps together; beyond it old steps are thinned out; 0: none.",
+    )
+
+
 class TrainerConfig(Section):
     """The frame around the training step."""
 
@@ -42,10 +58,3 @@ class TrainerConfig(Section):
     )
     runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
-    tracking: Texts = key((), help="Trackers that get the metrics, too: any of tensorboard, wandb, mlflow.")
-    rollouts_gib: float = key(
-        2.0,
-        at_least=0,
-        unit="GiB",
-        help="Room for rollouts/, all steps together; beyond it old steps are thinned out; 0: none.",
-    )

@@ -106,4 +106,7 @@ class ValidationConfig(Section):
 
     every_steps: int = key(20, at_least=1, unit="steps", help="Also before the first and after the last step.")
     max_prompts: int | None = key(None, at_least=1, unit="prompts", help="Use the first so many; null for all.")
+    num_samples: int = key(
+        1, at_least=1, at_most=1024, unit="rollouts", help="Rollouts of each prompt; more give pass@k and majority@n."
+    )
     temperature: float = key(1.0, at_least=0, at_most=10, help="0 is greedy; from 0.001 on it is drawn as in training.")

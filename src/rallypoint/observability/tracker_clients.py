@@ -1,0 +1,243 @@
+"""The clients of trackers: TensorBoard, Weights & Biases, MLflow, trackio, SwanLab.
+
+Owns: what each client is called with. Must not know: threads, and what a metric means. Each is given a run (`Tracked`),
+and continues that of an earlier start if the run was resumed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rallypoint.observability.trackers import CLOSE_S, Open, Row, Tracked, Trackers
+
+_ROLLOUTS, _CURVE = "rollouts", "curve"
+"""Names of the table and of the picture."""
+_TABLE_TAG, _MAX_TABLES = "mlflow.loggedArtifacts", 20
+"""The tag by which MLflow's page finds tables, and how many of the newest it names: a tag has a bound."""
+
+
+class TensorBoard:
+    """Event files in the run's folder, below `tensorboard/`; the table is a page of text."""
+
+    def __init__(self, run: Tracked) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
+        self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in run.config.items()), 0)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """See `Tracker`, as for the other methods."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """Write a table in Markdown."""
+        self._writer.add_text(_ROLLOUTS, as_markdown(rows), step)
+
+    def picture(self, step: int, png: Path) -> None:
+        """Read the picture with what has drawn it."""
+        from matplotlib import image
+
+        self._writer.add_image(_CURVE, image.imread(png), step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Flush."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of wandb, which a resumed run goes on with; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, run: Tracked, client: Any = None) -> None:
+        self._client = client or importlib.import_module("wandb")
+        self._run = self._client.init(
+            project=run.project,
+            name=run.folder.name,
+            id=kept_id(run, "wandb", lambda: f"{run.folder.name}-{os.urandom(4).hex()}"),
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Lines of a step become one."""
+        self._run.log(dict(scalars), step=step)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """A table of wandb's."""
+        columns = list(rows[0])
+        table = self._client.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self._run.log({_ROLLOUTS: table}, step=step)
+
+    def picture(self, step: int, png: Path) -> None:
+        """An image of wandb's."""
+        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
+
+    def close(self) -> None:
+        """Wait until all is written or sent."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI; a resumed run goes on with it."""
+
+    def __init__(self, run: Tracked, client: Any = None) -> None:
+        self._client = client or importlib.import_module("mlflow").MlflowClient()
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+
+        def begin() -> str:
+            return str(self._client.create_run(experiment, run_name=run.folder.name).info.run_id)
+
+        self._id = kept_id(run, "mlflow", begin)
+        self._tables: list[dict[str, str]] = []
+        if run.first_step == 0:
+            for key, value in run.config.items():
+                self._client.log_param(self._id, key, str(value)[:500])
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Leave out a value that is not finite, since stores differ in what they do with it."""
+        for name, value in scalars.items():
+            if math.isfinite(value):
+                self._client.log_metric(self._id, name.replace("@", "_at_"), float(value), step=step)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """Write what MLflow's own `log_table` writes, which needs pandas."""
+        file, columns = f"{_ROLLOUTS}/step_{step:06d}.json", list(rows[0])
+        split = {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
+        self._client.log_text(self._id, json.dumps(split, ensure_ascii=False), file)
+        self._tables = [*self._tables, {"path": file, "type": "table"}][-_MAX_TABLES:]
+        self._client.set_tag(self._id, _TABLE_TAG, json.dumps(self._tables))
+
+    def picture(self, step: int, png: Path) -> None:  # noqa: ARG002 - an artifact has no step
+        """Copy the file."""
+        self._client.log_artifact(self._id, str(png))
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._id)
+
+
+class Trackio:
+    """A run of trackio, in TRACKIO_DIR on this machine, or where TRACKIO_SPACE_ID and the like say."""
+
+    def __init__(self, run: Tracked, client: Any = None) -> None:
+        self._client = client or importlib.import_module("trackio")
+        self._run = self._client.init(
+            project=run.project,
+            name=run.folder.name,
+            config={key: _plain(value) for key, value in run.config.items()},
+            resume="allow" if run.first_step else "never",
+            embed=False,
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Pass them on."""
+        self._run.log(dict(scalars), step=step)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """A table of trackio's."""
+        self._run.log({_ROLLOUTS: self._client.Table(data=[dict(row) for row in rows])}, step=step)
+
+    def picture(self, step: int, png: Path) -> None:
+        """An image of trackio's."""
+        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
+
+    def close(self) -> None:
+        """Wait until all is written or sent."""
+        self._run.finish()
+
+
+class SwanLab:
+    """A run of SwanLab, below `swanlog/` in the run's folder; SWANLAB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, run: Tracked, client: Any = None) -> None:
+        self._client = client or importlib.import_module("swanlab")
+        self._run = self._client.init(
+            project=run.project,
+            name=run.folder.name,
+            id=kept_id(run, "swanlab", lambda: os.urandom(10).hex()),
+            resume="allow",
+            log_dir=str(run.folder / "swanlog"),
+            config={key: _plain(value) for key, value in run.config.items()},
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Leave out a value that is not finite."""
+        self._run.log({name: float(value) for name, value in scalars.items() if math.isfinite(value)}, step=step)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """A table of ECharts, which SwanLab shows."""
+        columns = list(rows[0])
+        table = self._client.echarts.Table()
+        table.add(columns, [[row[name] for name in columns] for row in rows])
+        self._run.log({_ROLLOUTS: table}, step=step)
+
+    def picture(self, step: int, png: Path) -> None:
+        """An image of SwanLab's."""
+        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
+
+    def close(self) -> None:
+        """Wait until all is written or sent."""
+        self._run.finish()
+
+
+def kept_id(run: Tracked, tracker: str, begin: Callable[[], str]) -> str:
+    """Return the id that a tracker knows the run by: that of its first start, which its folder keeps."""
+    file = run.folder / f"{tracker}.id"
+    if run.first_step and file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    found = begin()
+    file.write_text(found + "\n", encoding="utf-8")
+    return found
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    r"""Write a table.
+
+    >>> print(as_markdown([{"prompt": "a|b", "score": 0.5}]))
+    | prompt | score |
+    |---|---|
+    | a\|b | 0.5 |
+    """
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([_in_cell(row[name]) for name in columns] for row in rows)]
+    head, rule, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, rule.replace(" ", ""), *others])
+
+
+def _in_cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+
+def _plain(value: object) -> object:
+    """Return a value of a config as clients that write JSON take it."""
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+OPENS: dict[str, Open] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+    "swanlab": SwanLab,
+}
+
+
+def open_trackers(
+    names: Sequence[str],
+    run: Tracked,
+    say: Callable[[str], None],
+    *,
+    rename: Callable[[str], str] = str,
+    close_s: float = CLOSE_S,
+) -> Trackers:
+    """Return the trackers of these names; see `Trackers`."""
+    return Trackers({name: OPENS[name] for name in names}, run, say, rename=rename, close_s=close_s)

@@ -1,0 +1,198 @@
+"""Each tracker holds a run's config, metrics, rollouts and curve on this machine, where its own client finds them.
+
+The clients are extras: a test of one that is not installed is skipped. CONTRIBUTING.md says how to run them all.
+"""
+
+import importlib
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from rallypoint.observability.tracker_clients import WeightsAndBiases, open_trackers
+from rallypoint.observability.trackers import Tracked
+
+ROWS = [
+    {"step": 2, "prompt": "2 + 2 | 3 = ?", "response": "line 1\nline 2", "score": 0.5, "truncated": False},
+    {"step": 2, "prompt": "ü", "response": "", "score": 0.0, "truncated": True},
+]
+
+
+@pytest.fixture
+def png(tmp_path):
+    """A picture, as the curve is one."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = pyplot.figure(figsize=(1, 1), dpi=20)
+    figure.savefig(tmp_path / "curve.png")
+    pyplot.close(figure)
+    return tmp_path / "curve.png"
+
+
+def run_in(folder: Path, first_step: int = 0) -> Tracked:
+    return Tracked(folder, "sums", first_step, {"seed": 3, "actor.optimizer.lr": 1e-6, "data.train": ("a", "b")})
+
+
+def tell(name: str, folder: Path, png: Path) -> None:
+    """Tell a tracker of two steps, and of one more after a resume."""
+    folder.mkdir()
+    trackers = open_trackers([name], run_in(folder), pytest.fail, close_s=110.0)
+    trackers.log(1, {"reward/mean": 0.5, "actor/loss": math.nan})
+    trackers.log(1, {"validation/pass@4/sums": 0.25})
+    trackers.log(2, {"reward/mean": 0.75})
+    trackers.table(2, ROWS)
+    trackers.picture(2, png)
+    trackers.close()
+    again = open_trackers([name], run_in(folder, first_step=2), pytest.fail, close_s=110.0)
+    again.log(3, {"reward/mean": 1.0})
+    again.close()
+
+
+def test_tensorboard_holds_a_run(tmp_path, png):
+    pytest.importorskip("tensorboard", reason="rallypoint[tensorboard] is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tell("tensorboard", tmp_path / "mine", png)
+    found = EventAccumulator(str(tmp_path / "mine" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75), (3, 1.0)]
+    assert found.Scalars("validation/pass@4/sums")[0].value == 0.25
+    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    assert "    actor.optimizer.lr: 1e-06" in texts["config/text_summary"]
+    assert "| 2 | 2 + 2 \\| 3 = ? | line 1<br>line 2 | 0.5 | False |" in texts["rollouts/text_summary"]
+    assert found.Images("curve")[0].width == 20
+
+
+def test_wandb_holds_a_run(tmp_path, png, monkeypatch):
+    pytest.importorskip("wandb", reason="rallypoint[wandb] is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tell("wandb", tmp_path / "mine", png)
+    records = [record for file in sorted(tmp_path.rglob("*.wandb")) for record in records_of_wandb(file)]
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {(run.project, run.display_name) for run in runs} == {("sums", "mine")}
+    assert len({run.run_id for run in runs}) == 1, "after the resume it is the same run"
+    config = {item.key: item.value_json for run in runs for item in run.config.update}
+    assert config["actor.optimizer.lr"] == "0.000001" or float(config["actor.optimizer.lr"]) == 1e-6
+    lines: dict[int, dict[str, object]] = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            lines.setdefault(items["_step"], {}).update(items)
+    assert [lines[step]["reward/mean"] for step in (1, 2, 3)] == [0.5, 0.75, 1.0]
+    assert lines[1]["validation/pass@4/sums"] == 0.25
+    table = next(json.loads(file.read_text()) for file in tmp_path.rglob("*.table.json"))
+    assert table["columns"] == list(ROWS[0])
+    assert table["data"] == [list(row.values()) for row in ROWS]
+    assert list(tmp_path.rglob("media/images/curve*.png"))
+
+
+def records_of_wandb(file: Path) -> list:
+    """Return the records of a file of wandb's: a log as LevelDB has it, of blocks of 32 KiB, with its own messages."""
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+    data, place, message, found = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        message += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(record.FromString(message))
+            message = b""
+    return found
+
+
+def test_mlflow_holds_a_run(tmp_path, png, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="rallypoint[mlflow] is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
+    tell("mlflow", tmp_path / "mine", png)
+    client = mlflow.MlflowClient(tracking_uri=f"file:{tmp_path / 'store'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 0.75), (3, 1.0)]
+    assert run.data.metrics["validation/pass_at_4/sums"] == 0.25
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert (run.data.params["seed"], run.data.params["data.train"]) == ("3", "('a', 'b')")
+    assert {one.path for one in client.list_artifacts(run.info.run_id)} == {"curve.png", "rollouts"}
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "rollouts/step_000002.json")).read_text())
+    assert table == {"columns": list(ROWS[0]), "data": [list(row.values()) for row in ROWS]}
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"])[0]["path"] == "rollouts/step_000002.json"
+
+
+def test_trackio_holds_a_run(tmp_path, png, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio", reason="rallypoint[trackio] is not installed")
+    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    tell("trackio", tmp_path / "mine", png)
+    assert storage.get_runs("sums") == ["mine"], "after the resume it is the same run"
+    config = storage.get_run_config("sums", "mine")
+    assert config is not None
+    assert (config["seed"], config["data.train"]) == (3, "('a', 'b')")
+    logs = storage.get_logs("sums", "mine")
+    assert [(one["step"], one["reward/mean"]) for one in logs if "reward/mean" in one] == [
+        (1, 0.5),
+        (2, 0.75),
+        (3, 1.0),
+    ]
+    assert [one["validation/pass@4/sums"] for one in logs if "validation/pass@4/sums" in one] == [0.25]
+    (table,) = (one["rollouts"] for one in logs if "rollouts" in one)
+    assert table["_value"] == ROWS
+    assert any("curve" in one for one in logs)
+    assert list((tmp_path / "trackio" / "media").rglob("*.png"))
+
+
+def test_swanlab_holds_a_run(tmp_path, png, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    pytest.importorskip("swanlab", reason="rallypoint[swanlab] is not installed")
+    message = importlib.import_module("swanlab.proto.swanlab.record.v1.record_pb2").Record
+    store = importlib.import_module("swanlab.sdk.internal.core_python.store")
+    tell("swanlab", tmp_path / "mine", png)
+    records = []
+    for file in sorted((tmp_path / "mine" / "swanlog").rglob("*.swanlab")):
+        reader = store.DataStoreReader()
+        reader.open(file)
+        while (data := reader.scan()) is not None:
+            records.append(message.FromString(data))
+        reader.close()
+    scalars = [(one.scalar.key, one.scalar.step, one.scalar.value.number) for one in records if one.HasField("scalar")]
+    rewards = [(step, value) for key, step, value in scalars if key == "reward/mean"]
+    assert rewards == [(1, 0.5), (2, 0.75), (3, 1.0)]
+    assert ("validation/pass@4/sums", 1, 0.25) in scalars
+    media = {one.media.key: one.media for one in records if one.HasField("media")}
+    assert media.keys() == {"rollouts", "curve"}
+    text = "".join(file.read_text() for file in (tmp_path / "mine" / "swanlog").rglob("*.json"))
+    assert "2 + 2 | 3 = ?" in text
+    configs = [file.read_text() for file in (tmp_path / "mine" / "swanlog").rglob("config.y*ml")]
+    assert any("actor.optimizer.lr" in one for one in configs)
+
+
+class FakeWandb:
+    """What of wandb is used."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, object]] = []
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def init(self, **settings):
+        self.inits.append(settings)
+        return self
+
+    def log(self, scalars, *, step) -> None:
+        self.lines.append((step, scalars))
+
+    def finish(self) -> None: ...
+
+
+def test_a_resumed_run_is_the_same_run_and_one_that_begins_anew_is_another(tmp_path):
+    client = FakeWandb()
+    for first_step in (0, 1, 0):
+        tracker = WeightsAndBiases(run_in(tmp_path, first_step), client)
+        tracker.log(first_step + 1, {"reward/mean": 0.5})
+        tracker.close()
+    first, second, third = (settings["id"] for settings in client.inits)
+    assert first == second != third
+    assert [step for step, _ in client.lines] == [1, 2, 1]

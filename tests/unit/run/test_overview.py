@@ -1,0 +1,84 @@
+"""A list of runs says of each what its folder says, and no folder is too damaged to be listed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rallypoint.config import load_config
+from rallypoint.errors import RunFolderError
+from rallypoint.run import MetricsLog
+from rallypoint.run.folder import BEGUN, FAILED, FINISHED, STOPPED, RunFolder, create_run
+from rallypoint.run.overview import find_runs, overview
+
+HOLD = """
+import sys
+from pathlib import Path
+from rallypoint.run.folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def run_in(folder: Path, name: str, *said: str, scores=()) -> RunFolder:
+    run = create_run(load_config("digits", [f"trainer.runs_dir={folder}", f"trainer.name={name}"]))
+    for line in said:
+        run.log(line)
+    with MetricsLog(run.metrics) as log:
+        for step, scalars in scores:
+            log.write(step, scalars)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "why"),
+    [
+        ((f"{BEGUN} after step 0", FINISHED), "finished", ""),
+        ((f"{BEGUN} after step 0", "interrupted after step 3", STOPPED), "stopped", ""),
+        ((f"{BEGUN} after step 0", f"{FAILED}: no room\nand more", "a note"), "failed", "no room"),
+        ((f"{BEGUN} after step 0", STOPPED, f"{BEGUN} after step 3", "a note"), "killed", ""),
+        ((), "killed", ""),
+    ],
+)
+def test_the_end_of_a_run_is_what_its_log_says_last(tmp_path: Path, said, state, why):
+    found = overview(run_in(tmp_path, "mine", *said).path)
+    assert (found.state, found.why, found.recipe, found.num_steps) == (state, why, "ppo", 120)
+
+
+def test_a_run_that_another_process_trains_is_running(tmp_path: Path):
+    run = run_in(tmp_path, "mine", FINISHED)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert overview(run.path).state == "running"
+    holder.communicate("\n")
+    assert overview(run.path).state == "finished"
+
+
+def test_scores_are_those_of_validations_and_else_mean_rewards(tmp_path: Path):
+    steps = [(0, {"validation/score": 0.5}), (1, {"reward/mean": 0.9}), (1, {"validation/score": 0.4})]
+    found = overview(run_in(tmp_path, "validated", scores=steps).path)
+    assert (found.step, found.last, found.best, found.is_validated) == (1, 0.4, (0, 0.5), True)
+    steps = [(1, {"reward/mean": 0.1}), (2, {"reward/mean": 0.7}), (3, {"reward/mean": float("nan")})]
+    found = overview(run_in(tmp_path, "bare", scores=steps).path)
+    assert (found.step, found.best, found.is_validated) == (3, (2, 0.7), False)
+
+
+def test_runs_come_newest_first_and_a_damaged_one_is_listed_with_the_reason(tmp_path: Path):
+    for age, name in enumerate(("new", "old", "older")):
+        run = run_in(tmp_path, name, scores=[(1, {"reward/mean": 0.1})])
+        os.utime(run.metrics, (1e9 - age, 1e9 - age))
+    (tmp_path / "old" / "metrics.jsonl").write_text("no json\n")
+    os.utime(tmp_path / "old" / "metrics.jsonl", (1e9 - 1, 1e9 - 1))
+    (tmp_path / "no-run").mkdir()
+    found = find_runs(tmp_path)
+    assert [(one.path.name, one.state) for one in found] == [("new", "killed"), ("old", "damaged"), ("older", "killed")]
+    assert "metrics.jsonl, line 1 is damaged" in found[1].why
+    assert [one.path.name for one in find_runs(tmp_path / "older")] == ["older"]
+    with pytest.raises(RunFolderError, match="no such folder"):
+        find_runs(tmp_path / "nowhere")
