@@ -2,14 +2,14 @@
 
 In an environment with TRL and rallypoint (`pip install trl==1.16.0`), on a quiet machine:
 
-    python benchmarks/finetuning.py [--steps 6] [--sizes 10M 50M] [--only sft dpo] [--profile]
+    python benchmarks/finetuning.py [--steps 6] [--sizes 10M 50M] [--only sft dpo] [--dtype float32]
 
-Each side trains the same random model on the same rows in float32 on the CPU, with the same number of threads: TRL in
-this process with packing for fine-tuning, and for DPO with padding and reference logprobs that are computed beforehand,
-as ours are; rallypoint with `cluster.runtime=inline`. A step's time is the median over all steps but the first; TRL's,
-where a step has packed rows, for as many tokens as ours. The sizes are those of the layers; embedding and head have
-32,768 tokens besides. Lengths are log-normal: prompts have 50 tokens and answers 110 in the median, and few have 500.
-`--profile` prints where the time of our steps goes instead.
+Each side trains the same random model on the same rows on the CPU, with the same number of threads, in float32 or with
+bfloat16 with float32 masters (TRL's `bf16=True`): TRL in this process with packing for fine-tuning, and for DPO with
+padding and reference logprobs that are computed beforehand, as ours are; rallypoint with `cluster.runtime=inline`. A
+step's time is the median over all steps but the first; TRL's, where a step has packed rows, for as many tokens as ours.
+The sizes are those of the layers; embedding and head have 32,768 tokens besides. Lengths are log-normal: prompts have
+50 tokens and answers 110 in the median, and few have 500.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def rows_of(kind: str, num: int) -> list[dict[str, Any]]:
     return [row() for _ in range(num)]
 
 
-def ours(kind: str, model: str, file: Path, steps: int, threads: int) -> list[float]:
+def ours(kind: str, model: str, file: Path, steps: int, threads: int, dtype: str) -> list[float]:
     """Return seconds of each step but the first."""
     from rallypoint.display import Silent
     from rallypoint.recipes.loop import train
@@ -101,7 +101,7 @@ def ours(kind: str, model: str, file: Path, steps: int, threads: int) -> list[fl
 
     with tempfile.TemporaryDirectory() as folder:
         keys = [
-            f"model.path={model}",
+            f"model={{path: {model}, dtype: {dtype}}}",
             f"data={{train: {file}, num_examples: {ROWS_PER_STEP}, max_row_tokens: {LONGEST}, shuffle: false}}",
             f"trainer={{num_steps: {steps}, num_epochs: null, runs_dir: {folder}, name: run}}",
             "checkpoint.every_steps=1000",
@@ -115,7 +115,7 @@ def ours(kind: str, model: str, file: Path, steps: int, threads: int) -> list[fl
         return [record["time_s/learn"] for record in read_metrics(run.metrics) if "time_s/learn" in record][1:]
 
 
-def theirs(kind: str, model: str, rows: list[dict[str, Any]], steps: int, threads: int) -> list[float]:
+def theirs(kind: str, model: str, rows: list[dict[str, Any]], steps: int, threads: int, dtype: str) -> list[float]:
     """Return seconds of each step but the first."""
     import transformers
     import trl
@@ -147,7 +147,7 @@ def theirs(kind: str, model: str, rows: list[dict[str, Any]], steps: int, thread
             max_steps=steps,
             report_to=[],
             use_cpu=True,
-            bf16=False,
+            bf16=dtype == "bfloat16",
             gradient_checkpointing=False,
             save_strategy="no",
             logging_strategy="no",
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", default=["sft", "dpo"])
     wanted = parser.parse_args()
     for size in wanted.sizes:
@@ -187,11 +188,11 @@ def main() -> None:
                 rows = rows_of(kind, ROWS_PER_STEP * wanted.steps)
                 file = Path(folder) / f"{kind}.jsonl"
                 file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-                mine = statistics.median(ours(kind, model, file, wanted.steps, wanted.threads))
-                other = statistics.median(theirs(kind, model, rows, wanted.steps, wanted.threads))
+                mine = statistics.median(ours(kind, model, file, wanted.steps, wanted.threads, wanted.dtype))
+                other = statistics.median(theirs(kind, model, rows, wanted.steps, wanted.threads, wanted.dtype))
                 print(
-                    f"{size} {kind}: a step of {ROWS_PER_STEP} examples takes {mine:.2f} s, TRL {other:.2f} s: "
-                    f"{other / mine:.2f} times",
+                    f"{size} {kind}, {wanted.dtype}: a step of {ROWS_PER_STEP} examples takes {mine:.2f} s, "
+                    f"TRL {other:.2f} s: {other / mine:.2f} times",
                     flush=True,
                 )
 
