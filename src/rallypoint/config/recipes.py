@@ -26,6 +26,7 @@ WATCHED = (
     ("actor/approx_kl", "update kl"),
     ("actor/entropy", "entropy"),
 )
+"""What a person wants to see of a step with rewards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,9 @@ from rallypoint.types import Sequences
 Place: TypeAlias = "tuple[float, list[tuple[int, float]]]"
 """What is said of one token: its logprob, and the likeliest tokens in its place with theirs."""
 
+_LOWEST = -100.0
+"""Logprob that a token counts with at least: an endpoint may say -inf, of which no loss is finite."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedTeacher:
@@ -111,10 +114,6 @@ class ServedTeacher:
             )
         known = {one: max(logprob, _LOWEST) for one, logprob in named.items()}
         return known[token], sorted(known.items(), key=lambda one: -one[1])[:top_k]
-
-
-_LOWEST = -100.0
-"""Logprob that a token counts with at least: an endpoint may say -inf, of which no loss is finite."""
 
 
 def _only_model(url: str, endpoint: Endpoint) -> str:
