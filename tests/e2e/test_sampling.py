@@ -1,5 +1,7 @@
 """What the config says of sampling reaches every token, and training still sees the model's own distribution."""
 
+import pytest
+
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.run import read_metrics
@@ -48,3 +50,26 @@ def test_logprobs_stay_those_of_the_model_as_trained(runs):
     assert f"{worst.text!r} (id {worst.token})" in (run.logs / "train.log").read_text()
     wide = runs.run("wide", *INLINE, "trainer.num_steps=1")
     assert all("rollout/narrowing" not in record for record in read_metrics(wide.metrics))
+
+
+def test_several_responses_to_each_validation_prompt_are_kept_measured_and_tracked(runs):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track = "tracking={to: [tensorboard], names: verl}"
+    run = runs.run("several", *INLINE, "trainer.num_steps=1", "validation.num_samples=4", track)
+    (metrics,) = [one for one in read_metrics(run.metrics) if "validation/score" in one and one["step"] == 1]
+    rows = read_rollouts(run.path, 1, "validation")
+    groups = [[row["score"] for row in rows if row["prompt_index"] == prompt] for prompt in range(16)]
+    assert [len(group) for group in groups] == [4] * 16
+    source = rows[0]["data_source"]
+    assert metrics[f"validation/best@4/{source}"] == pytest.approx(sum(map(max, groups)) / 16)
+    assert metrics[f"validation/mean@4/{source}"] == pytest.approx(metrics["validation/score"])
+    found = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert found.Scalars("critic/score/mean")[0].step == 1
+    assert {f"val-core/{source}/reward/best@4/mean", "actor/pg_loss"} <= set(found.Tags()["scalars"])
+    assert "rollouts/text_summary" in found.Tags()["tensors"]
+    assert found.Tags()["images"] == ["curve"]
+    once = runs.run("once", *INLINE, "trainer.num_steps=1")
+    first = [row["response_ids"] for row in rows if row["sample_index"] == 0]
+    assert [row["response_ids"] for row in read_rollouts(once.path, 1, "validation")] == first, "one more changes none"
