@@ -1,6 +1,7 @@
 """The user's own model, data and reward function: three keys, and nothing of ours touched."""
 
 import json
+import shutil
 
 import pytest
 import safetensors.torch
@@ -135,6 +136,23 @@ def test_long_prompts_are_left_out_or_cut_and_counted(own, fate, said):
     assert counts["data/num_dropped" if fate == "drop" else "data/num_truncated"] == 128
     assert counts["data/num_prompts"] == (15 if fate == "drop" else 143)
     assert f"128 prompts are longer than 4 tokens and {said}: train.jsonl:16" in (run.logs / "train.log").read_text()
+
+
+def test_a_mixture_that_is_read_as_the_run_goes_goes_on_exactly_where_it_was_killed(own, runs, weights_of, tmp_path):
+    more = [{"question": f"{n:02}", "answer": f"{n:03}"} for n in range(40)]
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, more)))
+    columns = "columns: {prompt: question, ground_truth: answer}"
+    parts = (
+        f"{{path: {tmp_path}/train.jsonl, weight: 3, stream_rows: 16}}, "
+        f"{{path: {tmp_path}/more.jsonl, weight: 1, stream_rows: 16, {columns}}}"
+    )
+    run = own("stream", "half", f"data.train=[{parts}]", "checkpoint={every_steps: 1, keep: 9}")
+    whole, records = weights_of(run), [one for one in read_metrics(run.metrics) if "reward/mean/more" in one]
+    assert all(3 * one["rollout/num_prompts/more"] == one["rollout/num_prompts/train"] for one in records), records
+    assert len(records) == 4
+    for step in sorted(run.checkpoints.iterdir())[1:]:
+        shutil.rmtree(step)
+    assert weights_of(runs.resume("stream")) == whole
 
 
 @pytest.mark.parametrize(("function", "raised"), [("broken", "the grader is offline"), ("usual", "IndexError")])

@@ -97,6 +97,12 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
             f"data.train: {without} has no weight, and others have; expected one for each, or for none: then they are "
             "one set, and each prompt occurs once an epoch",
         )
+    for one in (*config.data.train, *config.data.validation):
+        if not isinstance(one, str) and one.parameters and not one.path.startswith("reasoning_gym:"):
+            yield Problem(("data.train",), f"{one.path} has parameters, which only reasoning_gym:NAME reads")
+    if config.data.stream_rows is not None and (config.trains_on_files or config.teachers.hint is not None):
+        problem = f"data.train has stream_rows: {config.recipe}, or teacher.hint, reads all at its start"
+        yield Problem(("data.train",), problem)
     if config.trains_on_files and any(weights.values()):
         yield Problem(
             ("data.train", "recipe"),
@@ -118,7 +124,8 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("reward.function", "reward.path"),
             "reward.function: required, but not set; expected `file.py:compute_score`, or several in "
-            "reward.functions, or reward.path=FOLDER for a reward model",
+            "reward.functions, or reward.path=FOLDER for a reward model; `reasoning_gym` scores what its generators "
+            "make",
             is_missing=True,
         )
     if config.reward.function == "digits" and config.data.generate is None:

@@ -7,13 +7,15 @@ that needs them.
 """
 
 from rallypoint.data.conversations import Conversation, Conversations, load_conversations
-from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
+from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, Rows, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
+from rallypoint.data.generators import Generator, is_generator
 from rallypoint.data.locate import DataSet, check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_prompts
 from rallypoint.data.rows import EncodedRows, encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
+from rallypoint.data.windows import StreamedPrompts, Windows
 
 __all__ = [
     "Conversation",
@@ -24,14 +26,19 @@ __all__ = [
     "EncodedPrompts",
     "EncodedRows",
     "Example",
+    "Generator",
     "JSONValue",
     "Message",
     "Mixture",
     "PromptStream",
+    "Rows",
+    "StreamedPrompts",
+    "Windows",
     "check_dataset_path",
     "decoder",
     "encode_prompts",
     "encode_rows",
+    "is_generator",
     "load_conversations",
     "load_dataset",
     "load_tokenizer",

@@ -23,7 +23,8 @@ class Columns:
     """The columns of one file, some of which may have other names there."""
 
     def __init__(self, dataset: DataSet, label: str, unit: str, require_ground_truth: bool, problems: Problems) -> None:
-        self._theirs, self._key = dict(dataset.columns), dataset.columns_key
+        self._theirs = {own: name for own, name in dataset.columns.items() if own in COLUMNS}
+        self._key = dataset.columns_key
         self._label, self._unit, self._problems = label, unit, problems
         self.require_ground_truth = require_ground_truth
         self._checked: set[tuple[str, ...]] = set()

@@ -78,9 +78,9 @@ def load_conversations(
     """
     problems, is_part = Problems(), False
     read: list[tuple[str, tuple[Conversation, ...]]] = []
-    for _, _, file, label in labelled(paths, problems):
+    for _, dataset, file, label in labelled(paths, problems):
         before, total = len(read), problems.total
-        rows = _load_file(file, label, kind, problems)
+        rows = _load_file(dataset, file, label, kind, problems)
         read += itertools.islice(rows, None if max_rows is None else max_rows - len(read))
         has_more = len(read) == max_rows and next(rows, None) is not None
         is_part = is_part or has_more
@@ -91,41 +91,66 @@ def load_conversations(
 
 
 def _load_file(
-    file: str, label: str, kind: Kind, problems: Problems
+    dataset: DataSet, file: str, label: str, kind: Kind, problems: Problems
 ) -> Generator[tuple[str, tuple[Conversation, ...]], None, None]:
     table = open_table(file, label, problems)
-    names = table.columns if table is not None else None
-    if table is None or (names is not None and _form(names, kind, label, problems) is None):
+    if table is None:
         return
-    for number, row in table.read([name for name in _COLUMNS if name in (names or ())]):
+    columns = _Columns(dataset)
+    if table.columns is not None and columns.form(table.columns, kind, label, problems) is None:
+        return
+    for number, row in table.read(columns.wanted(table.columns or ()), 0):
         where = f"{label}, {table.unit} {number}"
         present = [name for name, value in row.items() if value is not None]
-        form = _form(present, kind, where, problems)
+        form = columns.form(present, kind, where, problems)
         if form is None:
             continue
         wrong: list[tuple[str, str]] = []
-        example = _read_conversation(row, form, wrong) if kind == "conversations" else _read_pair(row, form, wrong)
+        ours = {name: row[columns.theirs(name)] for name in form}
+        example = _read_conversation(ours, form, wrong) if kind == "conversations" else _read_pair(ours, form, wrong)
         for column, problem in wrong:
-            problems.add(f"{where}, column {column}: {problem}")
+            problems.add(f"{where}, column {columns.theirs(column)}: {problem}")
         if not wrong:
             yield f"{label}:{number}", example
 
 
-def _form(names: Sequence[str], kind: Kind, where: str, problems: Problems) -> tuple[str, ...] | None:
-    """Return which columns are read; report it if none of the forms is whole."""
-    for form in _FORMS[kind]:
-        if set(form) <= set(names):
-            return form
-    # The form of which most is there is the one that was meant.
-    meant = max(_FORMS[kind], key=lambda form: len(set(form) & set(names)))
-    missing = next(name for name in meant if name not in names)
-    other = next((name for name in _ELSEWHERE.get(missing, ()) if name in names), None)
-    hint = suggestion(missing, [name for name in names if name not in _COLUMNS])
-    if not hint and other is not None:
-        hint = f"; {other!r} may be it: write the file with {missing!r} in its place (docs/finetune.md shows how)"
-    forms = " or ".join(" and ".join(map(repr, form)) for form in _FORMS[kind])
-    problems.add(f"{where}: column '{missing}' is missing{hint or f'; expected {forms}, found {quoted(names)}'}")
-    return None
+class _Columns:
+    """The columns of one file, some of which may have other names there."""
+
+    def __init__(self, dataset: DataSet) -> None:
+        self._theirs = {own: name for own, name in dataset.columns.items() if own in _COLUMNS}
+        self._key = dataset.columns_key
+
+    def theirs(self, place: str) -> str:
+        """Return what a column, or a part of one such as `prompt[0].role`, is called in the file."""
+        own = place.partition("[")[0].partition(".")[0]
+        return self._theirs.get(own, own) + place.removeprefix(own)
+
+    def wanted(self, names: Sequence[str]) -> list[str]:
+        """Return which columns of a table are read."""
+        wanted = {self.theirs(own) for own in _COLUMNS}
+        return [name for name in names if name in wanted]
+
+    def form(self, names: Sequence[str], kind: Kind, where: str, problems: Problems) -> tuple[str, ...] | None:
+        """Return which columns are read, by our names; report it if none of the forms is whole."""
+        for form in _FORMS[kind]:
+            if {self.theirs(own) for own in form} <= set(names):
+                return form
+        # The form of which most is there, or was named, is the one that was meant.
+        there = {own for own in _COLUMNS if self.theirs(own) in names} | {*self._theirs}
+        meant = max(_FORMS[kind], key=lambda form: len(set(form) & there))
+        missing = next(own for own in meant if self.theirs(own) not in names)
+        strangers = [name for name in names if name not in _COLUMNS]
+        if (theirs := self._theirs.get(missing)) is not None:
+            hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
+            problems.add(f"{where}: column '{theirs}', which {self._key}.{missing} names, is missing{hint}")
+            return None
+        hint = suggestion(missing, strangers)
+        if not hint and (other := next((name for name in _ELSEWHERE.get(missing, ()) if name in names), None)):
+            hint = f"; {other!r} may be it: set {self._key}.{missing}={other}"
+        forms = " or ".join(" and ".join(map(repr, form)) for form in _FORMS[kind])
+        problems.add(f"{where}: column '{missing}' is missing{hint or f'; expected {forms}, found {quoted(names)}'}")
+        return None
 
 
 def _read_conversation(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:

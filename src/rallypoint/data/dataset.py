@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, overload
 
 from rallypoint.data.columns import Columns
-from rallypoint.data.files import FORMATS, Problems, Row, found, open_table, suggestion
+from rallypoint.data.files import FORMATS, Problems, Row, Table, found, open_table, suggestion
+from rallypoint.data.generators import is_generator, open_generator
 from rallypoint.data.locate import DataSet, labelled
 from rallypoint.errors import DataError
 
@@ -125,10 +126,53 @@ def load_dataset(
     return Dataset(tuple(examples), is_part)
 
 
+class Rows:
+    """The rows of data sets one after another, read from any place on."""
+
+    def __init__(self, paths: Sequence[str | Path | DataSet]) -> None:
+        """Find the files.
+
+        Raises:
+            DataError: a data set has none.
+        """
+        problems = Problems()
+        self._files = list(labelled(paths, problems))
+        problems.raise_any()
+        self._counts: dict[int, int] = {}
+
+    def read(self, start: int, problems: Problems) -> Iterator[Example]:
+        """Yield the examples from the n-th row on; a row with a problem is reported, and none."""
+        for place, (part, dataset, file, label) in enumerate(self._files):
+            if start and start >= self._count(place):
+                start -= self._count(place)
+                continue
+            for example in _load_file(dataset, file, label, True, problems, start):
+                yield dataclasses.replace(example, part=part)
+            start = 0
+
+    def count(self) -> int:
+        """Return the number of rows; files without an index, such as .jsonl, are read to their end once."""
+        return sum(map(self._count, range(len(self._files))))
+
+    def _count(self, place: int) -> int:
+        if place not in self._counts:
+            _, dataset, file, label = self._files[place]
+            table = _open(dataset, file, label, problems := Problems())
+            problems.raise_any()
+            self._counts[place] = 0 if table is None else table.count()
+        return self._counts[place]
+
+
+def _open(dataset: DataSet, file: str, label: str, problems: Problems) -> Table | None:
+    if is_generator(file):
+        return open_generator(file, dataset.generator, problems)
+    return open_table(file, label, problems)
+
+
 def _load_file(
-    dataset: DataSet, file: str, label: str, require_ground_truth: bool, problems: Problems
+    dataset: DataSet, file: str, label: str, require_ground_truth: bool, problems: Problems, start: int = 0
 ) -> Generator[Example, None, None]:
-    table = open_table(file, label, problems)
+    table = _open(dataset, file, label, problems)
     if table is None:
         return
     columns = Columns(dataset, label, table.unit, require_ground_truth, problems)
@@ -136,7 +180,7 @@ def _load_file(
         return
     reader = _RowReader(columns, dataset.name, label, table.unit, problems)
     try:
-        for number, row in table.read(columns.wanted(table.columns or ())):
+        for number, row in table.read(columns.wanted(table.columns or ()), start):
             example = reader.read(number, row)
             if example is not None:
                 yield example

@@ -105,8 +105,10 @@ class Table:
     """Names of the columns; None where every row has its own."""
     unit: Literal["row", "line"]
     """What its numbers count."""
-    read: Callable[[Sequence[str]], Iterator[tuple[int, Row]]]
-    """Yields the number and these columns of every row, with a few thousand rows in memory."""
+    read: Callable[[Sequence[str], int], Iterator[tuple[int, Row]]]
+    """Yields the number and these columns of every row from the n-th on, with a few thousand rows in memory."""
+    count: Callable[[], int]
+    """Returns the number of rows, without reading their values."""
 
 
 def open_table(path: str, label: str, problems: Problems) -> Table | None:
@@ -123,7 +125,12 @@ def open_table(path: str, label: str, problems: Problems) -> Table | None:
             case ".csv":
                 return _open_csv(path, label, problems)
             case _:
-                return Table(None, "line", lambda _: _read_jsonl(path, label, problems))
+                return Table(
+                    None,
+                    "line",
+                    lambda _, start: _read_jsonl(path, label, problems, start),
+                    lambda: sum(1 for _ in _lines(path)),
+                )
     except OSError as error:
         problems.add(f"{label} cannot be read: {error}")
     return None
@@ -133,7 +140,7 @@ def check_dataset_rows(path: str) -> str | None:
     """Say whether a file has no rows, or cannot be read, from as little of it as tells that."""
     problems = Problems()
     table = open_table(path, path, problems)
-    if table is not None and next(table.read((table.columns or ())[:1]), None) is None and not problems.total:
+    if table is not None and next(table.read((table.columns or ())[:1], 0), None) is None and not problems.total:
         return f"{path}: the data set is empty (no rows)"
     return problems.shown[0] if table is None else None
 
@@ -157,18 +164,24 @@ def _disguise(start: bytes, suffix: str) -> str | None:
     return next((what for magic, what in _MAGIC.items() if start.startswith(magic)), None)
 
 
-def _read_jsonl(path: str, label: str, problems: Problems) -> Iterator[tuple[int, Row]]:
+def _read_jsonl(path: str, label: str, problems: Problems, start: int) -> Iterator[tuple[int, Row]]:
     """Yield (line number from 1, object) for every line that is not blank."""
     try:
-        with open_file(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if text.strip():
-                    row = _parse_line(text, f"{label}, line {number}", problems)
-                    if row is not None:
-                        yield number, row
+        for number, line in itertools.islice(_lines(path), start, None):
+            row = _parse_line(line, f"{label}, line {number}", problems)
+            if row is not None:
+                yield number, row
     except OSError as error:
         problems.add(f"{label} cannot be read: {error}")
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, with their numbers from 1."""
+    with open_file(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                yield number, text
 
 
 def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
@@ -225,18 +238,21 @@ def _open_csv(path: str, label: str, problems: Problems) -> Table | None:
         except (csv.Error, OSError) as error:
             problems.add(f"{label}, line {number}: not valid CSV: {error}")
 
-    def rows(_: Sequence[str]) -> Iterator[tuple[int, Row]]:
-        for number, fields in itertools.islice(lines(), 1, None):
-            if fields and len(fields) != len(names):
+    def rows(_: Sequence[str], start: int) -> Iterator[tuple[int, Row]]:
+        filled = (line for line in lines() if line[1])
+        for number, fields in itertools.islice(filled, 1 + start, None):
+            if len(fields) != len(names):
                 problems.add(f"{label}, line {number}: expected {len(names)} fields, found {len(fields)}")
-            elif fields:
+            else:
                 yield number, {name: field or None for name, field in zip(names, fields, strict=True)}
 
     total = problems.total
     _, names = next(lines(), (1, list[str]()))
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         problems.add(f"{label}, line 1: the column {twice[0]!r} is there {names.count(twice[0])} times")
-    return Table(tuple(names), "line", rows) if problems.total == total else None
+    if problems.total > total:
+        return None
+    return Table(tuple(names), "line", rows, lambda: sum(1 for _, fields in lines() if fields) - 1)
 
 
 def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table | None:
@@ -257,17 +273,24 @@ def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table |
             for batch in reader:
                 yield batch if columns is None else batch.select(list(columns))
 
-    def rows(columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-        start = 0
+    def rows(columns: Sequence[str], start: int) -> Iterator[tuple[int, Row]]:
+        first = 0
         try:
             for batch in itertools.islice(batches(columns), 1, None):
-                yield from enumerate(batch.to_pylist(), start)
-                start += batch.num_rows
+                skipped = min(max(start - first, 0), batch.num_rows)
+                yield from enumerate(batch.slice(skipped).to_pylist(), first + skipped)
+                first += batch.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             problems.add(_unreadable(label, kind, error))
 
+    def count() -> int:
+        if kind == "parquet":
+            with open_file(path) as file, pq.ParquetFile(file) as table:
+                return cast("int", table.metadata.num_rows)
+        return sum(batch.num_rows for batch in itertools.islice(batches(None), 1, None))
+
     try:
-        return Table(tuple(next(batches(None)).names), "row", rows)
+        return Table(tuple(next(batches(None)).names), "row", rows, count)
     except (pa.ArrowException, OSError) as error:
         problems.add(_unreadable(label, kind, error))
         return None

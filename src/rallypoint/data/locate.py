@@ -1,4 +1,4 @@
-"""Which files a data set has: a file, a folder, a URL of fsspec, or a name on the Hugging Face hub.
+"""Which files a data set has: a file, a folder, a URL of fsspec, a name on the Hugging Face hub; or a generator.
 
 Owns: what a path names, and which files of a folder are a split. Must not know: what is in a file.
 
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from rallypoint.data.files import FORMATS, Problems, is_url, suggestion
+from rallypoint.data.generators import Generator, check_generator, is_generator
 from rallypoint.data.hub import unreachable
 from rallypoint.errors import DataError
 
@@ -46,11 +47,13 @@ class DataSet:
     """Config key that says so, for errors."""
     data_source: str | None = None
     """What the rows are called that do not say it themselves; None: the name of file, folder or repository."""
+    generator: Generator = dataclasses.field(default_factory=Generator)
+    """How its entries are made, where `path` names a generator."""
 
     @property
     def name(self) -> str:
         """What its rows are called that do not say it themselves: `data_source`, or the name of file or folder."""
-        if self.data_source is not None or is_hub_name(self.path):
+        if self.data_source is not None or is_hub_name(self.path) or is_generator(self.path):
             return self.data_source or self.path
         last = PurePosixPath(self.path.rstrip("/")).name
         return last.removesuffix(next((suffix for suffix in FORMATS if last.endswith(suffix)), ""))
@@ -74,16 +77,16 @@ def is_hub_name(path: str) -> bool:
 
 def is_local(path: str) -> bool:
     """Whether a path names a file or a folder of this machine."""
-    return not (is_url(path) or is_hub_name(path))
+    return not (is_url(path) or is_hub_name(path) or is_generator(path))
 
 
 def check_dataset_path(path: str | Path) -> str | None:
     """Return what is wrong with a path, before anything is read or asked over a network; None if nothing is."""
     name, file = str(path), Path(path).expanduser()
-    if is_url(name):
-        return _check_url(name)
+    if is_generator(name):
+        return check_generator(name)
     if not is_local(name):
-        return None
+        return _check_url(name) if is_url(name) else None
     if file.is_dir():
         listed = any(_is_data(one) for one in _local_files(file))
         return None if listed else f"{path} is a folder that holds no {_formats()} file"
@@ -118,6 +121,8 @@ def files_of(dataset: DataSet) -> list[str]:
         DataError: there are none, or it cannot be said which.
     """
     path = dataset.path
+    if is_generator(path):
+        return [path]
     if is_url(path):
         return _remote_files(dataset)
     if is_hub_name(path):

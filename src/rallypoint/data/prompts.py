@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROMPTS_PER_CALL = 1024
+_CHARACTERS_PER_TOKEN = 1000
+"""More than any token has: a longer text need not be encoded, which takes seconds a megabyte, to be too long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class EncodedPrompts:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @property
+    def sources(self) -> list[str]:
+        """What the rows are of, each once."""
+        return sorted({example.data_source for example in self.examples})
 
     def counts(self) -> dict[str, float]:
         """Return what there is to know of them, for the metrics."""
@@ -66,6 +73,7 @@ def encode_prompts(
     max_prompt_tokens: int,
     on_too_long: Literal["error", "drop", "truncate"] = "error",
     num_ids: int | None = None,
+    may_be_empty: bool = False,
 ) -> EncodedPrompts:
     """Write every prompt in the tokenizer's chat template, with the cue for the assistant, as token ids.
 
@@ -75,6 +83,7 @@ def encode_prompts(
         max_prompt_tokens: the longest that a prompt may be, template included.
         on_too_long: what happens to longer ones; "truncate" keeps their last tokens.
         num_ids: token ids that the model has; None to skip that check.
+        may_be_empty: whether all of them may be left out.
 
     Raises:
         DataError: a prompt has no tokens, ids that the model does not know, or more than max_prompt_tokens (with
@@ -84,8 +93,9 @@ def encode_prompts(
     problems = Problems()
     legibility = Legibility.of(tokenizer, (message.content for example in examples for message in example.prompt))
     kept: list[tuple[tuple[int, ...], Example]] = []
-    dropped: list[str] = []
-    truncated: list[str] = []
+    dropped, truncated = list[str](), list[str]()
+    if on_too_long != "truncate":
+        examples = _without_huge(examples, max_prompt_tokens, dropped if on_too_long == "drop" else problems)
     for example, ids in _encode(tokenizer, examples, problems):
         unknown = next((place for place, token in enumerate(ids) if num_ids is not None and token >= num_ids), None)
         if not ids:
@@ -110,14 +120,27 @@ def encode_prompts(
                 "raise it, or drop or truncate such prompts"
             )
     problems.raise_any()
-    if not kept:
+    if not kept and not may_be_empty:
         raise DataError(f"no prompt is left: all {len(dropped)} are longer than {max_prompt_tokens} tokens")
-    return EncodedPrompts(
-        token_ids=tuple(ids for ids, _ in kept),
-        examples=tuple(example for _, example in kept),
-        dropped=tuple(dropped),
-        truncated=tuple(truncated),
-    )
+    token_ids, rows = tuple(ids for ids, _ in kept), tuple(example for _, example in kept)
+    return EncodedPrompts(token_ids, rows, dropped=tuple(dropped), truncated=tuple(truncated))
+
+
+def _without_huge(examples: Sequence[Example], max_prompt_tokens: int, fate: list[str] | Problems) -> Sequence[Example]:
+    """Leave out the prompts that are too long by their characters alone; their names, or problems, go to `fate`."""
+    kept, most = list[Example](), _CHARACTERS_PER_TOKEN * max_prompt_tokens
+    for example in examples:
+        size = sum(len(message.content) for message in example.prompt)
+        if size <= most:
+            kept.append(example)
+        elif isinstance(fate, list):
+            fate.append(example.name)
+        else:
+            fate.add(
+                f"{example.name}: the prompt has {size:,} characters, but max_prompt_tokens is {max_prompt_tokens}; "
+                "drop such prompts"
+            )
+    return kept
 
 
 def _encode(

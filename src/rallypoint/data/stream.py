@@ -77,7 +77,7 @@ class Mixture:
 
     def example_index(self, admission: int) -> int:
         """Return the example that the admission with this number (from 0) admits."""
-        part, number = self._place(admission)
+        part, number = share_of(self.weights, admission)
         members = self._members[part]
         stream = PromptStream(len(members), self.seed, self.shuffle, part)
         return int(members[stream.example_index(number)])
@@ -88,27 +88,32 @@ class Mixture:
         parts = np.asarray(self.parts)
         return [np.flatnonzero(parts == part) for part in range(len(self.weights))]
 
-    def _place(self, admission: int) -> tuple[int, int]:
-        """Return the data set of an admission, and how many of that set were admitted before.
 
-        The first set takes its share of all admissions, evenly spread, the second its share of what is left, and so on.
-        Fractions are exact: a rounded share would be off by whole prompts after enough of them.
-        """
-        left, number = [Fraction(weight) for weight in self.weights], admission
-        for part, weight in enumerate(left[:-1]):
-            share = weight / sum(left[part:])
-            taken = math.floor(share * number)
-            if math.floor(share * (number + 1)) > taken:
-                return part, taken
-            number -= taken
-        return len(left) - 1, number
+def share_of(weights: Sequence[float], admission: int) -> tuple[int, int]:
+    """Return the data set of an admission, and how many of that set were admitted before.
+
+    The first set takes its share of all admissions, evenly spread, the second its share of what is left, and so on.
+    Fractions are exact: a rounded share would be off by whole prompts after enough of them.
+    """
+    left, number = [Fraction(weight) for weight in weights], admission
+    for part, weight in enumerate(left[:-1]):
+        share = weight / sum(left[part:])
+        taken = math.floor(share * number)
+        if math.floor(share * (number + 1)) > taken:
+            return part, taken
+        number -= taken
+    return len(left) - 1, number
 
 
 # Two epochs are in use at once where a step straddles their border, of as many sets as there are.
 @functools.lru_cache(maxsize=64)
 def _permutation(num_examples: int, seed: int, epoch: int, part: int) -> NDArray[np.int64]:
+    return permutation(num_examples, [seed, epoch] if part == 0 else [seed, epoch, part])
+
+
+def permutation(num: int, entropy: Sequence[int]) -> NDArray[np.int64]:
+    """Return an order of so many things that follows from some numbers."""
     # Sorted random keys and not `Generator.permutation`: numpy promises that the raw bits stay the same in
     # all its versions, and promises nothing for the methods built on them.
-    entropy = [seed, epoch] if part == 0 else [seed, epoch, part]
-    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_examples)
+    keys = np.random.PCG64(np.random.SeedSequence(list(entropy))).random_raw(num)
     return np.argsort(keys, kind="stable")

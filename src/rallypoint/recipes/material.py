@@ -14,11 +14,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RECIPES, OnTooLong, RunConfig
+from rallypoint.config.sections.material import weight_of
 from rallypoint.data import (
     DataSet,
     EncodedPrompts,
     EncodedRows,
     Example,
+    Rows,
+    StreamedPrompts,
     encode_prompts,
     encode_rows,
     load_conversations,
@@ -46,7 +49,7 @@ class Found:
     stop_tokens: tuple[int, ...]
     limits: tuple[RowLimits, ...]
     """Limits of every model that reads the rows."""
-    train: EncodedPrompts | EncodedRows | None
+    train: EncodedPrompts | EncodedRows | StreamedPrompts | None
     """What is trained on; None if data.generate makes it."""
     validation: EncodedPrompts | EncodedRows | None
     notes: tuple[str, ...] = ()
@@ -90,6 +93,42 @@ class Found:
         )
         return dataclasses.replace(encoded, is_part=rows.is_part)
 
+    def stream(self, config: RunConfig, say: Callable[[str], None]) -> StreamedPrompts:
+        """Read the first of the training prompts, and encode the others as the run goes.
+
+        Args:
+            config: of the run, with stream_rows in data.train.
+            say: called with a line on the prompts of a window that are too long.
+
+        Raises:
+            DataError: the first prompts are bad; later ones raise it when they are read.
+        """
+        assert config.data.stream_rows is not None, "or there is nothing to stream"
+        num_ids = [each.num_ids for each in self.limits if each.num_ids is not None]
+        most = min(each.max_data_tokens(config) for each in self.limits)
+        datasets, weights = data_sets(config, "data.train"), [weight_of(one) for one in config.data.train]
+
+        def encode(examples: Sequence[Example]) -> EncodedPrompts:
+            return encode_prompts(
+                self.tokenizer,
+                examples,
+                max_prompt_tokens=most,
+                on_too_long=config.data.on_too_long,
+                num_ids=min(num_ids, default=None),
+                may_be_empty=True,
+            )
+
+        return StreamedPrompts(
+            [Rows([one]) for one in datasets] if any(weights) else [Rows(datasets)],
+            encode,
+            lambda found: say_long_prompts(found, most, say),
+            num_rows=config.data.stream_rows,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            weights=[weight or 1.0 for weight in weights] if any(weights) else (1.0,),
+            keeps_all=config.data.on_too_long != "drop",
+        )
+
     def settled(self, config: RunConfig) -> RunConfig:
         """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key."""
         trainer, made = config.trainer, config.data.generate
@@ -122,8 +161,11 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     if config.data.generate is not None:
         return found
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
-    train = found.encode(config, data_sets(config, "data.train"), notes.append, max_rows)
-    held_out = data_sets(config, "data.validation")
+    held_out, most = data_sets(config, "data.validation"), config.data.stream_rows
+    if most is not None:
+        train, max_rows = found.stream(config, notes.append), config.validation.max_prompts or most
+    else:
+        train = found.encode(config, data_sets(config, "data.train"), notes.append, max_rows)
     validation = found.encode(config, held_out, notes.append, max_rows) if held_out else None
     notes += repetitions(config, train, validation)
     return dataclasses.replace(found, train=train, validation=validation, notes=tuple(notes))
@@ -147,7 +189,7 @@ class Material:
     model_path: str
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[int, ...]
-    train: EncodedPrompts | EncodedRows
+    train: EncodedPrompts | EncodedRows | StreamedPrompts
     validation: EncodedPrompts | EncodedRows | None
 
     def token_text(self, token: int) -> str:
@@ -184,6 +226,9 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
         train, validation = (found.encode(config, [path], notes.append) for path in made_data(config, folder))
         notes += repetitions(config, train, validation)
     assert train is not None, "the config was checked: data.train or data.generate"
+    if isinstance(train, StreamedPrompts):
+        most = min(each.max_data_tokens(config) for each in found.limits)
+        train.tell = lambda encoded: say_long_prompts(encoded, most, say)
     for line in notes:
         say(line)
     model_path = config.model.path or str(made_model(config, folder))
@@ -247,7 +292,7 @@ def _first_row(found: Found) -> Iterator[str]:
     """Yield the first row that is trained on, as the model reads it: its text, its tokens, and which are trained."""
     if found.train is None:
         return
-    if isinstance(found.train, EncodedPrompts):
+    if not isinstance(found.train, EncodedRows):
         what, name, ids, trained = "prompt", found.train.examples[0].name, list(found.train.token_ids[0]), None
     else:
         row = slice(*found.train.offsets[:2].tolist())
@@ -267,9 +312,11 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
-def _described(name: str, data: EncodedPrompts | EncodedRows | None, config: RunConfig) -> str:
+def _described(name: str, data: EncodedPrompts | EncodedRows | StreamedPrompts | None, config: RunConfig) -> str:
     if data is None:
         return ""
+    if isinstance(data, StreamedPrompts):
+        return f"{name:13}  read as the run goes, at most {config.data.stream_rows:,} rows at once"
     what, key = ("examples", "data.max_row_tokens") if config.trains_on_files else ("prompts", "data.max_prompt_tokens")
     whole = f"the first {len(data):,} {what} alone were read" if data.is_part else f"{len(data):,} {what}"
     most = config.data.max_row_tokens if config.trains_on_files else config.data.max_prompt_tokens
@@ -289,8 +336,13 @@ def encode_all(
     found = encode_prompts(
         tokenizer, examples, max_prompt_tokens=max_prompt_tokens, on_too_long=on_too_long, num_ids=num_ids
     )
-    _say_fates(found, "prompts", max_prompt_tokens, "cut at their beginning", say)
+    say_long_prompts(found, max_prompt_tokens, say)
     return found
+
+
+def say_long_prompts(found: EncodedPrompts, most: int, say: Callable[[str], None]) -> None:
+    """Say which prompts were too long."""
+    _say_fates(found, "prompts", most, "cut at their beginning", say)
 
 
 def _say_fates(found: EncodedPrompts | EncodedRows, what: str, most: int, cut: str, say: Callable[[str], None]) -> None:
@@ -301,7 +353,9 @@ def _say_fates(found: EncodedPrompts | EncodedRows, what: str, most: int, cut: s
 
 
 def repetitions(
-    config: RunConfig, train: EncodedPrompts | EncodedRows, validation: EncodedPrompts | EncodedRows | None
+    config: RunConfig,
+    train: EncodedPrompts | EncodedRows | StreamedPrompts,
+    validation: EncodedPrompts | EncodedRows | None,
 ) -> Iterator[str]:
     """Yield notes on prompts that occur twice in the data or a step, or in training and validation."""
     if not isinstance(train, EncodedPrompts):

@@ -7,7 +7,7 @@ from asyncio import gather
 from typing import Self
 
 from rallypoint.algorithms import Advantage, DistillationLoss, LossStreams, weigh
-from rallypoint.data import EncodedPrompts
+from rallypoint.data import EncodedPrompts, StreamedPrompts
 from rallypoint.observability import span
 from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of
 from rallypoint.roles.actor import Actor
@@ -35,7 +35,7 @@ class OPD(RolloutRecipe):
         streams = {"": (config.teachers.reward_coef, rewarded), "teacher_": (1.0, taught)}
         loss = LossStreams(streams) if config.teachers.reward_coef else taught
         train = setup.material.train
-        assert isinstance(train, EncodedPrompts), "the recipe is declared with prompts"
+        assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         actor = await Actor.create(setup.placement, loss)
         return cls(
             config=config,

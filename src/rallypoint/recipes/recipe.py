@@ -29,7 +29,7 @@ from rallypoint.algorithms import (
 )
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
-from rallypoint.data import EncodedPrompts, EncodedRows
+from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts
 from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.pool import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
@@ -80,7 +80,7 @@ class Setup:
     async def open_source(self) -> RolloutSource:
         """Start the rollout role, and the reward model if there is one; the actor has been started."""
         train, validation = self.material.train, self.material.validation
-        assert isinstance(train, EncodedPrompts), "the recipe is declared with prompts"
+        assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
         rollouts = await Rollouts.create(self.placement, self.say)
         if weights_way(self.config) is None:

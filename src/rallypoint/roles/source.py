@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
-from rallypoint.data import EncodedPrompts, Mixture, PromptStream
+from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
@@ -60,7 +60,7 @@ class RolloutSource:
         config: RunConfig,
         rollouts: Rollouts,
         *,
-        train: EncodedPrompts,
+        train: EncodedPrompts | StreamedPrompts,
         validation: EncodedPrompts | None,
         tokenizer: PreTrainedTokenizerBase,
         stop_tokens: tuple[int, ...],
@@ -92,8 +92,8 @@ class RolloutSource:
             clock=clock,
         )
         self._penalty = _penalty_of(config)
-        self._stream = _stream_of(config, train)
-        self._sources = sorted({example.data_source for example in train.examples})
+        self._stream = train if isinstance(train, StreamedPrompts) else _stream_of(config, train)
+        self._sources = train.sources
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)

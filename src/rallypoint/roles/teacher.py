@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig, ServedTeacherConfig
-from rallypoint.data import EncodedPrompts
+from rallypoint.data import EncodedPrompts, StreamedPrompts
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
@@ -109,7 +109,7 @@ class Teachers(FrozenModel[TeacherWorker]):
         config: RunConfig,
         group: WorkerGroup[TeacherWorker] | None,
         actor: Actor[Any],
-        train: EncodedPrompts,
+        train: EncodedPrompts | StreamedPrompts,
         hints: Hints | None,
         num_ids: int,
         served: Sequence[ServedTeacher],
@@ -120,7 +120,11 @@ class Teachers(FrozenModel[TeacherWorker]):
 
     @classmethod
     async def create(
-        cls, placement: Placement, actor: Actor[Any], train: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
+        cls,
+        placement: Placement,
+        actor: Actor[Any],
+        train: EncodedPrompts | StreamedPrompts,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> Teachers:
         """Start the workers; without a folder the actor is its own teacher, and reads hints.
 
@@ -130,6 +134,7 @@ class Teachers(FrozenModel[TeacherWorker]):
         """
         config, hints = placement.config, None
         if config.teachers.hint is not None:
+            assert isinstance(train, EncodedPrompts), "the config was checked: no stream with hints"
             most = config.data.max_prompt_tokens
             hints = Hints.of(config.teachers.hint, train, tokenizer, max_prompt_tokens=most)
         group = await placement.group("teacher", TeacherWorker) if "teacher" in config.roles else None

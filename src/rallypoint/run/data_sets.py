@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import DataSetConfig
-from rallypoint.data import DataSet
+from rallypoint.data import DataSet, Generator, is_generator
 
 _SPLITS = {"data.train": ("train",), "data.validation": ("validation", "test")}
 """Splits that each key reads of a folder that has several, the first that is there."""
+_SEEDS = {"data.train": 0, "data.validation": 2**31}
+"""What each key adds to the seed of a generator, so that no row is in both."""
 
 
 def data_sets(config: RunConfig, key: str) -> list[DataSet]:
@@ -17,7 +19,7 @@ def data_sets(config: RunConfig, key: str) -> list[DataSet]:
 
 
 def _data_set(config: RunConfig, key: str, one: DataSetConfig) -> DataSet:
-    columns = one.columns or config.data.columns
+    columns = None if is_generator(one.path) else one.columns or config.data.columns
     return DataSet(
         path=one.path,
         subset=one.subset,
@@ -25,4 +27,5 @@ def _data_set(config: RunConfig, key: str, one: DataSetConfig) -> DataSet:
         columns=columns.named if columns else {},
         columns_key="data.columns" if one.columns is None else f"the columns of {one.path} in {key}",
         data_source=one.data_source,
+        generator=Generator(config.seed + _SEEDS[key], one.parameters or {}),
     )

@@ -7,7 +7,9 @@ file is the same, an edited one is not.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
 from rallypoint.data.files import fingerprint, is_url
+from rallypoint.data.generators import generator_version, is_generator
 from rallypoint.data.locate import files_of
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.reward import SHIPPED
@@ -36,6 +39,7 @@ MADE_LIST = "made.json"
 _MADE = {"model.create": "model", "data.generate": "data"}
 _PACKAGES = ("rallypoint", "torch", "transformers", "tokenizers")
 
+_OUTLINE_BYTES = 2**20
 
 _RECORD = Path("training") / "run.json"
 """In a checkpoint."""
@@ -115,7 +119,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
     for key in ("data.train", "data.validation"):
         files = [file for each in data_sets(config, key) for file in files_of(each)]
         if files:
-            yield key, {f"file {place}": _reader(file) for place, file in enumerate(files, start=1)}
+            read = outline if key == "data.train" and config.data.stream_rows else digest
+            yield key, {f"file {place}": _reader(file, read) for place, file in enumerate(files, start=1)}
     models: dict[str, str | None] = {**config.named_models}
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
@@ -141,9 +146,22 @@ def _model(path: str) -> dict[str, Callable[[], str]]:
     return {"revision": lambda: Path(cached).parent.name} if isinstance(cached, str) else {}
 
 
-def _reader(path: str | Path) -> Callable[[], str]:
+def _reader(path: str | Path, read: Callable[[Path], str] = digest) -> Callable[[], str]:
     """Return what reads a file's digest, or of one on another file system what tells that it has changed."""
-    return lambda: fingerprint(str(path)) if is_url(str(path)) else digest(Path(path).expanduser())
+    if is_generator(str(path)):
+        return generator_version
+    return lambda: fingerprint(str(path)) if is_url(str(path)) else read(Path(path).expanduser())
+
+
+def outline(path: Path) -> str:
+    """Return a digest of a file's size, beginning and end, for one that is too large to be read at every start."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        found = hashlib.sha256(str(size).encode())
+        for place in (0, max(0, size - _OUTLINE_BYTES)):
+            file.seek(place)
+            found.update(file.read(_OUTLINE_BYTES))
+    return found.hexdigest()
 
 
 def made_inputs(folder: RunFolder) -> Inputs:

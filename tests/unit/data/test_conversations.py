@@ -2,12 +2,13 @@
 
 import json
 import re
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rallypoint.data import Conversation, Message, load_conversations
+from rallypoint.data import Conversation, DataSet, Message, load_conversations
 from rallypoint.errors import DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
@@ -19,7 +20,7 @@ def write(path, *rows):
     return path
 
 
-def refusal(path, kind="conversations"):
+def refusal(path, kind: Any = "conversations"):
     with pytest.raises(DataError) as raised:
         load_conversations([path], kind)
     return str(raised.value)
@@ -71,8 +72,12 @@ def test_what_two_whole_conversations_begin_with_is_context(tmp_path):
     [
         ("conversations", {"messages": [ASKED]}, "line 1, column messages: expected a turn of the assistant"),
         ("conversations", {"message": [ASKED]}, "column 'messages' is missing; did you mean 'message'?"),
-        ("conversations", {"conversations": []}, "'conversations' may be it: write the file with 'messages'"),
-        ("conversations", {"prompt": "2+2", "response": "4"}, "'response' may be it: write the file with 'completion'"),
+        ("conversations", {"conversations": []}, "'conversations' may be it: set data.columns.messages=conversations"),
+        (
+            "conversations",
+            {"prompt": "2+2", "response": "4"},
+            "'response' may be it: set data.columns.completion=r",
+        ),
         ("conversations", {"prompt": "2+2", "completion": " "}, "column completion: expected text, found only blanks"),
         ("conversations", {"messages": [ASKED, {"role": "bot", "content": "4"}]}, "messages[1].role: expected one of"),
         ("conversations", {"messages": [ASKED, {"role": "assistant"}]}, "messages[1]: expected 'content', found"),
@@ -100,3 +105,19 @@ def test_all_bad_rows_of_all_files_are_reported_together(tmp_path):
             [first, write(tmp_path / "b.jsonl", {"text": "x"}), tmp_path / "none.jsonl"], "conversations"
         )
     assert len(re.findall(r"^  - ", str(raised.value), re.M)) == 4
+
+
+def test_columns_may_have_other_names(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "1+2?", "answer": "3", "worse": "4", "prompt": "not this"}) + "\n")
+    named = DataSet(str(path), columns={"prompt": "question", "completion": "answer"})
+    (example,) = load_conversations([named], "conversations").examples
+    assert [message.content for message in example[0].messages] == ["1+2?", "3"]
+    pairs = {"prompt": "question", "chosen": "answer", "rejected": "worse"}
+    chosen, rejected = load_conversations([DataSet(str(path), columns=pairs)], "pairs").examples[0]
+    assert (chosen.messages[-1].content, rejected.messages[-1].content) == ("3", "4")
+    with pytest.raises(DataError, match=r"column 'wors', which data\.columns\.rejected names, is missing; did"):
+        load_conversations([DataSet(str(path), columns={**pairs, "rejected": "wors"})], "pairs")
+    path.write_text(json.dumps({"question": "1+2?", "answer": ""}) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1, column answer: expected text, found empty text"):
+        load_conversations([named], "conversations")

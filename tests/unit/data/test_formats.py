@@ -1,5 +1,6 @@
 """Data as people have it: formats, folders, other file systems, other names of columns; and twenty kinds of damage."""
 
+import dataclasses
 import gzip
 import json
 
@@ -8,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rallypoint.data import DataSet, Message, load_dataset
+from rallypoint.data import DataSet, Message, encode_prompts, load_dataset, make_digits_tokenizer
 from rallypoint.data.locate import choose, files_of, is_hub_name
 from rallypoint.errors import DataError
 
 ROWS = [{"prompt": "1+2?", "ground_truth": "3"}, {"prompt": "2+2?", "ground_truth": "4"}]
-GSM = {"columns": {"prompt": "question", "ground_truth": "answer"}}
+GSM = {"prompt": "question", "ground_truth": "answer"}
 
 
 def lines(rows):
@@ -44,11 +45,13 @@ def test_every_format_gives_the_same_examples(tmp_path):
 def test_columns_have_the_names_that_are_said(tmp_path):
     path = tmp_path / "gsm8k.jsonl"
     path.write_text(lines([{"question": "1+2?", "answer": "#### 3", "prompt": "not this"}]))
-    example = load_dataset([DataSet(str(path), **GSM)])[0]
+    example = load_dataset([DataSet(str(path), columns=GSM)])[0]
     assert (example.prompt, example.ground_truth) == ((Message("user", "1+2?"),), "#### 3")
     assert example.data_source == "gsm8k"
     pq.write_table(pa.table({"question": ["1+2?"], "answer": ["3"], "reward_model": ["x"]}), tmp_path / "a.parquet")
-    assert texts(load_dataset([DataSet(str(tmp_path / "a.parquet"), **GSM, data_source="lab")])) == [("1+2?", "3")]
+    assert texts(load_dataset([DataSet(str(tmp_path / "a.parquet"), columns=GSM, data_source="lab")])) == [
+        ("1+2?", "3")
+    ]
 
 
 def test_a_conversation_may_hold_prompt_and_answer(tmp_path):
@@ -56,11 +59,11 @@ def test_a_conversation_may_hold_prompt_and_answer(tmp_path):
     messages = [{"role": role, "content": content} for role, content in turns]
     path = tmp_path / "a.jsonl"
     path.write_text(lines([{"messages": messages}, {"messages": messages[:2]}]))
-    both = {"columns": {"prompt": "messages", "ground_truth": "messages"}}
+    both = {"prompt": "messages", "ground_truth": "messages"}
     with pytest.raises(DataError, match=r"a\.jsonl, line 2, column messages: expected the right answer, found null"):
-        load_dataset([DataSet(str(path), **both)])
+        load_dataset([DataSet(str(path), columns=both)])
     path.write_text(lines([{"messages": messages}]))
-    example = load_dataset([DataSet(str(path), **both)])[0]
+    example = load_dataset([DataSet(str(path), columns=both)])[0]
     assert example.prompt == (Message("system", "Add."), Message("user", "1+2?"))
     assert example.ground_truth == "3"
 
@@ -174,4 +177,21 @@ def test_a_column_that_was_named_and_is_not_there_is_named_with_its_key(tmp_path
     path.write_text(lines([{"question": "1", "answers": "2"}]))
     problem = r"column 'answer', which data\.columns\.ground_truth names, is missing; did you mean 'answers'"
     with pytest.raises(DataError, match=problem):
-        load_dataset([DataSet(str(path), **GSM)])
+        load_dataset([DataSet(str(path), columns=GSM)])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_prompt_of_ten_megabytes_is_too_long_without_being_encoded(tmp_path, kind):
+    huge = "1" * 10_000_000
+    path = tmp_path / f"a.{kind}"
+    text = lines([*ROWS, {"prompt": huge, "ground_truth": "1"}])
+    path.write_text(text if kind == "jsonl" else f"prompt,ground_truth\n1+2,3\n2+2,4\n{huge},1\n")
+    examples = load_dataset([path])
+    name = f"a.{kind}:{3 if kind == 'jsonl' else 4}"
+    numbers = [
+        dataclasses.replace(one, prompt=(Message("user", one.prompt[0].content.strip("+2?")),)) for one in examples
+    ]
+    with pytest.raises(DataError, match=rf"{name}: the prompt has 10,000,000 characters, but max_prompt_tokens is 8"):
+        encode_prompts(make_digits_tokenizer(), numbers, max_prompt_tokens=8)
+    found = encode_prompts(make_digits_tokenizer(), numbers, max_prompt_tokens=8, on_too_long="drop")
+    assert (found.dropped, len(found)) == ((name,), 2)

@@ -67,6 +67,10 @@ class ColumnsConfig(Section):
     data_source: str | None = key(None, help="Column of what a reward function chooses by.")
     ability: str | None = key(None, help="Column of the ability.")
     extra_info: str | None = key(None, help="Column of an object for the reward function.")
+    messages: str | None = key(None, help="Column of a conversation to be trained on.")
+    completion: str | None = key(None, help="Column of the answer to a prompt, to be trained on.")
+    chosen: str | None = key(None, help="Column of the better answer of a pair.")
+    rejected: str | None = key(None, help="Column of the worse one.")
 
     @property
     def named(self) -> dict[str, str]:
@@ -87,6 +91,10 @@ class DataSetConfig(Section):
     """Its own in place of data.columns."""
     data_source: str | None = None
     """What rows are called that do not say it themselves."""
+    parameters: dict[str, Any] | None = None
+    """Of a generator, `reasoning_gym:NAME`: size, seed, and what its config has."""
+    stream_rows: int | None = Field(default=None, ge=2)
+    """Rows in memory at most: they are read as the run goes, and shuffled among half as many. None: all are."""
 
     @model_serializer
     def _short(self) -> dict[str, object]:
@@ -125,7 +133,7 @@ def weight_of(dataset: str | DataSetConfig) -> float | None:
 class DataConfig(Section):
     """Rows of the data: exactly one of train and generate."""
 
-    train: DataSets = key((), help="Files, folders, URLs or names on the hub; as {path, weight, ...} a mixture.")
+    train: DataSets = key((), help="Files, folders, URLs, hub names, reasoning_gym:NAME; a mixture as {path, weight}.")
     validation: DataSets = key((), help="The same for validation; empty for none.")
     columns: ColumnsConfig | None = section(None, help="Names of the columns in the files; null: as here.")
     generate: GenerateDataConfig | None = section(None, help="Make a data set instead of reading one.")
@@ -141,6 +149,11 @@ class DataConfig(Section):
         help="What happens to longer ones: truncate cuts a prompt's beginning, or a row's end; both are counted.",
     )
     shuffle: bool = key(True, help="A new order in every epoch, from the seed; false keeps the file's order.")
+
+    @property
+    def stream_rows(self) -> int | None:
+        """Rows of the training data in memory at most; None if they are read at the start."""
+        return sum(one.stream_rows or 0 for one in self.train if not isinstance(one, str)) or None
 
 
 class OverlongConfig(Section):
