@@ -2,6 +2,8 @@
 
 import pytest
 
+from rallypoint.run import read_metrics
+
 ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
 RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
 
@@ -44,3 +46,21 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs,
     assert weights_of(whole) == weights_of(resumed)
     steps = [line.split('"step": ')[1].split(",")[0] for line in resumed.metrics.read_text().splitlines()]
     assert sorted(set(steps)) == ["0", "1", "2", "3", "4"]
+
+
+def test_an_over_sampled_run_trains_on_the_same_prompts_on_ray_inline_and_after_a_kill(runs, weights_of):
+    keys = (
+        "recipe=grpo",
+        "rollout={max_response_tokens: 60, over_sampling: 12, dynamic_sampling: 5}",
+        "checkpoint={every_steps: 1, keep: 9}",
+        ONE,
+    )
+    inline = runs.run("inline", INLINE, *keys)
+    counts = [each["rollout/num_aborted"] for each in read_metrics(inline.metrics) if "rollout/num_aborted" in each]
+    assert len(counts) == 4
+    assert max(counts) > 0
+    on_ray = runs.run("ray", RAY, *keys)
+    assert weights_of(on_ray) == weights_of(inline)
+    for later in sorted(on_ray.checkpoints.iterdir())[1:]:
+        later.rename(on_ray.path / later.name)
+    assert weights_of(runs.resume("ray", INLINE)) == weights_of(inline)

@@ -224,8 +224,22 @@ def _check_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_prompts(config: RunConfig) -> Iterator[Problem]:
-    """Yield what cannot be had beside dynamic sampling."""
+    """Yield what cannot be had beside dynamic sampling or over-sampling."""
     rollout = config.rollout
+    if rollout.over_sampling is not None and rollout.over_sampling <= rollout.num_prompts:
+        yield Problem(
+            ("rollout.over_sampling", "rollout.num_prompts"),
+            f"rollout.over_sampling={rollout.over_sampling} leaves nothing over beside "
+            f"rollout.num_prompts={rollout.num_prompts}: it counts all prompts that are sampled for a step; expected "
+            f"more, such as {rollout.num_prompts + -(-rollout.num_prompts // 4)}, or null",
+        )
+    if rollout.over_sampling is not None and rollout.max_staleness:
+        yield Problem(
+            ("rollout.over_sampling", "rollout.max_staleness"),
+            f"rollout.over_sampling={rollout.over_sampling} does not go with "
+            f"rollout.max_staleness={rollout.max_staleness}: a run that samples ahead lets its steps pass long "
+            "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0",
+        )
     if rollout.dynamic_sampling is None:
         return
     clashes = {

@@ -243,7 +243,7 @@ class RunConfig(Section):
         So no rollout is older than rollout.max_staleness allows, whatever the latencies; see `roles/groups.py`.
         """
         rollout = self.rollout
-        return (rollout.max_staleness + 1) * rollout.num_prompts - (rollout.window - 1)
+        return rollout.over_sampling or (rollout.max_staleness + 1) * rollout.num_prompts - (rollout.window - 1)
 
     @property
     def max_row_tokens(self) -> int:

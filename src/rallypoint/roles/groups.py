@@ -92,8 +92,8 @@ class Groups:
         self._oldest, self._ahead = done.oldest, set(done.ahead)
         self._dropped: set[int] = set()
         self._next = done.oldest
-        self._under_way: dict[int, None] = {}  # as an ordered set
-        self._complete: set[int] = set()
+        self._under_way: dict[int, None] = {}  # an ordered set, as the next one
+        self._complete: dict[int, None] = {}
         self._picked: list[int] = []
         self._versions: list[int] = []
         """The newest S+1 versions that were loaded; a token may be as old as the first of them."""
@@ -134,7 +134,11 @@ class Groups:
     def complete(self, index: int) -> None:
         """Note that a group can be trained on."""
         assert index in self._under_way, "a group that was admitted, and neither taken nor dropped"
-        self._complete.add(index)
+        self._complete[index] = None
+
+    def is_complete(self, index: int) -> bool:
+        """Whether `complete` was called of a group under way."""
+        return index in self._complete
 
     def next(self) -> tuple[int, ...] | None:
         """Return the groups of the next step, in order; None if these cannot be known yet.
@@ -177,7 +181,7 @@ class Groups:
     def _end(self, indices: Sequence[int]) -> None:
         for index in indices:
             del self._under_way[index]
-            self._complete.discard(index)
+            self._complete.pop(index, None)
             self._ahead.add(index)
         while self._oldest in self._ahead:
             self._ahead.remove(self._oldest)

@@ -6,11 +6,13 @@ response is for. Invariant: a rank gets its requests in the order in which they 
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from rallypoint.errors import RallyError, RequestError
 from rallypoint.generation import GenerationEngine, Output, Request
@@ -108,6 +110,62 @@ class Desk:
         self.engine.step()  # asleep, it only ends what was cancelled
 
 
+_STEPS = 16
+"""Steps of the engines after which ranks are held where a gate is watched."""
+_PASSES = 10
+"""Passes of the event loop in which whoever waited for a response goes on: an episode, its group, its next request."""
+
+
+class Gate:
+    """Holds the ranks after every slice while somebody decides what goes on.
+
+    It is open unless it is watched. Then slices have so many steps of the engines instead of so many seconds, so what
+    has ended at a gate follows from the requests alone.
+
+    Consumes: the ends of slices. Produces: a moment in which no rank samples. Waits for: whoever watches. Unblocked by:
+    `next`, and the end of watching.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps: int | None = None
+        """Steps of a slice; None while nobody watches."""
+        self._reached, self._opened = asyncio.Event(), asyncio.Event()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Hold the ranks at the end of every slice, until `next` or the end of the block."""
+        self.num_steps = _STEPS
+        try:
+            yield
+        finally:
+            self.num_steps = None
+            self._opened.set()
+
+    async def next(self) -> None:
+        """Let the ranks go on, and wait until they are held again or `look` is called."""
+        self._reached.clear()
+        self._opened.set()
+        await self._reached.wait()
+
+    def look(self) -> None:
+        """Let whoever watches look, although no rank samples."""
+        self._reached.set()
+
+    async def hold(self) -> None:
+        """Wait at the end of a slice until the gate is open."""
+        if self.num_steps is None:
+            return
+        await self._let_others_go_on()
+        self._opened.clear()
+        self._reached.set()
+        await self._opened.wait()
+        await self._let_others_go_on()
+
+    async def _let_others_go_on(self) -> None:
+        for _ in range(_PASSES):
+            await asyncio.sleep(0)
+
+
 Advance = Callable[[Sequence[Orders]], Awaitable[Sequence[Sequence[Output]]]]
 """Has every rank follow its orders, and returns the outputs of each."""
 
@@ -115,15 +173,16 @@ Advance = Callable[[Sequence[Orders]], Awaitable[Sequence[Sequence[Output]]]]
 class RequestQueue:
     """Requests of one kind on their way to the ranks, and their outputs on their way back; all in the driver's loop."""
 
-    def __init__(self, num_ranks: int, advance: Advance, version: Callable[[], int]) -> None:
+    def __init__(self, num_ranks: int, advance: Advance, version: Callable[[], int], gate: Gate | None = None) -> None:
         """Begin without requests.
 
         Args:
             num_ranks: that there are.
             advance: calls all of them.
             version: of the weights that they sample from when they are called.
+            gate: where they may be held between two slices.
         """
-        self._advance, self._version = advance, version
+        self._advance, self._version, self._gate = advance, version, gate or Gate()
         self._open: dict[int, tuple[int, Callable[[Output], None]]] = {}
         self._new: list[list[tuple[int, Request]]] = [[] for _ in range(num_ranks)]
         self._cancelled: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -176,7 +235,12 @@ class RequestQueue:
     async def advance(self) -> None:
         """Have every rank sample for a slice of time, and deliver what comes of it."""
         orders = [
-            Orders(tuple(one for one in new if one[0] in self._open), tuple(cancelled), self._version())
+            Orders(
+                tuple(one for one in new if one[0] in self._open),
+                tuple(cancelled),
+                self._version(),
+                self._gate.num_steps,
+            )
             for new, cancelled in zip(self._new, self._cancelled, strict=True)
         ]
         for sent in (*self._new, *self._cancelled):
@@ -188,3 +252,4 @@ class RequestQueue:
             if output.finish_reason is not None:
                 del self._open[output.request_id]
             waiting[1](output)
+        await self._gate.hold()

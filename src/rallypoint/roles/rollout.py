@@ -30,7 +30,7 @@ from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, ma
 from rallypoint.roles.engines import make_engine, make_outside_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import LineEnd, way_between
-from rallypoint.roles.requests import Desk, Orders, RequestQueue, Slice
+from rallypoint.roles.requests import Desk, Gate, Orders, RequestQueue, Slice
 from rallypoint.roles.schedule import Schedule
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
@@ -220,15 +220,14 @@ class RolloutWorker(TurnTaker):
         self._problem = f"version {version} was not loaded whole"
         if self._server is not None and published is not None:
             self._server.load_folder(version, published)
-            self._problem = None
-            return
-        if self._shard is not None and published is not None:
+        elif self._shard is not None and published is not None:
             published_folder.read(self._shard, published, version)
         elif self._end.is_open:
             self._take_over(version)
         elif not self._shares_actor:
             raise WeightsMismatchError(f"version {version} was published without weights to a rank with its own copy")
-        self._engine.load(version, None)
+        if self._server is None:
+            self._engine.load(version, None)
         self._problem = None
 
     def _take_over(self, version: int) -> None:
@@ -260,7 +259,8 @@ class Rollouts:
         """Called when new weights were loaded."""
         self.schedule = schedule
         self._next_version = 0
-        self._requests = RequestQueue(self.num_ranks, self._advance, lambda: self._next_version)
+        self.gate = Gate()
+        self._requests = RequestQueue(self.num_ranks, self._advance, lambda: self._next_version, self.gate)
         self._busy_s = [0.0] * self.num_ranks
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)

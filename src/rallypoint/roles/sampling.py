@@ -105,6 +105,11 @@ class GroupUnderWay:
     times: Times
     """When what happened to it."""
 
+    def close(self) -> None:
+        """Give it up."""
+        self.sampled.cancel()
+        self.scored.cancel()
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Times:
@@ -128,8 +133,7 @@ class Cohort:
     def close(self) -> None:
         """Give up what is under way."""
         for group in self.groups:
-            group.sampled.cancel()
-            group.scored.cancel()
+            group.close()
         self.scoring.stop()
 
 

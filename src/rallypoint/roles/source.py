@@ -16,8 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,25 +28,30 @@ from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPromp
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.pool import Grader
-from rallypoint.environments.scoring import ModelScores, ScoredGroup, combine
+from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
 from rallypoint.roles.groups import Groups, PromptsDone
+from rallypoint.roles.over_sampling import OverSampledGroups
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampled import Sampled, measure, measure_sources
-from rallypoint.roles.sampling import GRACE_S, AbandonedError, GroupUnderWay, Sampler, sampling_params
+from rallypoint.roles.sampling import GRACE_S, GroupUnderWay, Sampler, sampling_params
 from rallypoint.roles.timekeeper import Timekeeper
+from rallypoint.roles.under_way import UnderWay
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
 from rallypoint.types import Metrics, RolloutBatch, Sum, merge
-
-ResultT = TypeVar("ResultT")
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
 _MOST_SOURCES = 32
 """Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
+_NO_SIGNAL = (
+    "rollout.dynamic_sampling={batches}: the scores of all rollouts were equal for {num} prompts of a step, {batches} "
+    "times rollout.num_prompts, which are too hard, too easy or too narrow to learn from. Look at the rollouts; mix in "
+    "other prompts, raise rollout.group_size or rollout.temperature, or give partial scores"
+)
 PATIENCE_S = 30.0
 """Seconds that a step waits before it names a group that is much slower than the others."""
 
@@ -79,8 +83,11 @@ class RolloutSource:
         self.validated: StepRollouts | None = None
         """Rollouts of the newest validation."""
         self._config, self._train, self._validation = config, train, validation
-        self._say, self._grader, self._reward_model = say, grader, reward_model
-        self._times, self._patience_s, self._grace_s = Timekeeper(clock, write_times), patience_s, grace_s
+        self._say, self._reward_model = say, reward_model
+        self._times = Timekeeper(clock, write_times)
+        self._under_way = UnderWay(
+            rollouts, grader, slowest=self._times.slowest, say=say, patience_s=patience_s, grace_s=grace_s
+        )
         self._sampler = Sampler(
             config,
             rollouts,
@@ -88,7 +95,7 @@ class RolloutSource:
             grader=grader,
             say=say,
             episode=episode,
-            failed=self._fail,
+            failed=self._under_way.fail,
             clock=clock,
         )
         self._penalty = _penalty_of(config)
@@ -97,11 +104,8 @@ class RolloutSource:
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
-        self._interrupted, self._num_loads = asyncio.Event(), 0
+        self._num_loads = 0
         self._is_complete = asyncio.Event()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The error that ended a running group."""
-        self._under_way: dict[int, GroupUnderWay] = {}
         self.done = PromptsDone()
         rollouts.after_load = self._loaded
 
@@ -112,12 +116,16 @@ class RolloutSource:
 
     @done.setter
     def done(self, done: PromptsDone) -> None:
-        rollout, num_steps = self._config.rollout, self._config.trainer.num_steps
+        rollout, num_prompts = self._config.rollout, self._config.rollout.num_prompts
+        limit, num_sampled = self._config.trainer.num_steps * num_prompts, rollout.over_sampling
+        if num_sampled is not None:
+            self._groups = OverSampledGroups(num_prompts=num_prompts, num_sampled=num_sampled, limit=limit, done=done)
+            return
         self._groups = Groups(
-            num_prompts=rollout.num_prompts,
+            num_prompts=num_prompts,
             max_staleness=rollout.max_staleness,
             window=rollout.window,
-            limit=num_steps * rollout.num_prompts,
+            limit=limit,
             done=done,
         )
 
@@ -136,7 +144,7 @@ class RolloutSource:
 
     def hurry(self) -> None:
         """From now on give the reward function only a few seconds, because the run is ending."""
-        self._interrupted.set()
+        self._under_way.interrupted.set()
         self._is_complete.set()  # who waits looks
 
     async def next_batch(self) -> Sampled:
@@ -151,19 +159,15 @@ class RolloutSource:
         """
         self._times.asked()
         await self._begin_again()
-        self._admit()
-        groups = await self._next_groups()
-        replaced = Metrics()
-        if self._config.rollout.dynamic_sampling is not None:
-            groups, replaced = await self._with_signal(groups, self._config.rollout.dynamic_sampling)
+        groups, counts = await self._choose()
         sampled = await self._finish(groups)
-        sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, replaced))
+        sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         self._groups.take(taken)
         if self._config.rollout.window > 1:
             self.rollouts.schedule.taken(list(taken))
         for index in taken:
-            del self._under_way[index]
+            del self._under_way.groups[index]
         step = self._groups.num_taken // self._config.rollout.num_prompts
         idle = self._times.taken(step, groups, self.rollouts.take_busy_s())
         if self._config.rollout.max_staleness:
@@ -207,7 +211,10 @@ class RolloutSource:
                 row = self._stream.example_index(index)
                 prompts[index] = Prompt(tuple(self._train.token_ids[row]), self._train.examples[row])
             cohort = self._sampler.begin(prompts, self._params, self._config.rollout.group_size, self._complete)
-            self._under_way |= {group.index: group for group in cohort.groups}
+            self._under_way.groups |= {group.index: group for group in cohort.groups}
+            if self._config.rollout.over_sampling is not None:
+                for group in cohort.groups:
+                    group.sampled.add_done_callback(self._look)
 
     def _loaded(self) -> None:
         """Take note of new weights; a run that samples ahead has more to sample now."""
@@ -216,68 +223,100 @@ class RolloutSource:
             self._admit()
 
     def _complete(self, index: int) -> None:
-        self._groups.complete(index)
+        """Take note that a group is scored. Over-sampled ones count once they are sampled, see `_see_who_ended`."""
+        if self._config.rollout.over_sampling is None:
+            self._groups.complete(index)
         self._is_complete.set()
 
-    async def _next_groups(self) -> list[GroupUnderWay]:
-        """Return the groups of the next step; with a window they are already complete."""
-        while (indices := self.rollouts.schedule.next_take() or self._groups.next()) is None:
-            groups = list(self._under_way.values())
-            if len(groups) < self._config.rollout.num_prompts:
-                raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
-            async with self._unless_it_fails(groups):
-                self._is_complete.clear()
-                if not self._interrupted.is_set():
-                    await self._wait(self._is_complete.wait(), groups)
-                    continue
-                await self._wait(asyncio.wait({group.sampled for group in groups}), groups)
-                await self._wait(
-                    asyncio.wait({asyncio.ensure_future(self._is_complete.wait())}, timeout=self._grace_s), ()
-                )
-                if not self._is_complete.is_set():
-                    raise AbandonedError(f"the reward function was busy for {self._grace_s:g} s more")
-        if not self._under_way.keys() >= set(indices):
-            raise ScheduleError(
-                f"rollout.schedule trains on prompts {sorted(set(indices) - self._under_way.keys())} next, which are "
-                "not under way: it is not the schedule of a run with this config"
-            )
-        return [self._under_way[index] for index in indices]
+    def _look(self, _: object) -> None:
+        """Look at a group that has ended while no rank samples, as one with a slow tool."""
+        if self.rollouts.is_idle.is_set():
+            self.rollouts.gate.look()
 
-    async def _with_signal(self, groups: list[GroupUnderWay], max_rounds: int) -> tuple[list[GroupUnderWay], Metrics]:
-        """Replace groups whose scores are all equal by those of the next prompts (DAPO, arXiv 2503.14476, section 3.2).
+    async def _choose(self) -> tuple[list[GroupUnderWay], Metrics]:
+        """Return the groups of the next step, and how many were left out for them.
 
-        All groups are waited for before others begin, so that the same seed samples the same prompts side by side.
+        Groups whose scores are all equal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
+        before others begin, so that the same seed samples the same prompts side by side.
         """
-        num_replaced = 0
-        for _ in range(max_rounds):
-            async with self._unless_it_fails(groups):
-                with span("rollout"):
-                    await self._wait(asyncio.gather(*(group.sampled for group in groups)), groups)
-                with span("reward"):
-                    scored = await self._scores_of(groups)
-            without = [group for group, found in zip(groups, scored, strict=True) if not found.has_signal]
-            if not without:
-                return groups, Metrics({"rollout/num_replaced": Sum(num_replaced)})
-            for group in without:
-                self._groups.drop(group.index)
-                del self._under_way[group.index]
-            num_replaced += len(without)
+        rollout, num_replaced = self._config.rollout, 0
+        with contextlib.ExitStack() as until_chosen:
+            if rollout.over_sampling is not None:
+                until_chosen.enter_context(self.rollouts.gate.watched())
             self._admit()
             groups = await self._next_groups()
-        raise RewardError(
-            f"rollout.dynamic_sampling={max_rounds}: in {max_rounds} rounds the scores of all rollouts were equal for "
-            f"{num_replaced} prompts, which is too hard, too easy or too narrow to learn from. Look at the rollouts; "
-            "mix in other prompts, raise rollout.group_size or rollout.temperature, or give partial scores"
-        )
+            while rollout.dynamic_sampling is not None and (without := await self._without_signal(groups)):
+                num_replaced += len(without)
+                if num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
+                    raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
+                for index in without:
+                    self._groups.drop(index)
+                    del self._under_way.groups[index]
+                self._admit()
+                groups = await self._next_groups()
+            counts = {} if rollout.dynamic_sampling is None else {"rollout/num_replaced": Sum(num_replaced)}
+            if isinstance(self._groups, OverSampledGroups):
+                aborted = self._groups.abort([group.index for group in groups])
+                await self._under_way.abort(aborted)
+                counts["rollout/num_aborted"] = Sum(len(aborted))
+        return groups, Metrics(counts)
+
+    async def _without_signal(self, groups: Sequence[GroupUnderWay]) -> list[int]:
+        """Return the indices of those whose scores are all equal, once all are scored."""
+        async with self._under_way.unless_it_fails(groups):
+            with span("rollout"):
+                await self._under_way.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+            with span("reward"):
+                scored = await self._under_way.scores(groups)
+        return [group.index for group, found in zip(groups, scored, strict=True) if not found.has_signal]
+
+    async def _next_groups(self) -> list[GroupUnderWay]:
+        """Return the groups of the next step; with a window, or others beside them, they are already complete."""
+        while (indices := self.rollouts.schedule.next_take() or self._groups.next()) is None:
+            groups = list(self._under_way.groups.values())
+            if len(groups) < self._config.rollout.num_prompts:
+                raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
+            async with self._under_way.unless_it_fails(groups):
+                await (self._see_who_ended(groups) if self._config.rollout.over_sampling else self._see_one_end(groups))
+        if not self._under_way.groups.keys() >= set(indices):
+            raise ScheduleError(
+                f"rollout.schedule trains on prompts {sorted(set(indices) - self._under_way.groups.keys())} next, "
+                "which are not under way: it is not the schedule of a run with this config"
+            )
+        return [self._under_way.groups[index] for index in indices]
+
+    async def _see_one_end(self, groups: Sequence[GroupUnderWay]) -> None:
+        """Wait until another group is complete."""
+        self._is_complete.clear()
+        if not self._under_way.interrupted.is_set():
+            await self._under_way.wait(self._is_complete.wait(), groups)
+            return
+        await self._under_way.wait(asyncio.wait({group.sampled for group in groups}), groups)
+        ended = asyncio.ensure_future(self._is_complete.wait())
+        await self._under_way.grace(ended, ())
+
+    async def _see_who_ended(self, groups: Sequence[GroupUnderWay]) -> None:
+        """Have the ranks sample for a slice, and note whose rollouts are then complete, in order of admission."""
+        if not self.rollouts.is_idle.is_set() or not self._note_ended(groups):
+            with span("rollout"):
+                await self._under_way.wait(self.rollouts.gate.next(), groups)
+            self._note_ended(groups)
+
+    def _note_ended(self, groups: Sequence[GroupUnderWay]) -> bool:
+        """Return whether the rollouts of more groups have ended."""
+        ended = [group for group in groups if group.sampled.done() and not self._groups.is_complete(group.index)]
+        for group in sorted(ended, key=lambda group: group.index):
+            self._groups.complete(group.index)
+        return bool(ended)
 
     async def _begin_again(self) -> None:
         """Sample all running groups again where the run that wrote the schedule was killed and resumed."""
         replay = self.rollouts.schedule.replay
         if replay is None or not replay.resumes_after(self._groups.num_taken // self._config.rollout.num_prompts):
             return
-        for cohort in {group.cohort for group in self._under_way.values()}:
+        for cohort in {group.cohort for group in self._under_way.groups.values()}:
             cohort.close()
-        self._under_way.clear()
+        self._under_way.groups.clear()
         await self.rollouts.stop()
         replay.resume()
         self.done = self._groups.done
@@ -285,9 +324,9 @@ class RolloutSource:
 
     async def _finish(self, groups: Sequence[GroupUnderWay]) -> Sampled:
         """Wait until groups are sampled and scored; after an error nothing is left running."""
-        async with self._unless_it_fails(groups):
+        async with self._under_way.unless_it_fails(groups):
             with span("rollout"):
-                sampled = await self._wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+                sampled = await self._under_way.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
                 failures = [failure for group in sampled for failure in group.failures]
                 if not any(len(group.rows) for group in sampled):
                     raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
@@ -299,7 +338,7 @@ class RolloutSource:
                 # computed together, and the reward model may share its processes with the sampler.
                 scores = await self._reward_model.scores(rows)
                 model = None if scores is None else ModelScores.of(scores, self._config.reward)
-                scored_groups = await self._scores_of(groups)
+                scored_groups = await self._under_way.scores(groups)
                 scored = combine(scored_groups, max_failed=self._config.reward.max_failed, model=model)
         if scored.failures:
             self._say(describe_failures(scored.failures))
@@ -311,62 +350,10 @@ class RolloutSource:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
         return Sampled(scored.batch, merge(measured, scored.metrics), rollouts)
 
-    async def _scores_of(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
-        """Return the reward function's scores of groups that are sampled.
-
-        Raises:
-            AbandonedError: it did not say so within some seconds after an interruption.
-        """
-        scored = asyncio.gather(*(group.scored for group in groups))
-        scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
-        interrupted = asyncio.create_task(self._interrupted.wait())
-        await self._wait(asyncio.wait({scored, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
-        interrupted.cancel()
-        if not scored.done():
-            await self._wait(asyncio.wait({scored}, timeout=self._grace_s), groups)
-        if not scored.done():
-            raise AbandonedError(f"the reward function was busy for {self._grace_s:g} s more")
-        return scored.result()
-
-    async def _wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupUnderWay]) -> ResultT:
-        """Wait for something, and name groups that are much slower than others; raise what any group raises."""
-        task = asyncio.ensure_future(awaited)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
-        try:
-            while not task.done():
-                await asyncio.wait({task, self._failure}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
-                if self._failure.done():
-                    self._failure.result()
-                if not task.done() and (slowest := self._times.slowest(groups)) is not None:
-                    self._say(slowest)
-            return task.result()
-        finally:
-            task.cancel()
-
-    def _fail(self, error: BaseException) -> None:
-        """Raise this error in the caller who waits for a batch."""
-        if not self._failure.done():
-            self._failure.set_exception(error)
-            self._failure.exception()  # or asyncio says that nobody asked for it
-
-    @contextlib.asynccontextmanager
-    async def _unless_it_fails(self, groups: Sequence[GroupUnderWay]) -> AsyncIterator[None]:
-        """Cancel everything that is running if the block raises."""
-        async with contextlib.AsyncExitStack() as if_it_fails:
-            if_it_fails.push_async_callback(self._give_up, groups)
-            yield
-            if_it_fails.pop_all()
-
     async def close(self) -> None:
         """Cancel what is being sampled ahead, and release threads."""
-        await self._give_up(())
+        await self._under_way.give_up(())
         self._sampler.close()
-
-    async def _give_up(self, groups: Sequence[GroupUnderWay]) -> None:
-        for cohort in {group.cohort for group in (*groups, *self._under_way.values())}:
-            cohort.close()
-        self._grader.close()  # otherwise threads would go on waiting for its calls
-        await self.rollouts.stop()
 
 
 def _penalty_of(config: RunConfig) -> OverlongPenalty | None:

@@ -131,6 +131,8 @@ def compare(old: Record, new: Record, config: RunConfig, step: int) -> list[str]
         rule = _rule(key)
         if key == "trainer.num_steps" and _has_schedule(config):
             others.append(f"{text}, which the learning rate follows")
+        elif rule in _ROUNDING and config.rollout.over_sampling is not None:
+            others.append(f"{text}, which may decide whose rollouts end first")
         else:
             (free if rule in _FREE else rounding if rule in _ROUNDING else others).append(text)
     versions = {name: (old.software.get(name), new.software.get(name)) for name in {**old.software, **new.software}}

@@ -94,6 +94,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "recipe=grpo rollout.dynamic_sampling=5 rollout.max_staleness=1 reward.path=judge",
         ("dynamic_sampling=5 does not go with this rollout.max_staleness", "with this reward.path", "expected null"),
     ),
+    "over-sampling: nothing beside": (
+        "rollout.over_sampling=8 rollout.num_prompts=8",
+        ("rollout.over_sampling=8 leaves nothing over beside rollout.num_prompts=8", "such as 10, or null"),
+    ),
+    "over-sampling: ahead": (
+        "rollout.over_sampling=48 rollout.num_prompts=8 rollout.max_staleness=1",
+        ("rollout.over_sampling=48 does not go with rollout.max_staleness=1", "rollout.window; expected"),
+    ),
     "mask: groups of one": (
         "recipe=grpo rollout.mask_zero_variance=true rollout.group_size=1 advantage.name=reinforce_plus_plus",
         ("mask_zero_variance=true with rollout.group_size=1", "usually 8"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rallypoint.errors import StalenessError
 from rallypoint.roles.groups import Groups, PromptsDone
+from rallypoint.roles.over_sampling import OverSampledGroups
 
 
 class Run:
@@ -172,3 +173,61 @@ def test_a_group_without_a_rollout_has_no_version():
     groups.admit()
     groups.take({0: None, 1: 3})
     assert groups.num_taken == 2
+
+
+NOTHING_DONE = PromptsDone()
+
+
+def over_sampled_steps(num_prompts, num_sampled, num_steps, lengths, drops, done=NOTHING_DONE):
+    """Yield the prompts of each step, those that were dropped for it, and what is done then."""
+    first = done.num_taken // num_prompts
+    limit = num_steps * num_prompts
+    groups = OverSampledGroups(num_prompts=num_prompts, num_sampled=num_sampled, limit=limit, done=done)
+    for step in range(first, num_steps):
+        groups.loaded(step)
+        under_way, dropped = groups.admit(), []
+        while (taken := groups.next()) is None:
+            index = min(under_way, key=lambda index: (lengths(index), index))
+            under_way.remove(index)
+            if drops(index):
+                groups.drop(index)
+                dropped.append(index)
+                under_way += groups.admit()
+            else:
+                groups.complete(index)
+        assert sorted(groups.abort(taken)) == sorted(under_way)
+        groups.take(dict.fromkeys(taken, step))
+        yield taken, dropped, groups.done
+
+
+@given(
+    num_prompts=st.integers(1, 4),
+    num_beside=st.integers(1, 9),
+    num_steps=st.integers(1, 12),
+    seed=st.integers(0, 999),
+    one_in=st.sampled_from([0, 3]),
+)
+@settings(deadline=None)
+def test_every_prompt_of_an_over_sampled_run_makes_one_step_also_after_a_kill(
+    num_prompts, num_beside, num_steps, seed, one_in
+):
+    def lengths(index):
+        return Random(seed * 10_000 + index).random()
+
+    def drops(index):
+        return bool(one_in) and index % one_in == 2
+
+    steps = list(over_sampled_steps(num_prompts, num_prompts + num_beside, num_steps, lengths, drops))
+    found = [index for taken, dropped, _ in steps for index in (*taken, *dropped)]
+    assert len(found) == len(set(found))
+    if not one_in:
+        assert sorted(found) == list(range(num_steps * num_prompts))
+    for step, (_, _, done) in enumerate(steps):
+        rest = over_sampled_steps(num_prompts, num_prompts + num_beside, num_steps, lengths, drops, done)
+        assert list(rest) == steps[step + 1 :]
+
+
+def test_overtaken_prompts_make_a_step_of_their_own_once_there_are_enough():
+    steps = over_sampled_steps(4, 6, 20, lambda index: index % 3 == 0, lambda index: False)
+    taken = [taken for taken, _, _ in steps]
+    assert taken[:4] == [(1, 2, 4, 5), (7, 8, 10, 11), (0, 3, 6, 9), (13, 14, 16, 17)]

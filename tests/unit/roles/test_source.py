@@ -6,9 +6,12 @@ import gc
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
+from rallypoint.cluster import Mesh
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.failures import TooManyFailuresError
@@ -16,7 +19,9 @@ from rallypoint.environments.pool import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.groups import PromptsDone
+from rallypoint.roles.requests import Slice
 from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.rollout import Rollouts, RolloutWorker
 from rallypoint.roles.sampling import AbandonedError
 from rallypoint.roles.schedule import Schedule
 from rallypoint.roles.source import RolloutSource
@@ -33,7 +38,7 @@ class FakeRollouts:
 
     def __init__(self, seed=0):
         self.version, self.num_loads, self.random = 0, 1, random.Random(seed)
-        self.asked, self.failing, self.num_stops = [], (), 0
+        self.asked, self.failing, self.num_stops = [], set(), 0
         self.after_load, self.schedule = lambda: None, Schedule()
 
     def rank_of(self, place, num_prompts):
@@ -86,7 +91,7 @@ def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, s
         rollouts,
         train=EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ()),
         validation=None,
-        tokenizer=FakeTokenizer(),
+        tokenizer=cast("PreTrainedTokenizerBase", FakeTokenizer()),
         stop_tokens=(0,),
         grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
         reward_model=RewardModel(CONFIG, None),
@@ -154,7 +159,7 @@ async def tries_twice(prompt, client):
     try:
         return Trajectory(turns=(await client.sample(prompt.tokens),))
     except GenerationError:
-        client._rollouts.failing = ()
+        client._rollouts.failing = set()
         return Trajectory(turns=(await client.sample(prompt.tokens),))
 
 
@@ -368,6 +373,7 @@ def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():
 
     sampled = asyncio.run(main())
     batch, metrics = sampled.batch, sampled.metrics.scalars()
+    assert batch.token_versions is not None
     assert (batch.token_versions[batch.loss_mask].view(-1, 2) == batch.versions.unsqueeze(1)).all()
     assert metrics["rollout/staleness_max"] == float((batch.versions < 3).any())
     assert metrics["rollout/staleness_mean"] == pytest.approx(float((batch.versions < 3).double().mean()))
@@ -376,10 +382,11 @@ def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():
 
 def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
     async def batches(seed):
-        source = make_source(FakeRollouts(seed), grader=some_equal(3), sampling={"dynamic_sampling": 4})
+        rollouts = FakeRollouts(seed)
+        source = make_source(rollouts, grader=some_equal(3), sampling={"dynamic_sampling": 4})
         first = await source.next_batch()
         done = source.done
-        source.rollouts.load(1)
+        rollouts.load(1)
         return first, done, await source.next_batch()
 
     (first, done, second), again = asyncio.run(batches(0)), asyncio.run(batches(1))
@@ -402,11 +409,124 @@ def test_a_run_goes_on_behind_the_prompts_that_were_replaced():
 def test_prompts_that_never_differ_stop_the_run_with_advice_and_leave_nothing_under_way():
     async def main():
         source = make_source(FakeRollouts(), grader=some_equal(1), sampling={"dynamic_sampling": 3})
-        with pytest.raises(RewardError, match=r"in 3 rounds .* equal for 12 prompts.*raise rollout.group_size"):
+        with pytest.raises(RewardError, match=r"equal for 12 prompts of a step, 3 times .*raise rollout.group_size"):
             await source.next_batch()
         await source.close()
 
     asyncio.run(main())
+
+
+class FakeRanks:
+    """Ranks whose responses take so many steps each, a prompt; slices take a while."""
+
+    mesh = Mesh({"dp_replicate": 2})
+
+    def __init__(self, lengths, seed=0):
+        self.lengths, self.random, self.running, self.begun = lengths, random.Random(seed), [{}, {}], []
+
+    async def call(self, method, *args):
+        if method is RolloutWorker.forget:
+            self.running = [{}, {}]
+        if method is not RolloutWorker.advance:
+            return None
+        await asyncio.sleep(self.random.random() * 0.003)
+        return [self.advance(running, orders) for running, orders in zip(self.running, args[0], strict=True)]
+
+    def advance(self, running, orders):
+        for number, request in orders.new:
+            self.begun.append(request.prompt_index)
+            running[number] = [self.lengths(request.prompt_index, request.sample_index), request]
+        outputs = []
+        for _ in range(orders.num_steps or self.random.randrange(1, 40)):
+            for number, (left, request) in list(running.items()):
+                running[number][0] -= 1
+                if left <= 1:
+                    del running[number]
+                    outputs.append(answer(number, request, orders.version))
+        return Slice(tuple(outputs))
+
+
+def answer(number, request, version):
+    return Output(
+        request_id=number,
+        tokens=(10 + request.prompt_index, 20 + request.sample_index),
+        logprobs=(-1.0, -2.0),
+        sampled_logprobs=(-1.0, -2.0),
+        version=version,
+        finish_reason="stop",
+    )
+
+
+def over_sampled(ranks, **options):
+    rollouts = Rollouts(ranks, "shared", Schedule())
+    rollouts.num_loads = 1
+    return make_source(rollouts, **options)
+
+
+async def steps_of(source, num_steps):
+    """Return the prompts of each step, and how many were given up or replaced."""
+    found = []
+    for step in range(num_steps):
+        sampled = await source.next_batch()
+        counts = sampled.metrics.scalars()
+        found.append(
+            (
+                sampled.batch.prompt_index.tolist()[::G],
+                counts["rollout/num_aborted"],
+                counts.get("rollout/num_replaced"),
+            )
+        )
+        assert source.rollouts.is_idle.is_set() or not any(source.rollouts._group.running)
+        await source.rollouts.load(step + 1)
+    return found
+
+
+def test_an_over_sampled_step_takes_the_first_groups_that_end_by_steps_of_the_engines_not_by_time():
+    def lengths(prompt, sample):  # slices have 16 steps: prompts 1 and 4 end last, 5 in the slice of 2 and 3
+        return 100 if (prompt % 6 in (1, 4) and sample == 1) else 20 if prompt % 6 in (2, 3, 5) else 3
+
+    async def steps(seed):
+        ranks = FakeRanks(lengths, seed)
+        source = over_sampled(ranks, sampling={"over_sampling": 6})
+        found = await steps_of(source, 3)
+        return found, ranks.begun
+
+    (found, begun), *others = [asyncio.run(steps(seed)) for seed in range(4)]
+    assert found == [([0, 2, 3, 5], 2, None), ([6, 8, 9, 11], 2, None), ([1, 4, 7, 10], 0, None)]
+    assert begun.count(1) == 2 * G
+    assert begun.count(0) == G
+    assert all(other == (found, begun) for other in others)
+
+
+def test_an_over_sampled_step_replaces_groups_of_equal_scores_and_a_resumed_run_goes_on_alike():
+    async def steps(seed, done=None, num_steps=3):
+        ranks = FakeRanks(lambda prompt, sample: 1 + 7 * prompt % 61, seed)
+        source = over_sampled(ranks, sampling={"over_sampling": 6, "dynamic_sampling": 4}, grader=some_equal(3))
+        source.done = done or source.done
+        found = await steps_of(source, num_steps)
+        return found, source.done
+
+    found, _ = asyncio.run(steps(0))
+    assert all(one % 3 for taken, _, _ in found for one in taken)
+    assert sum(replaced for _, _, replaced in found) > 0
+    assert asyncio.run(steps(1))[0] == found
+    begun, done = asyncio.run(steps(2, num_steps=1))
+    assert begun + asyncio.run(steps(3, done, num_steps=2))[0] == found
+
+
+async def asks_slowly(prompt, client):
+    """Answer once, then use a tool."""
+    turn = await client.sample(prompt.tokens)
+    await asyncio.sleep(0.01 * (client.prompt_index % 6))
+    return Trajectory(turns=(turn,))
+
+
+def test_an_over_sampled_step_looks_at_groups_that_end_while_no_rank_samples():
+    async def main():
+        source = over_sampled(FakeRanks(lambda *_: 3), sampling={"over_sampling": 6}, episode=asks_slowly)
+        return await asyncio.wait_for(steps_of(source, 2), 60)
+
+    assert [len(taken) for taken, _, _ in asyncio.run(main())] == [P, P]
 
 
 def some_equal(every):

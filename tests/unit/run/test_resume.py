@@ -81,6 +81,14 @@ def test_everything_that_is_refused_is_listed_at_once(run: RunFolder):
     assert len(raised.value.changes) == 2
 
 
+def test_other_ranks_train_an_over_sampled_run_on_other_prompts_and_say_so(material):
+    over_sampled = "rollout.over_sampling=80"
+    run = create_run(load_config("ppo", [*OWN, over_sampled]))
+    saved(run, 20, config_of(over_sampled))
+    (note,) = resumed(run, over_sampled, "cluster.pools={main: [2]}").notes
+    assert "the weights are others from here on: cluster.pools.main=[2] (was [1]), which may decide whose" in note
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

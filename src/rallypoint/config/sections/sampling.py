@@ -75,8 +75,15 @@ class RolloutConfig(Section):
         None,
         at_least=1,
         at_most=1000,
-        unit="rounds",
-        help="Replace groups whose scores are all equal, in so many rounds at most, then stop; null keeps them (DAPO).",
+        unit="batches",
+        help="Replace groups whose scores are all equal, up to so many batches of them; null keeps them (DAPO).",
+    )
+    over_sampling: int | None = key(
+        None,
+        at_least=2,
+        at_most=2**20,
+        unit="prompts",
+        help="Sample so many for a step, which trains on the first num_prompts that end; the rest get a step later.",
     )
     max_staleness: int = key(
         0,

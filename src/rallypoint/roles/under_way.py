@@ -1,0 +1,122 @@
+"""Groups from their admission to the step that takes them: waited for together, and given up together.
+
+Owns: which groups are under way, the error that ends them, and the end of waiting when a run is interrupted. Must not
+know: which of them a step takes (`groups.py`), or what a batch is made of.
+
+Consumes: groups, as they are admitted. Produces: their scores. Waits for: the rollout role and the reward function.
+Unblocked by: the ends of groups, an error of any of them, `hurry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from rallypoint.environments.pool import Grader
+from rallypoint.environments.scoring import ScoredGroup
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.roles.sampling import AbandonedError, GroupUnderWay
+
+ResultT = TypeVar("ResultT")
+
+
+class UnderWay:
+    """What is being sampled and scored, by the index of its prompt in the run."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        grader: Grader,
+        *,
+        slowest: Callable[[Sequence[GroupUnderWay]], str | None],
+        say: Callable[[str], None],
+        patience_s: float,
+        grace_s: float,
+    ) -> None:
+        """Begin without groups.
+
+        Args:
+            rollouts: the role that samples.
+            grader: asks the reward function.
+            slowest: names a group that is much slower than the others.
+            say: given a line for the user.
+            patience_s: seconds from one look for such a group to the next.
+            grace_s: seconds that the reward function has after an interruption.
+        """
+        self.groups: dict[int, GroupUnderWay] = {}
+        self.interrupted = asyncio.Event()
+        """Set when the run is ending."""
+        self._rollouts, self._grader = rollouts, grader
+        self._slowest, self._say, self._patience_s, self._grace_s = slowest, say, patience_s, grace_s
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The error that ended a running group."""
+
+    async def scores(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
+        """Return the reward function's scores of groups that are sampled.
+
+        Raises:
+            AbandonedError: it did not say so within some seconds after an interruption.
+        """
+        scored = asyncio.gather(*(group.scored for group in groups))
+        scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
+        interrupted = asyncio.create_task(self.interrupted.wait())
+        await self.wait(asyncio.wait({scored, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
+        interrupted.cancel()
+        if not scored.done():
+            await self.grace(scored, groups)
+        return scored.result()
+
+    async def grace(self, awaited: asyncio.Future[Any], groups: Sequence[GroupUnderWay]) -> None:
+        """Wait some seconds for the reward function.
+
+        Raises:
+            AbandonedError: they are over.
+        """
+        await self.wait(asyncio.wait({awaited}, timeout=self._grace_s), groups)
+        if not awaited.done():
+            raise AbandonedError(f"the reward function was busy for {self._grace_s:g} s more")
+
+    async def wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupUnderWay]) -> ResultT:
+        """Wait for something, and name groups that are much slower than others; raise what any group raises."""
+        task = asyncio.ensure_future(awaited)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
+        try:
+            while not task.done():
+                await asyncio.wait({task, self._failure}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if self._failure.done():
+                    self._failure.result()
+                if not task.done() and (slowest := self._slowest(groups)) is not None:
+                    self._say(slowest)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise this error in the caller who waits."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # or asyncio says that nobody asked for it
+
+    @contextlib.asynccontextmanager
+    async def unless_it_fails(self, groups: Sequence[GroupUnderWay]) -> AsyncIterator[None]:
+        """Cancel everything that is running if the block raises."""
+        async with contextlib.AsyncExitStack() as if_it_fails:
+            if_it_fails.push_async_callback(self.give_up, groups)
+            yield
+            if_it_fails.pop_all()
+
+    async def give_up(self, groups: Sequence[GroupUnderWay]) -> None:
+        """Cancel these and all that is under way; nothing can be scored any more."""
+        for cohort in {group.cohort for group in (*groups, *self.groups.values())}:
+            cohort.close()
+        self._grader.close()  # otherwise threads would go on waiting for its calls
+        await self._rollouts.stop()
+
+    async def abort(self, indices: Sequence[int]) -> None:
+        """Cancel some groups, and all that is sampled; the others of their cohorts are still scored."""
+        for index in indices:
+            self.groups.pop(index).close()
+        if indices:
+            await self._rollouts.stop()
