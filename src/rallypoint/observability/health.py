@@ -153,6 +153,14 @@ RULES: tuple[Rule, ...] = (
         unless_reward=0.95,
     ),
     Rule(
+        name="actor/without_signal",
+        words="groups without signal",
+        above=(0.5, 0.9),
+        advice="rollout.dynamic_sampling; easier prompts, harder once solved",
+        reason="8 answers of a prompt that is solved 5 or 95 times of 100 are all equal in 66 of 100 groups",
+        unless_reward=0.95,
+    ),
+    Rule(
         name="reward/flat_steps",
         words="not learning",
         above=(60.0, 120.0),

@@ -201,6 +201,11 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         """Return how much was learned from, and what gives the losses the denominator of all rows, computed or not."""
         num_tokens = sum(part.num_loss_tokens for part in batches.parts)
         counted: dict[str, Metric] = {"num_tokens": Sum(num_tokens)}
+        weighed = [part for part in batches.parts if isinstance(part, ActorBatch)]
+        if weighed:
+            num_learned = sum(int(rows_that_learn(p.advantages, p.loss_mask, p.offsets).sum()) for p in weighed)
+            num_weighed = sum(map(len, weighed))
+            counted["without_signal"] = Mean(num_weighed - num_learned, num_weighed)
         if isinstance(self._loss, ActorLoss) and batches.parts:
             for name in ("loss", "policy_loss"):
                 found = metrics.get(name, Mean(0.0, 0.0))

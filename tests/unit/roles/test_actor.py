@@ -370,7 +370,7 @@ def test_rows_without_a_signal_are_not_computed_and_the_weights_are_the_same_to_
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     found = scalars[0]
     assert found["actor/num_tokens"] == 9
-    assert found["actor/skipped_fraction"] == 1 - num_needed / 4
+    assert found["actor/skipped_fraction"] == found["actor/without_signal"] == 1 - num_needed / 4
     # The second mini-batch has ratios near 1; the loss is the mean that the rule of the name takes.
     masks = torch.tensor([3.0, 2.0, 3.0, 1.0])
     by_row = {"token": masks, "sequence": torch.ones(4), "fixed_length": masks}[aggregation] * -torch.tensor(advantages)
@@ -390,6 +390,7 @@ def test_where_other_terms_learn_from_them_rows_without_a_signal_are_computed(co
     metrics = asyncio.run(Actor(config, OneWorker(worker), loss).update(batch, 5)).scalars()
     assert len(ticks) == 4
     assert "actor/skipped_fraction" not in metrics
+    assert metrics["actor/without_signal"] == 0.5
 
 
 def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):
