@@ -40,9 +40,11 @@ def _without_effect(config: RunConfig, origins: Mapping[str, str]) -> Iterator[P
     for name, origin in origins.items():
         setting = why_unread(unread, name)
         if origin == COMMAND_LINE and setting is not None and name in values:
+            readers = [spec.name for spec in RECIPES.values() if spec.reads(name.split(".")[0])]
+            instead = f", or set recipe={' or '.join(readers)}" if readers and setting.startswith("recipe=") else ""
             yield Problem(
                 (name, setting.split("=")[0]),
-                f"{name}={shown(values[name])} has no effect: with {setting} nothing reads it",
+                f"{name}={shown(values[name])} has no effect: with {setting} nothing reads it; leave it out{instead}",
             )
 
 

@@ -161,6 +161,15 @@ def _check_correction(config: RunConfig) -> Iterator[Problem]:
             f"correction has {weighs[0]}, but loss.name={loss.name} is weighed back to the sampler already: that "
             f"counts the gap twice; expected masks only, or {instead}",
         )
+    masks = [item for item in config.correction if isinstance(item, IcePopConfig | MaskConfig)]
+    masks = [item.name for item in masks if isinstance(item, IcePopConfig) or item.level == "token"]
+    if masks and loss.name in {"gspo", "gmpo"}:
+        yield Problem(
+            ("correction", "loss.name"),
+            f"correction has {masks[0]} by token, but loss.name={loss.name} has one ratio a row, in which tokens that "
+            "are masked still count; expected a mask of rows such as `{name: mask, level: geometric}`, a weight such "
+            "as `{name: tis}`, or loss.name=clip",
+        )
     staleness = config.rollout.max_staleness
     if staleness and not anchored and not config.correction:
         yield Problem(

@@ -336,6 +336,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         'loss.name=decoupled correction=[{"name":"tis"}]',
         ("loss.name=decoupled is weighed back", "masks only, or loss.name=clip"),
     ),
+    "fit: a token's mask in a loss by row": (
+        'recipe=grpo loss.name=gspo correction=[{"name":"icepop"}]',
+        ("correction has icepop by token, but loss.name=gspo has one ratio a row", "{name: mask, level: geometric}"),
+    ),
+    "fit: another token's mask in a loss by row": (
+        'recipe=grpo loss.name=gmpo correction=[{"name":"mask","level":"token"}]',
+        ("correction has mask by token, but loss.name=gmpo", "or loss.name=clip"),
+    ),
     "fit: bounds that leave nothing": (
         'correction=[{"name":"mask","low":2,"high":1}]',
         ("low=2 and high=1", "expected low below high"),
@@ -351,7 +359,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: critic of a recipe without": (
         "recipe=grpo critic.num_epochs=2",
-        ("critic.num_epochs=2 has no", "recipe=grpo"),
+        ("critic.num_epochs=2 has no", "recipe=grpo", "nothing reads it; leave it out, or set recipe=ppo"),
     ),
     "fit: reference of nothing": (
         "kl=null reference.placement.pool=main",

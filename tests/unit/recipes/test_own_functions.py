@@ -29,6 +29,15 @@ def by_micro_batch(tokens):
 def in_place(tokens):
     return -tokens.ratio * tokens.advantages.mul_(2)
 
+def not_a_number(tokens):
+    return -tokens.ratio * (tokens.advantages - 7).log()
+
+def by_row(rewards):
+    return rewards.scores
+
+def scores_in_place(rewards):
+    return rewards.spread(rewards.scores.sub_(1))
+
 def raising(tokens):
     return tokens.no_such_field
 
@@ -87,7 +96,10 @@ COMPLAINTS = {
     "loss.function=bad.py:by_micro_batch": r"cut into the micro-batches .* tokens of its own row alone",
     "loss.function=bad.py:in_place": "the argument advantages was modified; write",
     "loss.function=bad.py:raising": r"it raised on a batch(?s:.*)bad.py(?s:.*)no attribute 'no_such_field'",
+    "loss.function=bad.py:not_a_number": "not finite",
     "advantage.function=bad.py:logarithm": "an advantage is not finite",
+    "advantage.function=bad.py:by_row": "shape",
+    "advantage.function=bad.py:scores_in_place": "modified",
 }
 
 
