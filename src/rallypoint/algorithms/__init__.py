@@ -39,7 +39,7 @@ from rallypoint.algorithms.policy_losses import (
 )
 from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, has_signal, overlong_penalty, rows_that_learn
 from rallypoint.algorithms.supervised import BradleyTerry, CrossEntropy, PreferenceLoss
-from rallypoint.algorithms.weigh import weigh, weigh_valued
+from rallypoint.algorithms.weigh import rows_with_signal, weigh, weigh_valued
 
 __all__ = [
     "ADVANTAGES",
@@ -88,6 +88,7 @@ __all__ = [
     "overlong_penalty",
     "policy_loss",
     "rows_that_learn",
+    "rows_with_signal",
     "turn_gae_advantages",
     "value_loss",
     "weigh",

@@ -16,8 +16,8 @@ from torch import Tensor
 from rallypoint.algorithms.aggregation import AggregationName, aggregate
 from rallypoint.algorithms.estimators import GAE, Advantage, Rewards
 from rallypoint.algorithms.kl import KL, kl_penalty
-from rallypoint.algorithms.shaping import RowMask
-from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, Sequences, ValuedBatch
+from rallypoint.algorithms.shaping import RowMask, rows_that_learn
+from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, ScoredBatch, Sequences, ValuedBatch
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 _ALL_TRAIN = RowMask()
@@ -45,6 +45,18 @@ def weigh(
             token that is not trained.
     """
     return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl, aggregation, mask.for_actor(batch))
+
+
+def rows_with_signal(batch: ScoredBatch, advantage: Advantage, mask: RowMask = _ALL_TRAIN) -> Tensor:
+    """Return which rows will have a trained token with an advantage other than 0, where no KL is in the rewards: [B].
+
+    Args:
+        batch: B rows that nobody has judged yet.
+        advantage: the estimator.
+        mask: rows that do not train.
+    """
+    rewards = _earned(batch.judged(old_logprobs=None, reference_logprobs=None), None, None)
+    return rows_that_learn(advantage(rewards), batch.loss_mask, batch.offsets) & mask.for_actor(batch)
 
 
 def weigh_valued(

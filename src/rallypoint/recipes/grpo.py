@@ -39,9 +39,10 @@ class GRPO(RolloutRecipe):
         batch = sampled.batch
 
         with span("judge"):
-            old, reference = await gather(self.actor.old_logprobs(batch), self.reference.logprobs(batch))
+            needed = self.actor.rows_to_judge(batch, self.advantage, mask_of(self.config))
+            old, reference = await gather(self.actor.old_logprobs(batch, needed), self.reference.logprobs(batch))
             batch = batch.judged(old_logprobs=old, reference_logprobs=reference)
-            judged = check_judged(batch, self.config.checks)
+            judged = check_judged(batch, self.config.checks, needed)
 
         with span("weigh"):
             kl, mask = self.kl.now, mask_of(self.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar, cast
@@ -11,7 +12,16 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms import ActorLoss, LossFunction, LossInputs, TokenOutputs, rows_that_learn
+from rallypoint.algorithms import (
+    ActorLoss,
+    Advantage,
+    LossFunction,
+    LossInputs,
+    RowMask,
+    TokenOutputs,
+    rows_that_learn,
+    rows_with_signal,
+)
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
@@ -24,7 +34,18 @@ from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED, LineEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.types import ActorBatch, DistilledBatch, Mean, Metric, Metrics, PerToken, Sequences, Sum, merge
+from rallypoint.types import (
+    ActorBatch,
+    DistilledBatch,
+    Mean,
+    Metric,
+    Metrics,
+    PerToken,
+    ScoredBatch,
+    Sequences,
+    Sum,
+    merge,
+)
 from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -158,14 +179,36 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         """Return what the policy might have said in place of every trained token: [T, 1 + 2 num] float32."""
         return await per_token(self._group, ActorWorker.likeliest, batch, self._attention_cost, num)
 
-    async def old_logprobs(self, batch: Sequences) -> Tensor | None:
+    async def old_logprobs(self, batch: Sequences, needed: Tensor | None = None) -> Tensor | None:
         """Return the logprobs before an update; None if the update's own first pass computes them.
 
         That is so when a batch is for one optimizer step. The first two batches after a start (adapters are still zero
         in the very first) and every 32nd get both passes, so that every run compares them.
+
+        Args:
+            batch: any rows.
+            needed: [B] rows that are computed, see `rows_to_judge`; NaN stands for the others. None: all.
         """
         is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
-        return await self.logprobs(batch) if is_compared or not self._config.judges_in_update else None
+        if self._config.judges_in_update and not is_compared:
+            return None
+        if needed is None or bool(needed.all()):
+            return await self.logprobs(batch)
+        old = torch.full((batch.num_tokens,), math.nan)
+        if bool(needed.any()):
+            old[needed[batch.row_of_token]] = await self.logprobs(batch.rows(needed.nonzero().flatten()))
+        return old
+
+    def rows_to_judge(self, batch: ScoredBatch, advantage: Advantage, mask: RowMask) -> Tensor:
+        """Return which rows need `old_logprobs`: [B]; those without a signal do not if nothing else is learned.
+
+        If the update's own pass computes them, all do: that it agrees is compared in few batches.
+        """
+        loss = self._loss
+        learns_from_signal = isinstance(loss, ActorLoss) and loss.kl is None and loss.needs_advantage
+        if self._config.judges_in_update or not learns_from_signal:
+            return torch.ones(len(batch), dtype=torch.bool)
+        return rows_with_signal(batch, advantage, mask)
 
     async def update(self, batch: BatchT, step: int) -> Metrics:
         """Train on the rows of a step, mini-batch by mini-batch; while a critic warms up, do nothing.

@@ -126,17 +126,23 @@ def _total(metrics: Metrics, name: str) -> Mean:
     return found
 
 
-def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
+def check_judged(batch: JudgedBatch, checks: CheckConfig, needed: Tensor | None = None) -> Metrics:
     """Compare rollout_logprobs with old_logprobs, and measure the KL.
 
     A batch without old_logprobs is compared by the update, in its first pass.
+
+    Args:
+        batch: any rows.
+        checks: with the bound.
+        needed: [B] rows that were judged; None: all.
 
     Raises:
         OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
     """
     if batch.old_logprobs is None:
         return Metrics()
-    at = batch.loss_mask.nonzero().flatten()
+    mask = batch.loss_mask if needed is None else batch.loss_mask & needed[batch.row_of_token]
+    at = mask.nonzero().flatten()
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[at]
     metrics = compare(batch, at, batch.old_logprobs[at], reference)
     check_gap(metrics, checks)

@@ -160,7 +160,8 @@ class JudgedBatch(ScoredBatch):
     """Trajectories with the logprobs of the current policy and the reference."""
 
     old_logprobs: Tensor | None = per_token()
-    """[T] float32: logprobs by the policy at the start of the update; None if the update's own pass computes them."""
+    """[T] float32: logprobs by the policy at the start of the update; None if the update's own pass computes them, NaN
+    in rows that nothing is learned from."""
     reference_logprobs: Tensor | None = per_token()
     """[T] float32: logprobs by the frozen reference; None if the run has no reference role."""
 

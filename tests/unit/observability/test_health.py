@@ -81,7 +81,7 @@ def test_a_policy_that_is_right_may_be_certain() -> None:
 
 def test_a_value_on_the_threshold_is_not_beyond_it() -> None:
     for rule in RULES:
-        watch, bad = rule.above or rule.below
+        watch, bad = rule.above or rule.below or (math.nan, math.nan)
         assert rule.level(watch) == "ok"
         assert rule.level(bad) == "watch"
         assert rule.level(math.nan) == "ok"
@@ -92,5 +92,5 @@ def test_every_threshold_has_a_reason_and_every_advice_fits_a_line_of_the_panel(
         assert rule.reason
         assert 0 < len(rule.advice) <= 62
         assert (rule.above is None) != (rule.below is None)
-        watch, bad = rule.above or rule.below
+        watch, bad = rule.above or rule.below or (math.nan, math.nan)
         assert (bad > watch) == (rule.above is not None)

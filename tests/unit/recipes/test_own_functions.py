@@ -35,8 +35,8 @@ def not_a_number(tokens):
 def by_row(rewards):
     return rewards.scores
 
-def scores_in_place(rewards):
-    return rewards.spread(rewards.scores.sub_(1))
+def rewards_in_place(rewards):
+    return rewards.token_rewards.sub_(1)
 
 def raising(tokens):
     return tokens.no_such_field
@@ -99,7 +99,7 @@ COMPLAINTS = {
     "loss.function=bad.py:not_a_number": "not finite",
     "advantage.function=bad.py:logarithm": "an advantage is not finite",
     "advantage.function=bad.py:by_row": "shape",
-    "advantage.function=bad.py:scores_in_place": "modified",
+    "advantage.function=bad.py:rewards_in_place": "modified",
 }
 
 

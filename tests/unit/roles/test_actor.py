@@ -2,12 +2,15 @@
 
 import asyncio
 import dataclasses
+from typing import cast
 
 import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from rallypoint.cluster import Mesh, WorkerContext
+from rallypoint.algorithms import RowMask
+from rallypoint.algorithms.estimators import GRPO
+from rallypoint.cluster import Mesh, WorkerContext, WorkerGroup
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import Request, SamplingParams, as_turn
@@ -15,6 +18,7 @@ from rallypoint.models import trained_weights
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.colocated import ActorParts
+from rallypoint.roles.judging import check_judged
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED
@@ -22,7 +26,7 @@ from rallypoint.roles.reference import ReferenceWorker
 from rallypoint.roles.requests import Orders
 from rallypoint.roles.rollout import RolloutWorker
 from rallypoint.run.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
-from rallypoint.types import ActorBatch, Sequences, Trajectory, assemble
+from rallypoint.types import ActorBatch, ScoredBatch, Sequences, Trajectory, assemble
 
 
 @pytest.fixture
@@ -229,6 +233,7 @@ def test_a_batch_that_nobody_judged_is_learned_from_to_the_same_bits_and_compare
         sampled = batch.rollout_logprobs.clone()
         sampled[7] += 0.25
         # As if the pass that judged had rounded otherwise, within the tolerance.
+        assert batch.old_logprobs is not None
         old = batch.old_logprobs + 5e-3 * batch.loss_mask if is_judged else None
         metrics = worker.train(cut(dataclasses.replace(batch, old_logprobs=old, rollout_logprobs=sampled)), 20)
         measured.append(metrics.scalars())
@@ -262,9 +267,13 @@ class OneWorker:
         return method(self.worker, *arguments)
 
 
+def actor_of(config, worker, loss):
+    return Actor(config, cast("WorkerGroup[ActorWorker[ActorBatch]]", OneWorker(worker)), loss)
+
+
 def one_update_actor(worker, *overrides):
     config = load_config("digits", ["actor.num_mini_batches=1", *overrides]).config
-    return Actor(config, OneWorker(worker), actor_loss_of(config))
+    return actor_of(config, worker, actor_loss_of(config))
 
 
 @pytest.mark.parametrize(
@@ -287,6 +296,7 @@ def test_two_batches_of_a_start_and_some_later_ones_are_judged_and_all_where_the
             batch = judged(worker)
             old = await actor.old_logprobs(batch)
             if old is not None:
+                assert batch.old_logprobs is not None
                 assert torch.equal(old, batch.old_logprobs)
                 steps_judged.append(step)
             await actor.update(dataclasses.replace(batch, old_logprobs=old), step)
@@ -295,11 +305,70 @@ def test_two_batches_of_a_start_and_some_later_ones_are_judged_and_all_where_the
     assert steps_judged == ([1, 2, 33] if is_rare else list(range(1, 36)))
 
 
+def test_rows_without_a_signal_are_not_judged_and_their_gap_is_not_measured(context, spec, ticks):
+    config = alone_in_a_micro_batch()
+    loss = actor_loss_of(config)
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), loss)
+    actor = actor_of(config, worker, loss)
+    batch = scored_rows(four_rows(worker, [0.0] * 4), [1.0, 0.0, 0.5, 0.5])
+    needed = actor.rows_to_judge(batch, ESTIMATOR, RowMask())
+    assert needed.tolist() == [True, True, False, False]
+    assert actor.rows_to_judge(batch, ESTIMATOR, RowMask(truncated=True)).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    whole = asyncio.run(actor.old_logprobs(batch))
+    ticks.clear()
+    old = asyncio.run(actor.old_logprobs(batch, needed))
+    none = asyncio.run(actor.old_logprobs(batch, torch.zeros(4, dtype=torch.bool)))  # computes nothing
+    assert whole is not None
+    assert old is not None
+    assert none is not None
+    assert len(ticks) == 2
+    assert torch.equal(old[:9], whole[:9])
+    assert bool(old[9:].isnan().all())
+    found = check_judged(batch.judged(old_logprobs=old, reference_logprobs=None), config.checks, needed)
+    assert found.scalars()["rollout/logprob_gap_mean"] == 0.0
+    assert bool(none.isnan().all())
+
+
+@pytest.mark.parametrize("more", ["actor.entropy_coef=0.01", "kl={placement: loss}", "kl={placement: reward}"])
+def test_where_other_terms_need_them_all_rows_are_judged(context, spec, more):
+    config = alone_in_a_micro_batch(more)
+    loss = actor_loss_of(config)
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), loss)
+    batch = scored_rows(four_rows(worker, [0.0] * 4), [1.0, 0.0, 0.5, 0.5])
+    assert bool(actor_of(config, worker, loss).rows_to_judge(batch, ESTIMATOR, RowMask()).all())
+
+
+ESTIMATOR = GRPO(token_discount=None, whiten=False)
+
+
+def scored_rows(rows, scores):
+    """Return these rows with a score each on their last token; the first was cut off."""
+    rewards = torch.zeros(rows.num_tokens)
+    rewards[rows.offsets[1:] - 1] = torch.tensor(scores)
+    return ScoredBatch(
+        offsets=rows.offsets,
+        tokens=rows.tokens,
+        loss_mask=rows.loss_mask,
+        prompt_index=rows.prompt_index,
+        sample_index=rows.sample_index,
+        rollout_logprobs=rows.old_logprobs.clone(),
+        sampled_logprobs=None,
+        token_rewards=rewards,
+        versions=torch.zeros(4, dtype=torch.int64),
+        truncated=torch.tensor([True, False, False, False]),
+    )
+
+
 def test_a_batch_for_several_updates_that_nobody_judged_is_refused_before_the_first(worker):
     actor = one_update_actor(worker, "actor.num_epochs=3")
     with pytest.raises(ValueError, match="3 optimizer steps needs old_logprobs"):
         asyncio.run(actor.update(dataclasses.replace(judged(worker), old_logprobs=None), 1))
-    assert actor._group.calls == []
+    assert cast("OneWorker", actor._group).calls == []
 
 
 def test_rollouts_of_another_policy_are_refused_in_a_batch_that_nobody_judged_and_the_worst_token_is_named(worker):
@@ -356,7 +425,7 @@ def test_rows_without_a_signal_are_not_computed_and_the_weights_are_the_same_to_
     for skips in (False, True):
         spec = dataclasses.replace(spec, config=config)
         worker = ActorWorker(dataclasses.replace(context, shared={}), spec, loss)
-        actor, batch = Actor(config, OneWorker(worker), loss), four_rows(worker, advantages)
+        actor, batch = actor_of(config, worker, loss), four_rows(worker, advantages)
         if aggregation == "sequence":
             batch = dataclasses.replace(batch, loss_weights=torch.tensor([1 / 3, 1 / 2, 1 / 3, 1.0]).double())
         ticks.clear()
@@ -387,7 +456,7 @@ def test_where_other_terms_learn_from_them_rows_without_a_signal_are_computed(co
     batch = four_rows(worker, [1.0, -1.0, 0.0, 0.0])
     batch = dataclasses.replace(batch, reference_logprobs=batch.old_logprobs) if "kl" in more else batch
     ticks.clear()
-    metrics = asyncio.run(Actor(config, OneWorker(worker), loss).update(batch, 5)).scalars()
+    metrics = asyncio.run(actor_of(config, worker, loss).update(batch, 5)).scalars()
     assert len(ticks) == 4
     assert "actor/skipped_fraction" not in metrics
     assert metrics["actor/without_signal"] == 0.5
@@ -409,7 +478,7 @@ def test_mini_batches_hold_every_row_once_an_epoch_whatever_the_number_of_ranks(
     batch = judged(worker)
     batches = cut(batch, num_mini_batches=2, num_epochs=3, seed=5, step=7)
     assert len(batches.parts) == 6
-    assert sum(batches.denominators) == 3 * batch.num_loss_tokens
+    assert sum(cast("tuple[float, ...]", batches.denominators)) == 3 * batch.num_loss_tokens
     for ranks in (1, 2, 3):
         dealt = batches.split(ranks)
         assert all(part.denominators == batches.denominators for part in dealt)

@@ -10,7 +10,8 @@ from rallypoint.checkpoint import MANIFEST, checkpoint_name, visible, writing
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.errors import CheckpointError, DataError, ResumeError
 from rallypoint.run.folder import RunFolder, anchored, create_run
-from rallypoint.run.resume import _FREE, _ROUNDING, _SAME, Beginning, Record
+from rallypoint.run.record import Record
+from rallypoint.run.resume import _FREE, _ROUNDING, _SAME, Beginning
 
 OWN = ("model.path=model", "data.train=[a.jsonl, b.jsonl]", "reward.function=rewards.py:f", "trainer.name=mine")
 
