@@ -105,7 +105,6 @@ class RolloutSource:
         hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
         self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
         self._num_loads = 0
-        self._is_complete = asyncio.Event()
         self.done = PromptsDone()
         rollouts.after_load = self._loaded
 
@@ -144,8 +143,7 @@ class RolloutSource:
 
     def hurry(self) -> None:
         """From now on give the reward function only a few seconds, because the run is ending."""
-        self._under_way.interrupted.set()
-        self._is_complete.set()  # who waits looks
+        self._under_way.hurry()
 
     async def next_batch(self) -> Sampled:
         """Return B scored rollouts of the next P prompts, fewer if some could not be scored.
@@ -211,10 +209,7 @@ class RolloutSource:
                 row = self._stream.example_index(index)
                 prompts[index] = Prompt(tuple(self._train.token_ids[row]), self._train.examples[row])
             cohort = self._sampler.begin(prompts, self._params, self._config.rollout.group_size, self._complete)
-            self._under_way.groups |= {group.index: group for group in cohort.groups}
-            if self._config.rollout.over_sampling is not None:
-                for group in cohort.groups:
-                    group.sampled.add_done_callback(self._look)
+            self._under_way.add(cohort.groups, are_watched=self._config.rollout.over_sampling is not None)
 
     def _loaded(self) -> None:
         """Take note of new weights; a run that samples ahead has more to sample now."""
@@ -226,12 +221,7 @@ class RolloutSource:
         """Take note that a group is scored. Over-sampled ones count once they are sampled, see `_see_who_ended`."""
         if self._config.rollout.over_sampling is None:
             self._groups.complete(index)
-        self._is_complete.set()
-
-    def _look(self, _: object) -> None:
-        """Look at a group that has ended while no rank samples, as one with a slow tool."""
-        if self.rollouts.is_idle.is_set():
-            self.rollouts.gate.look()
+        self._under_way.is_complete.set()
 
     async def _choose(self) -> tuple[list[GroupUnderWay], Metrics]:
         """Return the groups of the next step, and how many were left out for them.
@@ -245,7 +235,7 @@ class RolloutSource:
                 until_chosen.enter_context(self.rollouts.gate.watched())
             self._admit()
             groups = await self._next_groups()
-            while rollout.dynamic_sampling is not None and (without := await self._without_signal(groups)):
+            while rollout.dynamic_sampling is not None and (without := await self._under_way.without_signal(groups)):
                 num_replaced += len(without)
                 if num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
                     raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
@@ -261,15 +251,6 @@ class RolloutSource:
                 counts["rollout/num_aborted"] = Sum(len(aborted))
         return groups, Metrics(counts)
 
-    async def _without_signal(self, groups: Sequence[GroupUnderWay]) -> list[int]:
-        """Return the indices of those whose scores are all equal, once all are scored."""
-        async with self._under_way.unless_it_fails(groups):
-            with span("rollout"):
-                await self._under_way.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
-            with span("reward"):
-                scored = await self._under_way.scores(groups)
-        return [group.index for group, found in zip(groups, scored, strict=True) if not found.has_signal]
-
     async def _next_groups(self) -> list[GroupUnderWay]:
         """Return the groups of the next step; with a window, or others beside them, they are already complete."""
         while (indices := self.rollouts.schedule.next_take() or self._groups.next()) is None:
@@ -277,23 +258,16 @@ class RolloutSource:
             if len(groups) < self._config.rollout.num_prompts:
                 raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
             async with self._under_way.unless_it_fails(groups):
-                await (self._see_who_ended(groups) if self._config.rollout.over_sampling else self._see_one_end(groups))
+                if self._config.rollout.over_sampling is None:
+                    await self._under_way.see_one_complete(groups)
+                else:
+                    await self._see_who_ended(groups)
         if not self._under_way.groups.keys() >= set(indices):
             raise ScheduleError(
                 f"rollout.schedule trains on prompts {sorted(set(indices) - self._under_way.groups.keys())} next, "
                 "which are not under way: it is not the schedule of a run with this config"
             )
         return [self._under_way.groups[index] for index in indices]
-
-    async def _see_one_end(self, groups: Sequence[GroupUnderWay]) -> None:
-        """Wait until another group is complete."""
-        self._is_complete.clear()
-        if not self._under_way.interrupted.is_set():
-            await self._under_way.wait(self._is_complete.wait(), groups)
-            return
-        await self._under_way.wait(asyncio.wait({group.sampled for group in groups}), groups)
-        ended = asyncio.ensure_future(self._is_complete.wait())
-        await self._under_way.grace(ended, ())
 
     async def _see_who_ended(self, groups: Sequence[GroupUnderWay]) -> None:
         """Have the ranks sample for a slice, and note whose rollouts are then complete, in order of admission."""

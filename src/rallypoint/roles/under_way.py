@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rallypoint.environments.pool import Grader
 from rallypoint.environments.scoring import ScoredGroup
+from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampling import AbandonedError, GroupUnderWay
 
@@ -46,12 +47,52 @@ class UnderWay:
             grace_s: seconds that the reward function has after an interruption.
         """
         self.groups: dict[int, GroupUnderWay] = {}
-        self.interrupted = asyncio.Event()
-        """Set when the run is ending."""
+        self.is_complete = asyncio.Event()
+        """Set when another group is complete."""
+        self._interrupted = asyncio.Event()
         self._rollouts, self._grader = rollouts, grader
         self._slowest, self._say, self._patience_s, self._grace_s = slowest, say, patience_s, grace_s
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The error that ended a running group."""
+
+    def add(self, groups: Sequence[GroupUnderWay], *, are_watched: bool) -> None:
+        """Take groups in.
+
+        Args:
+            groups: that were admitted together.
+            are_watched: whether somebody watches at a gate who has ended, also while no rank samples.
+        """
+        self.groups |= {group.index: group for group in groups}
+        if are_watched:
+            for group in groups:
+                group.sampled.add_done_callback(self._look)
+
+    def _look(self, _: object) -> None:
+        if self._rollouts.is_idle.is_set():  # as while a slow tool is used
+            self._rollouts.gate.look()
+
+    def hurry(self) -> None:
+        """From now on give the reward function only a few seconds, because the run is ending."""
+        self._interrupted.set()
+        self.is_complete.set()  # who waits looks
+
+    async def see_one_complete(self, groups: Sequence[GroupUnderWay]) -> None:
+        """Wait until another group is complete."""
+        self.is_complete.clear()
+        if not self._interrupted.is_set():
+            await self.wait(self.is_complete.wait(), groups)
+            return
+        await self.wait(asyncio.wait({group.sampled for group in groups}), groups)
+        await self.grace(asyncio.ensure_future(self.is_complete.wait()), ())
+
+    async def without_signal(self, groups: Sequence[GroupUnderWay]) -> list[int]:
+        """Return the indices of those whose scores are all equal, once all are scored."""
+        async with self.unless_it_fails(groups):
+            with span("rollout"):
+                await self.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+            with span("reward"):
+                scored = await self.scores(groups)
+        return [group.index for group, found in zip(groups, scored, strict=True) if not found.has_signal]
 
     async def scores(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
         """Return the reward function's scores of groups that are sampled.
@@ -61,7 +102,7 @@ class UnderWay:
         """
         scored = asyncio.gather(*(group.scored for group in groups))
         scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
-        interrupted = asyncio.create_task(self.interrupted.wait())
+        interrupted = asyncio.create_task(self._interrupted.wait())
         await self.wait(asyncio.wait({scored, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
         interrupted.cancel()
         if not scored.done():
