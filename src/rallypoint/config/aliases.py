@@ -165,7 +165,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias("max_num_gen_batches dynamic_sampling_max_gen_batches", (f"rollout.dynamic_sampling={VALUE}",)),
     Alias("over_sampling_batch_size oversampling_batch_size", (f"rollout.over_sampling={VALUE}",)),
-    Alias("zero_variance_filter mask_zero_variance_groups", (f"rollout.mask_zero_variance={VALUE}",)),
+    Alias("zero_variance_filter mask_zero_variance_groups", ("rollout.dynamic_sampling=0",)),
     Alias(
         "overlong_buffer overlong_buffer.len overlong_buffer_cfg.len overlong_buffer_len overlong_tokens "
         "overlong_cache",

@@ -270,11 +270,11 @@ def _shaping(config: RunConfig) -> Iterator[Problem]:
             f"{max_tokens} tokens (reward.overlong.max_tokens, or rollout.max_response_tokens); expected at most "
             f"{max_tokens}, usually a fifth of it, or null",
         )
-    if rollout.mask_zero_variance and rollout.group_size == 1:
+    if rollout.dynamic_sampling == 0 and rollout.group_size == 1:
         yield Problem(
-            ("rollout.mask_zero_variance", "rollout.group_size"),
-            "rollout.mask_zero_variance=true with rollout.group_size=1 masks everything: the scores of a group of one "
-            "are all equal; expected false, or groups of at least 2, usually 8",
+            ("rollout.dynamic_sampling", "rollout.group_size"),
+            "rollout.dynamic_sampling=0 with rollout.group_size=1 masks everything: the scores of a group of one "
+            "are all equal; expected null, or groups of at least 2, usually 8",
         )
     if config.num_frozen_steps >= config.trainer.num_steps:
         yield Problem(

@@ -249,7 +249,7 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
             f"rollout.max_staleness={rollout.max_staleness}: a run that samples ahead lets its steps pass long "
             "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0",
         )
-    if rollout.dynamic_sampling is None:
+    if not rollout.dynamic_sampling:  # 0 replaces nothing
         return
     clashes = {
         "rollout.group_size": (rollout.group_size == 1, "the scores of a group of one are all equal; expected 8 or so"),
@@ -258,7 +258,6 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
             config.reward.path is not None,
             "a reward model is asked when groups are chosen; expected null",
         ),
-        "rollout.mask_zero_variance": (rollout.mask_zero_variance, "nothing is left to be masked; expected false"),
     }
     for key, (clash, why) in clashes.items():
         if clash:

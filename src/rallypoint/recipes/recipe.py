@@ -285,7 +285,7 @@ def advantage_of(config: RunConfig) -> Advantage:
 
 def mask_of(config: RunConfig) -> RowMask:
     """Return which rows of a step do not train."""
-    return RowMask(truncated=config.rollout.mask_truncated, zero_variance=config.rollout.mask_zero_variance)
+    return RowMask(truncated=config.rollout.mask_truncated, zero_variance=config.rollout.dynamic_sampling == 0)
 
 
 def gae_of(config: RunConfig) -> GAE:

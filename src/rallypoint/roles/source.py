@@ -235,7 +235,7 @@ class RolloutSource:
                 until_chosen.enter_context(self.rollouts.gate.watched())
             self._admit()
             groups = await self._next_groups()
-            while rollout.dynamic_sampling is not None and (without := await self._under_way.without_signal(groups)):
+            while rollout.dynamic_sampling and (without := await self._under_way.without_signal(groups)):
                 num_replaced += len(without)
                 if num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
                     raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
@@ -244,7 +244,7 @@ class RolloutSource:
                     del self._under_way.groups[index]
                 self._admit()
                 groups = await self._next_groups()
-            counts = {} if rollout.dynamic_sampling is None else {"rollout/num_replaced": Sum(num_replaced)}
+            counts = {} if not rollout.dynamic_sampling else {"rollout/num_replaced": Sum(num_replaced)}
             if isinstance(self._groups, OverSampledGroups):
                 aborted = self._groups.abort([group.index for group in groups])
                 await self._under_way.abort(aborted)

@@ -103,8 +103,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("rollout.over_sampling=48 does not go with rollout.max_staleness=1", "rollout.window; expected"),
     ),
     "mask: groups of one": (
-        "recipe=grpo rollout.mask_zero_variance=true rollout.group_size=1 advantage.name=reinforce_plus_plus",
-        ("mask_zero_variance=true with rollout.group_size=1", "usually 8"),
+        "recipe=grpo rollout.dynamic_sampling=0 rollout.group_size=1 advantage.name=reinforce_plus_plus",
+        ("dynamic_sampling=0 with rollout.group_size=1", "usually 8"),
     ),
     "warmup: of the whole run": (
         "critic.warmup_steps=20",

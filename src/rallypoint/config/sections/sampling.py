@@ -68,15 +68,12 @@ class RolloutConfig(Section):
     mask_truncated: bool = key(
         False, help="Rollouts cut off at max_response_tokens do not train; their scores count in baselines."
     )
-    mask_zero_variance: bool = key(
-        False, help="The policy does not train on groups whose scores are all equal: they count in no mean."
-    )
     dynamic_sampling: int | None = key(
         None,
-        at_least=1,
+        at_least=0,
         at_most=1000,
         unit="batches",
-        help="Replace groups whose scores are all equal, up to so many batches of them; null keeps them (DAPO).",
+        help="Replace groups of equal scores, up to so many batches of them (DAPO); 0: they do not train; null: kept.",
     )
     over_sampling: int | None = key(
         None,
