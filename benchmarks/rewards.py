@@ -31,7 +31,12 @@ def sleeps(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep({sleep})
     return share(solution_str, ground_truth)
 """
-STEP = ("rollout={num_prompts: 16, group_size: 8}", "cluster.runtime=inline", "cluster.pools={main: [1]}")
+STEP = (
+    "rollout={num_prompts: 16, group_size: 8}",
+    "validation={every_steps: 1000, max_prompts: 1}",
+    "cluster.runtime=inline",
+    "cluster.pools={main: [1]}",
+)
 
 
 def measure(folder: Path, name: str, num_steps: int, *overrides: str) -> tuple[float, float, float]:
