@@ -17,7 +17,7 @@ from rallypoint.generation.native.block_manager import AttentionMetadata, BlockM
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
-from rallypoint.models.attention import Limits
+from rallypoint.models.products import Limits
 from rallypoint.types import Prompts, offsets_from_lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]

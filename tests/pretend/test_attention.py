@@ -5,8 +5,8 @@ import torch
 
 from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.models import PackedRows
-from rallypoint.models.attention import Limits
 from rallypoint.models.fused import attend_fused
+from rallypoint.models.products import Limits
 from rallypoint.types import offsets_from_lengths
 
 DEVICE = torch.device("pretend:0")

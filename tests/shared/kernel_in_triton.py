@@ -9,7 +9,7 @@ from rallypoint.generation.native.accelerator.backend import PagedAttention, is_
 from rallypoint.generation.native.accelerator.kernel import PagedKernel
 from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
-from rallypoint.models.attention import Limits
+from rallypoint.models.products import Limits
 
 LIMITS = {"all": Limits(), "window": Limits(window=9), "softcap": Limits(softcap=1.5), "both": Limits(70, 2.0)}
 

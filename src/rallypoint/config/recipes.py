@@ -323,6 +323,10 @@ def _check_teacher(config: RunConfig) -> Iterator[Problem]:
             f"rollout.temperature={config.temperature:g}: {config.teachers.urls[0]} says what its model says at "
             "temperature 1; expected rollout.temperature=1, or the teacher's folder",
         )
+    signal = config.rollout.dynamic_sampling
+    if signal == 0 or (signal is not None and not config.teachers.reward_coef):
+        why = "a teacher judges groups of equal scores, too; expected null, or more with teacher.reward_coef above 0"
+        yield Problem(("rollout.dynamic_sampling", "recipe"), f"rollout.dynamic_sampling={signal}: {why}")
     if config.teachers.reward_coef:
         yield from _check_advantage(config)
 

@@ -376,6 +376,8 @@ def unread_sections(config: RunConfig) -> dict[str, str]:
     unread = dict.fromkeys(unread_by(config.recipe), f"recipe={config.recipe}")
     others = _OF_PROMPTS if config.trains_on_files else _OF_FILES
     unread |= dict.fromkeys(others, f"recipe={config.recipe}")
+    if RECIPES[config.recipe].reads("teacher"):
+        unread["rollout.mask_truncated"] = f"recipe={config.recipe}"  # a teacher judges each token, cut off or not
     if config.trainer.num_epochs is not None:
         unread["trainer.num_steps"] = f"trainer.num_epochs={config.trainer.num_epochs}"
     if config.kl is None:

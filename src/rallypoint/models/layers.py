@@ -18,9 +18,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
 from rallypoint.families import FAMILIES
-from rallypoint.models.attention import Limits, Rows
+from rallypoint.models.attention import Rows
 from rallypoint.models.experts import replace_routers
 from rallypoint.models.norm import replace_norms
+from rallypoint.models.products import Limits
 
 _MLPS = frozenset(name for family in FAMILIES.values() for name in family.mlps)
 _WINDOWS = {name: window for family in FAMILIES.values() for name, window in family.attentions.items()}

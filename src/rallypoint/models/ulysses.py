@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rallypoint.models.attention import NO_LIMITS, Limits, PackedRows
+from rallypoint.models.attention import PackedRows
+from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_rows, gather_rows
 
 

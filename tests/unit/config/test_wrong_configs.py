@@ -106,6 +106,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "recipe=grpo rollout.dynamic_sampling=0 rollout.group_size=1 advantage.name=reinforce_plus_plus",
         ("dynamic_sampling=0 with rollout.group_size=1", "usually 8"),
     ),
+    "mask: a teacher judges them": (
+        "recipe=opd teacher.path=t rollout.dynamic_sampling=0 rollout.mask_truncated=true",
+        ("rollout.dynamic_sampling=0: a teacher judges groups of equal scores, too", "rollout.mask_truncated"),
+    ),
     "warmup: of the whole run": (
         "critic.warmup_steps=20",
         ("critic.warmup_steps=20 of trainer.num_steps=20", "expected less than 20"),

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.model_files import load_policy
 from rallypoint.models import PackedRows, lm_head
-from rallypoint.models.attention import Limits, attend_rows
+from rallypoint.models.attention import attend_rows
 from rallypoint.models.norm import replace_norms
+from rallypoint.models.products import Limits
 from rallypoint.types import offsets_from_lengths
 
 CPU = torch.device("cpu")

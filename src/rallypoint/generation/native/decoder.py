@@ -23,10 +23,10 @@ from rallypoint.families import FAMILIES
 from rallypoint.generation.native.kv_cache import LayerShapes
 from rallypoint.generation.requests import vocabulary_of
 from rallypoint.models import Rows, lm_head
-from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.layers import joined
 from rallypoint.models.norm import RMSNorm
+from rallypoint.models.products import NO_LIMITS, Limits
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
 """Least rows and width of states for products on a CPU in bfloat16 to be computed as weights times states. What stands

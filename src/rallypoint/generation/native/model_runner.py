@@ -23,9 +23,9 @@ from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShape
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
 from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
 from rallypoint.models import PackedRows
-from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.fused import attend_fused
 from rallypoint.models.head import soft_capped
+from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.types import offsets_from_lengths
 
 _WASTE, _WIDTH_OF_WASTE = 1 / 16, 128

@@ -12,7 +12,7 @@ from rallypoint.generation.native.accelerator.backend import PagedAttention
 from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager, BlockTables
 from rallypoint.generation.native.cpu.backend import BagAttention
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
-from rallypoint.models.attention import Limits
+from rallypoint.models.products import Limits
 
 SIZE, DIM, LAYERS = 4, 8, 2
 

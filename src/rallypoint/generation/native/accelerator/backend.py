@@ -28,8 +28,8 @@ from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
-from rallypoint.models.attention import NO_LIMITS, Limits
 from rallypoint.models.head import soft_capped
+from rallypoint.models.products import NO_LIMITS, Limits
 
 _STEPS_AT_ONCE = 8
 """Steps in one call: between calls the device waits for the host."""

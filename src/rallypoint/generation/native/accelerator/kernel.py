@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rallypoint.models.attention import Limits
+from rallypoint.models.products import Limits
 
 try:
     import triton

@@ -25,7 +25,7 @@ from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
-from rallypoint.models.attention import NO_LIMITS, Limits
+from rallypoint.models.products import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64
 """Blocks of one head that may be computed for nothing; another class of lengths costs about as much."""
