@@ -1,8 +1,9 @@
 """What a grader that sleeps costs a step: 128 rollouts of the digits model, beside a grader that answers at once.
 
-    python benchmarks/rewards.py [--steps 7] [--sleep 0.2] [--processes 2 16 64 128]
+    python benchmarks/rewards.py [--steps 7] [--sleep 0.2] [--processes null 2 16 64 128]
 
-Seconds are medians over the steps after the first two. `reward` is what is waited for after the last token.
+`null` leaves the number to the run. Seconds are medians over the steps after the first two. `reward` is what is
+waited for after the last token.
 """
 
 from __future__ import annotations
@@ -56,20 +57,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--sleep", type=float, default=0.2)
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 16, 64, 128])
+    parser.add_argument("--processes", nargs="+", default=["null", "2", "16", "64", "128"])
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         file = folder / "grader.py"
         file.write_text(GRADER.format(sleep=wanted.sleep))
         print("| grader | processes | step, s | rollout, s | reward, s |\n|---|---:|---:|---:|---:|")
-        cases = [("at once", "at_once", 2)] + [
+        cases = [("at once", "at_once", "2")] + [
             (f"sleeps {wanted.sleep:g} s", "sleeps", processes) for processes in wanted.processes
         ]
         for label, function, processes in cases:
             keys = (f"reward.function='{file}:{function}'", f"reward.num_processes={processes}")
             found = measure(folder, f"{function}-{processes}", wanted.steps, *keys)
-            print(f"| {label} | {processes} | " + " | ".join(f"{seconds:.2f}" for seconds in found) + " |", flush=True)
+            shown = [label, processes.replace("null", "automatic"), *(f"{seconds:.2f}" for seconds in found)]
+            print(f"| {' | '.join(shown)} |", flush=True)
 
 
 if __name__ == "__main__":

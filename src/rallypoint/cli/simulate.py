@@ -46,7 +46,11 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
 
 
 def _calls_at_once(config: RunConfig) -> int | None:
-    """Return how many calls of the reward function this machine has at once; None for any number."""
+    """Return how many calls of the reward function this machine has at once; None for any number.
+
+    Where the run chose the number itself it is that of its beginning: calls that waited in more processes then count as
+    shorter ones in fewer, which come to the same times.
+    """
     functions = {one.function for one in config.reward.all_functions} - {"digits", "judge"}  # these need no process
     return (config.reward.num_processes or min(num_cores(), MAX_PROCESSES)) if functions else None
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, is_ours, timed_out
 from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import DUMP_SIGNAL, Work, from_json
+from rallypoint.environments.worker import DUMP_SIGNAL, Effort, Work, from_json
 from rallypoint.errors import RewardError
 
 _LOAD_TIMEOUT_S = 120.0
@@ -93,20 +93,24 @@ class Child:
         """Whether it can be asked again, and was not asked as often as it may be."""
         return self.is_alive and (self._work.max_calls is None or self._num_calls < self._work.max_calls)
 
-    def ask(self, calls: Sequence[RewardCall]) -> list[Outcome]:
-        """Return what became of calls that the function is given at once; after a crash or a timeout it has ended."""
+    def ask(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Effort | None]:
+        """Return what became of calls that the function is given at once, and what that took.
+
+        After a crash or a timeout it has ended, and what it took is None.
+        """
         self._num_calls += 1
         try:
             self._channel.send_bytes(pickle.dumps(calls))
             answer = self._receive(self._work.timeout_s + _GRACE_S)
         except (EOFError, OSError):
             died = self._death()
-            return [Failure("crashed", f"the process of the reward function {died}", self.end())] * len(calls)
+            return [Failure("crashed", f"the process of the reward function {died}", self.end())] * len(calls), None
         if answer is None:
             where = self._where()
             self.end()
-            return [timed_out(self._work.timeout_s, where)] * len(calls)
-        return [from_json(each) for each in json.loads(answer)]
+            return [timed_out(self._work.timeout_s, where)] * len(calls), None
+        told = json.loads(answer)
+        return [from_json(each) for each in told["outcomes"]], Effort(**told["effort"])
 
     def end(self) -> str:
         """End the process and what it has started; return where it was when it died of a fatal signal."""

@@ -1,4 +1,4 @@
-"""Reward functions at work, in processes that can be ended; several of them become one score.
+"""A reward function at work, in processes that can be ended.
 
 Owns: how many processes there are, and which call goes to which. Must not know: batches, tensors. It needs the standard
 library only, so that a config can be checked with it before torch is there.
@@ -8,171 +8,33 @@ See docs/decisions/0023-rewards-in-processes.md.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import itertools
 import math
-import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol, get_args
 
 from rallypoint.environments.child import Child
-from rallypoint.environments.futures import dealt, joined
-from rallypoint.environments.given import GIVEN, how_to_give, is_given
-from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores, call_reward, too_large
-from rallypoint.environments.reward import RewardFunction, Scope, Wants, load_reward, no_function, wants_of
-from rallypoint.environments.worker import Wait, Work
+from rallypoint.environments.futures import dealt
+from rallypoint.environments.outcome import Outcome, RewardCall
+from rallypoint.environments.reward import Wants
+from rallypoint.environments.worker import Effort, Work
 from rallypoint.errors import RewardError
 
-if TYPE_CHECKING:
-    from rallypoint.config import RewardConfig
-    from rallypoint.config.sections.material import RewardFunctionConfig
-
-MAX_PROCESSES = 16
-"""More are started only by `reward.num_processes`."""
-
-
-class Grader(Protocol):
-    """Asks a reward function about many responses."""
-
-    @property
-    def wants(self) -> Wants:
-        """What the function is called with; known once it was loaded."""
-        ...
-
-    def load(self) -> None:
-        """Find the function, before anything is asked; a second time is none.
-
-        Raises:
-            RewardError: there is none of its name, it cannot be imported, or it does not take what it is given.
-        """
-        ...
-
-    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
-        """Ask about responses; after `load`, from any thread. Returns at once where the function may take long.
-
-        Args:
-            calls: those of whole groups; all of a step where `wants.scope` is "batch".
-
-        Returns:
-            What will become of each. It raises RewardError where the user's file could not be imported a second time.
-        """
-        ...
-
-    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
-        """Name the calls that take long; return how long nothing need be said.
-
-        Args:
-            warn: given a sentence for every `warn_after_s` that one call takes.
-            warn_after_s: seconds that a call may take without a word.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
+MAX_PROCESSES, MAX_WAITING = 16, 128
+"""More are started only by `reward.num_processes`: of a function that computes, and of one that mostly waits."""
+_LEAST_S = 0.02
+"""Mean seconds of calls for which more processes are worth their start."""
+_STARTS_S = 5.0
+"""Seconds of a core that the processes which start at once may take; each has a deadline, and calls wait for it."""
 
 
-class Inline:
-    """A function that ships with the package, called in this process, one response after another.
-
-    It takes microseconds, and nothing of it needs to be contained: a process would cost more than it does.
-    """
-
-    def __init__(self, function: RewardFunction) -> None:
-        self.wants = wants_of(function)
-        self._function = function
-
-    def load(self) -> None:
-        """It is there."""
-
-    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
-        """Call the function, and return what became of it."""
-        done: list[Future[Outcome]] = []
-        for unit in _units(calls, self.wants):
-            for outcome in call_reward(self._function, [_copied(call) for call in unit], self.wants):
-                done.append(Future())
-                done[-1].set_result(outcome)
-        return done
-
-    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
-        """Nothing takes long."""
-        del warn
-        return warn_after_s
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-
-def _copied(call: RewardCall) -> RewardCall:
-    """Return a call whose function cannot change the data set."""
-    ground_truth, extra_info = copy.deepcopy((call.ground_truth, call.extra_info))
-    return dataclasses.replace(call, ground_truth=ground_truth, extra_info=extra_info)
-
-
-class Waiting:
-    """A function in threads of this process: one that only waits for a network, or that no process can be sent.
-
-    No deadline ends a call: requests to a network have their own. Nobody waits for the threads at the end.
-    """
-
-    def __init__(
-        self, function: RewardFunction, num_threads: int, wait: Callable[[Awaitable[object]], object] | None = None
-    ) -> None:
-        """Take note of the function, and of what awaits its results if it is async."""
-        self.wants = wants_of(function)
-        self._function, self._wait = function, wait
-        self._asked: SimpleQueue[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
-        self._busy: dict[int, _Busy] = {}
-        self._is_closed = False
-
-    def load(self) -> None:
-        """See `Grader.load`; a second time starts nothing."""
-        for thread in self._threads:
-            if thread.ident is None:
-                thread.start()
-
-    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
-        """See `Grader.submit`; a call waits for a thread that is free."""
-        outcomes: list[Future[Outcome]] = []
-        for unit in _units(calls, self.wants):
-            answer: Future[Sequence[Outcome]] = Future()
-            self._asked.put((answer, unit))
-            outcomes += dealt(answer, len(unit))
-        return outcomes
-
-    def _work(self) -> None:
-        own = threading.get_ident()
-        while (asked := self._asked.get()) is not None:
-            answer, calls = asked
-            if self._is_closed:
-                answer.cancel()
-            elif answer.set_running_or_notify_cancel():
-                self._busy[own] = _Busy(calls[0].name)
-                answer.set_result(call_reward(self._function, [*map(_copied, calls)], self.wants, self._wait))
-                del self._busy[own]
-
-    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
-        """See `Grader.complain`."""
-        busy = list(self._busy.values())
-        return min((each.complain(warn, warn_after_s) for each in busy), default=warn_after_s)
-
-    def close(self) -> None:
-        """Cancel the calls that wait, and let the threads end with those under way."""
-        self._is_closed = True
-        for _ in self._threads:
-            self._asked.put(None)
-
-
-def _units(calls: Sequence[RewardCall], wants: Wants) -> list[Sequence[RewardCall]]:
+def units(calls: Sequence[RewardCall], wants: Wants) -> list[Sequence[RewardCall]]:
     """Cut calls into those that the function is given at once."""
     if wants.scope == "response":
         return [(call,) for call in calls]
@@ -181,13 +43,60 @@ def _units(calls: Sequence[RewardCall], wants: Wants) -> list[Sequence[RewardCal
     return [tuple(group) for _, group in itertools.groupby(calls, key=lambda call: call.group)]
 
 
+@dataclasses.dataclass(slots=True)
+class Width:
+    """How many processes may work at once: `least`, and more for a function that mostly waits.
+
+    After as many calls as there may be processes, those calls say how to go on. If they took 20 ms on average and
+    computed for less than a quarter of it, twice as many may work, as long as all together compute no more than `least`
+    processes could. If they computed for more than half of it, only `least` may.
+
+    >>> width = Width(least=2, most=128)
+    >>> for _ in range(2 + 4):
+    ...     width.note(Effort(took_s=0.2, computed_s=0.001))
+    >>> width.now
+    8
+    """
+
+    least: int
+    most: int
+    num_bytes: float = math.inf
+    """Memory that all processes together may have, by that of the largest."""
+    now: int = dataclasses.field(init=False)
+    _efforts: list[Effort] = dataclasses.field(init=False, default_factory=list[Effort])
+
+    def __post_init__(self) -> None:
+        self.now = self.least
+
+    def note(self, effort: Effort) -> None:
+        """Take note of a call that was answered."""
+        self._efforts.append(effort)
+        if len(self._efforts) < self.now:
+            return
+        efforts, self._efforts = self._efforts, []
+        took_s, computed_s = sum(one.took_s for one in efforts), sum(one.computed_s for one in efforts)
+        if computed_s > took_s / 2:
+            self.now = self.least
+        elif took_s >= _LEAST_S * len(efforts) and computed_s < took_s / 4:
+            useful = self.least * took_s / max(computed_s, 1e-9)
+            bearable = self.num_bytes / max(1, *(one.num_bytes for one in efforts))
+            self.now = max(self.now, int(min(2 * self.now, self.most, useful, bearable)))
+
+
+def _automatic() -> Width:
+    from rallypoint.cluster.capacity import memory_bytes, num_cores  # here, because a config is checked without it
+
+    least = min(num_cores(), MAX_PROCESSES)
+    return Width(least, max(least, MAX_WAITING), memory_bytes() / 8)
+
+
 class Pool:
     """A function in processes of its own; each call has a deadline.
 
     Consumes: calls. Produces: outcomes; whatever a call does to its process, the others are not affected. Waits for:
     the processes. Unblocked by: their answers, their deadlines, `close`.
 
-    A process is started when there is a call for it, and anew after one that was ended.
+    A process is started when there is a call for it that may begin, and anew after one that was ended.
     """
 
     def __init__(self, work: Work, *, num_processes: int | None = None, log: Path | None = None) -> None:
@@ -195,36 +104,46 @@ class Pool:
 
         Args:
             work: the function, and its limits.
-            num_processes: how many at most; None for one a core, up to 16.
+            num_processes: how many at most; None for one a core, up to 16, and up to 128 while calls mostly wait.
             log: receives what the function prints; None for standard error.
         """
-        from rallypoint.cluster.capacity import num_cores  # here, because a process that scores imports this module
-
         self.wants = Wants()
         self._is_loaded = False
         self._new = functools.partial(Child, work, log)
         # The kernel ends a process with the thread that started it, so these threads live as long as the pool.
-        self._threads = ThreadPoolExecutor(num_processes or min(num_cores(), MAX_PROCESSES), "reward")
-        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._width = Width(num_processes, num_processes) if num_processes else _automatic()
+        self._threads = ThreadPoolExecutor(self._width.most, "reward")
+        self._lock, self._loading = threading.Condition(), threading.Lock()
+        """The first is told when a process is idle, or was started."""
         self._is_closed = False
+        self._asked: deque[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]]] = deque()
+        self._num_at_work = 0
+        """Threads that take calls from there."""
         self._idle: list[Child] = []
         self._starting: set[Child] = set()
-        self._busy: dict[Child, _Busy] = {}
+        self._num_starting, self._most_starting = 0, 1
+        self._busy: dict[Child, Busy] = {}
 
     def load(self) -> None:
         """Start the first process, which says whether the function can be called at all."""
         with self._loading:  # several batches may be scored at once
             if self._is_loaded:
                 return
+            began = time.monotonic()
             first = self._threads.submit(self._take).result()
+            self._most_starting = max(self._width.least, int(_STARTS_S / (time.monotonic() - began)))
             self.wants, self._is_loaded = first.wants, True
         with self._lock:
             self._idle.append(first)
+            self._lock.notify_all()
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
         """See `Grader.submit`; a call waits for a process that is free."""
-        asked = [(self._threads.submit(self._ask, unit), len(unit)) for unit in _units(calls, self.wants)]
-        return [outcome for answer, size in asked for outcome in dealt(answer, size)]
+        asked = [(Future[Sequence[Outcome]](), unit) for unit in units(calls, self.wants)]
+        with self._lock:
+            self._asked += asked
+            self._staff()
+        return [outcome for answer, unit in asked for outcome in dealt(answer, len(unit))]
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
         """See `Grader.complain`."""
@@ -237,34 +156,72 @@ class Pool:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
+            asked, self._asked = self._asked, deque()
             for child in (*self._busy, *self._starting):
                 child.kill()  # the thread that waits for it does the rest
+            self._lock.notify_all()
         for child in idle:
             child.end()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
+        for answer, _ in asked:
+            answer.cancel()
+
+    def _staff(self) -> None:
+        """Have as many threads at work as there are calls for, and as may be; the lock is held."""
+        for _ in range(min(self._width.now - self._num_at_work, len(self._asked))):
+            self._num_at_work += 1
+            self._threads.submit(self._work)
+
+    def _work(self) -> None:
+        """Answer calls until there are none, or until fewer threads may be at work."""
+        while True:
+            with self._lock:
+                if not self._asked or self._num_at_work > self._width.now:
+                    self._num_at_work -= 1
+                    return
+                answer, calls = self._asked.popleft()
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(self._ask(calls))
+                except BaseException as error:  # noqa: BLE001 - raised again where the answer is awaited
+                    answer.set_exception(error)
 
     def _ask(self, calls: Sequence[RewardCall]) -> Sequence[Outcome]:
         child = self._take()
         with self._lock:
-            self._busy[child] = _Busy(calls[0].name)
+            self._busy[child] = Busy(calls[0].name)
             if self._is_closed:  # by a `close` that did not see this child, neither idle nor busy
                 child.kill()
-        outcomes = child.ask(calls)
+        outcomes, effort = child.ask(calls)
         with self._lock:
             del self._busy[child]
             if child.may_be_asked and not self._is_closed:
                 self._idle.append(child)
+                self._lock.notify_all()
             elif child.is_alive:
                 child.end()
+            if effort is not None and not self._is_closed:
+                self._width.note(effort)
+                self._staff()
         return outcomes
 
     def _take(self) -> Child:
-        """Return a process that waits for a call, or a new one."""
+        """Return a process that waits for a call, or a new one once it may start."""
         with self._lock:
+            self._lock.wait_for(lambda: self._is_closed or self._idle or self._num_starting < self._most_starting)
             if self._is_closed:
                 raise RewardError("the processes of the reward function were ended")
             if self._idle:
                 return self._idle.pop()
+            self._num_starting += 1
+        try:
+            return self._start()
+        finally:
+            with self._lock:
+                self._num_starting -= 1
+                self._lock.notify_all()
+
+    def _start(self) -> Child:
         child = self._new()
         with self._lock:
             self._starting.add(child)
@@ -279,7 +236,7 @@ class Pool:
 
 
 @dataclasses.dataclass(slots=True)
-class _Busy:
+class Busy:
     """A call under way."""
 
     name: str
@@ -293,105 +250,3 @@ class _Busy:
             self.num_warnings = int(waited / warn_after_s)
             warn(f"the reward function has been busy with {self.name} for {waited:.0f} s")
         return max(0.0, self.since + (self.num_warnings + 1) * warn_after_s - time.monotonic())
-
-
-class Several:
-    """Several functions that are asked about every response. Its score is their weighed sum, token by token.
-
-    A response that one of them has no score for has none.
-    """
-
-    def __init__(self, graders: Mapping[str, Grader], weights: Mapping[str, float]) -> None:
-        """Ask graders by their names, each with a weight."""
-        self._graders, self._weights = graders, weights
-
-    @property
-    def wants(self) -> Wants:
-        """What any of them is called with; those of a group wait for the step if another needs all of it."""
-        all_wants = [grader.wants for grader in self._graders.values()]
-        scopes: tuple[Scope, ...] = get_args(Scope)
-        widest = max(scopes.index(wants.scope) for wants in all_wants)
-        return Wants(scopes[widest], tuple({name: None for wants in all_wants for name in wants.more}))
-
-    def load(self) -> None:
-        """See `Grader.load`."""
-        for grader in self._graders.values():
-            grader.load()
-
-    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
-        """See `Grader.submit`."""
-        asked = [grader.submit(calls) for grader in self._graders.values()]
-        return [joined(of_one, self._weighed) for of_one in zip(*asked, strict=True)]
-
-    def _weighed(self, outcomes: Sequence[Outcome]) -> Outcome:
-        named = dict(zip(self._graders, outcomes, strict=True))
-        for name, outcome in named.items():
-            if isinstance(outcome, Failure):
-                return dataclasses.replace(outcome, reason=f"{name}: {outcome.reason}")
-        found = {name: outcome for name, outcome in named.items() if isinstance(outcome, Scores)}
-        weighed = [[self._weights[name] * score for score in each.token_scores] for name, each in found.items()]
-        scores = tuple(map(math.fsum, zip(*weighed, strict=True)))
-        if problem := too_large(scores):
-            return Failure("malformed", f"the weighed sum of the rewards {problem}")
-        return Scores(
-            scores,
-            {f"{name}/{extra}": number for name, each in found.items() for extra, number in each.extras.items()},
-            {name: math.fsum(each.token_scores) for name, each in found.items()},
-            "\n".join(each.feedback for each in found.values() if each.feedback),
-            next((each.answer for each in found.values() if each.answer is not None), None),
-        )
-
-    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
-        """See `Grader.complain`."""
-        return min(grader.complain(warn, warn_after_s) for grader in self._graders.values())
-
-    def close(self) -> None:
-        """End what was started."""
-        for grader in self._graders.values():
-            grader.close()
-
-
-def open_grader(settings: RewardConfig, log: Path | None = None) -> Grader:
-    """Return what asks the reward functions of a run; without one every score is 0.
-
-    Args:
-        settings: the functions, how many processes may run each, and their limits.
-        log: receives what they print; None for standard error.
-    """
-    functions = settings.all_functions
-    graders = {one.name: _open(one, settings, log) for one in functions}
-    if not functions:
-        return Inline(no_function)
-    if settings.functions:
-        return Several(graders, {one.name: one.weight for one in functions})
-    return graders[functions[0].name]
-
-
-def _open(one: RewardFunctionConfig, settings: RewardConfig, log: Path | None) -> Grader:
-    if one.function == "digits":
-        return Inline(load_reward(one.function, one.parameters))
-    if one.function == "judge":
-        function = load_reward(one.function, one.parameters)
-        return Waiting(function, one.parameters.get("concurrency", 16))
-    given = GIVEN.get(one.function)
-    if is_given(one.function) and given is None:
-        raise RewardError(how_to_give(one.function))
-    if given is not None and given.code is None:
-        return Waiting(functools.partial(given.function, **one.parameters), 1, Wait(settings.timeout_s))
-    code = given.code if given else None
-    work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib, code)
-    return Pool(work, num_processes=settings.num_processes, log=log)
-
-
-def probe_rewards(settings: RewardConfig) -> str | None:
-    """Say why a reward function cannot be used; None if all can. Each is imported in a process of its own.
-
-    Nothing that a user's file does at its import can harm this process: it may raise, hang or exit.
-    """
-    once = settings.model_copy(update={"num_processes": 1})
-    try:
-        with contextlib.closing(open_grader(once, Path(os.devnull))) as grader:
-            grader.load()
-    except RewardError as error:
-        return str(error)
-    return None

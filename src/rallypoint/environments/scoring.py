@@ -1,7 +1,7 @@
 """Applying the reward function: groups of rollouts in as they complete, a scored batch and failures out.
 
 Owns: what a reward model's score adds to that of the function, and which rows have both. Must not know: which function
-or model it is; what a result means (`outcome.py`), or where it comes from (`pool.py`). Invariant: a row of the scored
+or model it is; what a result means (`outcome.py`), or where it comes from (`grader.py`). Invariant: a row of the scored
 batch was scored by both; what failed is left out and named, and never counted as 0. The rows that are kept keep their
 order, in whatever order groups complete.
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rallypoint.data.dataset import Example
 from rallypoint.environments.failures import RewardFailure, check_failures, most_failures
+from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import (
     FAILURE_KINDS,
     NO_TOKEN,
@@ -33,7 +34,6 @@ from rallypoint.environments.outcome import (
     Scores,
     too_large,
 )
-from rallypoint.environments.pool import Grader
 from rallypoint.types.batch import RolloutBatch, ScoredBatch
 from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, Sum, merge
 

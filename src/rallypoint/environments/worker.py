@@ -13,11 +13,14 @@ import faulthandler
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.environments.given import loaded
@@ -60,6 +63,21 @@ class Work:
     """The function itself, pickled, where Python gave it (`given.py`)."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effort:
+    """What a call took that was answered."""
+
+    took_s: float
+    computed_s: float
+    """Seconds that cores computed for it, or were to; all where its work may be done by others (`_ELSEWHERE`)."""
+    num_bytes: int = 0
+    """Memory that its process has for itself; 0 where the system does not say."""
+
+
+_ELSEWHERE = {"rallypoint.environments.sandbox", "torch"}
+"""Modules that compute in other processes, or on a device."""
+
+
 def main(connection: int, dump: int, driver: int) -> None:
     """Answer until the connection is closed.
 
@@ -91,19 +109,44 @@ def _serve(channel: Connection) -> None:
     pid = os.getpid()
     while True:
         calls: Sequence[RewardCall] = pickle.loads(channel.recv_bytes())
+        before = _clocks()
         try:
             outcomes = call_reward(function, calls, wants, wait)
         except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt: it is this rollout's
             outcomes = [raised(error)] * len(calls)
         if os.getpid() != pid:
             os._exit(0)  # a fork that came back from the function
-        _answer(channel, [as_json(outcome) for outcome in outcomes])
+        effort = dataclasses.asdict(_effort(before, _clocks()))
+        _answer(channel, {"outcomes": [as_json(outcome) for outcome in outcomes], "effort": effort})
+
+
+def _clocks() -> tuple[float, float]:
+    """Return the seconds that went by, and those in which this process and its ended children computed or could have.
+
+    A call that waits for a core because the machine is busy is not one that waits.
+    """
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    queued_s = _kernel_says("schedstat")[1] * 1e-9
+    return time.monotonic(), time.process_time() + children.ru_utime + children.ru_stime + queued_s
+
+
+def _effort(before: tuple[float, float], after: tuple[float, float]) -> Effort:
+    took_s, computed_s = after[0] - before[0], after[1] - before[1]
+    _, resident, shared, *_ = _kernel_says("statm")
+    own = (resident - shared) * resource.getpagesize()
+    return Effort(took_s, took_s if _ELSEWHERE.intersection(sys.modules) else computed_s, own)
+
+
+def _kernel_says(name: str) -> list[int]:
+    """Return the numbers in a file of /proc/self; zeros where there is none."""
+    try:
+        return [int(number) for number in Path("/proc/self", name).read_text().split()]
+    except OSError:
+        return [0, 0, 0]
 
 
 def _limit_memory(max_gib: float | None) -> None:
     if max_gib is not None:
-        import resource
-
         num_bytes = int(max_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
@@ -125,7 +168,7 @@ def from_json(answer: dict[str, Any]) -> Outcome:
     return Scores(tuple(answer["token_scores"]), answer["extras"], feedback=feedback, answer=predicted)
 
 
-def _answer(channel: Connection, answer: dict[str, Any] | list[dict[str, Any]]) -> None:
+def _answer(channel: Connection, answer: dict[str, Any]) -> None:
     channel.send_bytes(json.dumps(answer).encode())
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from rallypoint.config import RunConfig
 from rallypoint.data import Example, load_dataset, make_digits
 from rallypoint.data.tokenizer import TokenTexts
+from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
-from rallypoint.environments.pool import Grader, open_grader
 from rallypoint.errors import RewardError
 from rallypoint.recipes.model_limits import read_models
 from rallypoint.run.data_sets import data_sets

@@ -23,7 +23,7 @@ from rallypoint.config import RECIPES, LoadedConfig, RunConfig, TrackingConfig, 
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
-from rallypoint.environments.pool import open_grader
+from rallypoint.environments.grader import open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.observability.tracker_clients import open_trackers

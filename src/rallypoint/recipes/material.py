@@ -28,7 +28,7 @@ from rallypoint.data import (
     load_dataset,
 )
 from rallypoint.environments.given import GIVEN
-from rallypoint.environments.pool import probe_rewards
+from rallypoint.environments.grader import probe_rewards
 from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers

@@ -31,7 +31,7 @@ from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
 from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts
 from rallypoint.environments.attempts import measure_attempts
-from rallypoint.environments.pool import Grader
+from rallypoint.environments.grader import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import own_function

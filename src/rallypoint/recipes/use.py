@@ -15,7 +15,7 @@ from rallypoint.config import RECIPES, LoRAConfig, OnTooLong, RewardConfig, RunC
 from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
-from rallypoint.environments.pool import open_grader
+from rallypoint.environments.grader import open_grader
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.environments.scoring import Scored, ScoredGroup, Scoring, combine
 from rallypoint.errors import ModelError, RewardError

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Client, Episode, Prompt
-from rallypoint.environments.pool import Grader
+from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import GenerationError, RallyError
 from rallypoint.generation import Request, SamplingParams, as_turn

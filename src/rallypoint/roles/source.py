@@ -27,7 +27,7 @@ from rallypoint.config.sections.material import path_of, weight_of
 from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
 from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
-from rallypoint.environments.pool import Grader
+from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span

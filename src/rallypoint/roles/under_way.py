@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from rallypoint.environments.pool import Grader
+from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts

@@ -11,8 +11,9 @@ import pytest
 
 from rallypoint.config import RewardConfig
 from rallypoint.environments.given import GIVEN, Given, giving
+from rallypoint.environments.grader import Waiting, open_grader
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
-from rallypoint.environments.pool import Pool, Waiting, open_grader
+from rallypoint.environments.pool import Pool
 from rallypoint.environments.reward import check_reward_spec
 from rallypoint.environments.worker import Wait
 from rallypoint.errors import RewardError

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rallypoint.config import RewardConfig
+from rallypoint.environments.grader import open_grader
 from rallypoint.environments.outcome import Failure, RewardCall, Scores
-from rallypoint.environments.pool import open_grader
 from rallypoint.environments.reward import check_reward_spec
 from rallypoint.environments.shipped.judge import Cache, Endpoint, JudgeError, Rate, read_number, read_verdict
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from rallypoint.config import RewardConfig
+from rallypoint.environments.grader import Inline, Several, open_grader, probe_rewards
 from rallypoint.environments.outcome import Failure, RewardCall, Scores
-from rallypoint.environments.pool import Inline, Pool, Several, open_grader, probe_rewards
-from rallypoint.environments.worker import Work, as_json, from_json
+from rallypoint.environments.pool import Pool, Width
+from rallypoint.environments.worker import Effort, Work, as_json, from_json
 from rallypoint.errors import RewardError
 
 REWARDS = """
@@ -127,6 +128,29 @@ def writes(solution_str, **row):
     with open(solution_str, "w") as file:
         file.write(f"{os.getpid()}\\n")
     time.sleep(600)
+
+
+def computes(solution_str, **row):
+    until = time.process_time() + 0.03
+    while time.process_time() < until:
+        pass
+    return 1.0
+
+
+def runs_programs(solution_str, **row):
+    import rallypoint.environments.sandbox
+    time.sleep(0.03)
+    return 1.0
+
+
+def meets(solution_str, extra_info, **row):
+    if solution_str == "waits":
+        time.sleep(0.2)
+        return 1.0
+    open(f"{solution_str}/{extra_info['row']}", "w").close()
+    while len(os.listdir(solution_str)) < 4:
+        time.sleep(0.01)
+    return 1.0
 """
 
 
@@ -475,3 +499,54 @@ def test_what_waits_for_several_functions_is_cancelled_with_them(rewards):
         _, waiting = grader.submit([call("hangs"), call("good")])
         assert waiting.cancel()
         assert outcome_of(waiting) is None
+
+
+def widths(efforts, least=2, most=128, **limits):
+    """Return how many processes there may be after each call, of so many seconds and so many computed."""
+    width, found = Width(least, most, **limits), []
+    for took_s, computed_s, *num_bytes in efforts:
+        width.note(Effort(took_s, computed_s, *num_bytes))
+        found.append(width.now)
+    return found
+
+
+WAITS, COMPUTES = (0.2, 0.002), (0.2, 0.19)
+
+
+def test_processes_double_whenever_as_many_calls_mostly_waited():
+    assert widths([WAITS] * 14) == [2, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 16]
+    assert widths([WAITS] * 300)[-1] == 128
+    assert widths([WAITS] * 300, least=5, most=5)[-1] == 5  # reward.num_processes
+
+
+@pytest.mark.parametrize("efforts", [[COMPUTES], [(0.2, 0.06)], [(0.002, 0.0)], [WAITS, COMPUTES]])
+def test_processes_stay_one_a_core_for_calls_that_compute_or_take_no_time(efforts):
+    assert set(widths(efforts * 100)) == {2}
+
+
+def test_processes_are_one_a_core_again_once_calls_compute():
+    assert widths([WAITS] * 6 + [COMPUTES] * 8)[-2:] == [8, 2]
+
+
+def test_processes_that_wait_are_no_more_than_cores_and_memory_bear():
+    assert widths([(0.2, 0.02)] * 300)[-1] == 20  # 2 cores, a tenth of which each call computes
+    assert widths([(*WAITS, 10)] * 300, num_bytes=330)[-1] == 33
+
+
+@pytest.fixture
+def on_one_core(monkeypatch):
+    monkeypatch.setattr("rallypoint.cluster.capacity.num_cores", lambda: 1)
+
+
+def test_calls_that_wait_are_given_more_processes_than_cores(opened, on_one_core, tmp_path):
+    pool = opened("meets", num_processes=None)
+    wait_until(lambda: grade(pool, ["waits"] * 8) == [score(1.0)] * 8 and pool._width.now >= 4)
+    (tmp_path / "met").mkdir()
+    assert grade(pool, [str(tmp_path / "met")] * 4) == [score(1.0)] * 4  # each returns once all four have begun
+
+
+@pytest.mark.parametrize("function", ["computes", "runs_programs"])
+def test_calls_that_compute_here_or_in_a_sandbox_stay_one_a_core(opened, on_one_core, function):
+    pool = opened(function, num_processes=None)
+    assert grade(pool, ["a"] * 5) == [score(1.0)] * 5
+    assert pool._width.now == 1

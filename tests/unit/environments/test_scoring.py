@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rallypoint.data import Example, Message
 from rallypoint.environments.failures import TooManyFailuresError, describe_failures
+from rallypoint.environments.grader import Inline, Several
 from rallypoint.environments.outcome import Failure, Scores
-from rallypoint.environments.pool import Inline, Several
 from rallypoint.environments.reward import Wants, no_function
 from rallypoint.environments.scoring import ModelScores, Scoring, combine
 from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, offsets_from_lengths

@@ -15,7 +15,7 @@ from rallypoint.cluster import Mesh
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.failures import TooManyFailuresError
-from rallypoint.environments.pool import Inline
+from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.groups import PromptsDone

@@ -196,7 +196,7 @@ class RewardConfig(Section):
         at_least=1,
         at_most=1024,
         unit="processes",
-        help="Processes that call the function; null for one a core, up to 16.",
+        help="Processes that call the function; null: one a core (16 at most), to 128 while it mostly waits.",
     )
     max_calls: int | None = key(
         None, at_least=1, unit="calls", help="Calls after which a process is replaced, for functions that leak."

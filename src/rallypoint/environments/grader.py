@@ -1,0 +1,267 @@
+"""Whom a run asks for scores: functions in this process, in its threads or in processes; several become one score.
+
+Owns: which function runs where, and what one score is made of several. Must not know: batches, tensors. It needs the
+standard library only, so that a config can be checked with it before torch is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol, get_args
+
+from rallypoint.environments.futures import dealt, joined
+from rallypoint.environments.given import GIVEN, how_to_give, is_given
+from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores, call_reward, too_large
+from rallypoint.environments.pool import Busy, Pool, units
+from rallypoint.environments.reward import RewardFunction, Scope, Wants, load_reward, no_function, wants_of
+from rallypoint.environments.worker import Wait, Work
+from rallypoint.errors import RewardError
+
+if TYPE_CHECKING:
+    from rallypoint.config import RewardConfig
+    from rallypoint.config.sections.material import RewardFunctionConfig
+
+
+class Grader(Protocol):
+    """Asks a reward function about many responses."""
+
+    @property
+    def wants(self) -> Wants:
+        """What the function is called with; known once it was loaded."""
+        ...
+
+    def load(self) -> None:
+        """Find the function, before anything is asked; a second time is none.
+
+        Raises:
+            RewardError: there is none of its name, it cannot be imported, or it does not take what it is given.
+        """
+        ...
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """Ask about responses; after `load`, from any thread. Returns at once where the function may take long.
+
+        Args:
+            calls: those of whole groups; all of a step where `wants.scope` is "batch".
+
+        Returns:
+            What will become of each. It raises RewardError where the user's file could not be imported a second time.
+        """
+        ...
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """Name the calls that take long; return how long nothing need be said.
+
+        Args:
+            warn: given a sentence for every `warn_after_s` that one call takes.
+            warn_after_s: seconds that a call may take without a word.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class Inline:
+    """A function that ships with the package, called in this process, one response after another.
+
+    It takes microseconds, and nothing of it needs to be contained: a process would cost more than it does.
+    """
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.wants = wants_of(function)
+        self._function = function
+
+    def load(self) -> None:
+        """It is there."""
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """Call the function, and return what became of it."""
+        done: list[Future[Outcome]] = []
+        for unit in units(calls, self.wants):
+            for outcome in call_reward(self._function, [_copied(call) for call in unit], self.wants):
+                done.append(Future())
+                done[-1].set_result(outcome)
+        return done
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """Nothing takes long."""
+        del warn
+        return warn_after_s
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _copied(call: RewardCall) -> RewardCall:
+    """Return a call whose function cannot change the data set."""
+    ground_truth, extra_info = copy.deepcopy((call.ground_truth, call.extra_info))
+    return dataclasses.replace(call, ground_truth=ground_truth, extra_info=extra_info)
+
+
+class Waiting:
+    """A function in threads of this process: one that only waits for a network, or that no process can be sent.
+
+    No deadline ends a call: requests to a network have their own. Nobody waits for the threads at the end.
+    """
+
+    def __init__(
+        self, function: RewardFunction, num_threads: int, wait: Callable[[Awaitable[object]], object] | None = None
+    ) -> None:
+        """Take note of the function, and of what awaits its results if it is async."""
+        self.wants = wants_of(function)
+        self._function, self._wait = function, wait
+        self._asked: SimpleQueue[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self._busy: dict[int, Busy] = {}
+        self._is_closed = False
+
+    def load(self) -> None:
+        """See `Grader.load`; a second time starts nothing."""
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """See `Grader.submit`; a call waits for a thread that is free."""
+        outcomes: list[Future[Outcome]] = []
+        for unit in units(calls, self.wants):
+            answer: Future[Sequence[Outcome]] = Future()
+            self._asked.put((answer, unit))
+            outcomes += dealt(answer, len(unit))
+        return outcomes
+
+    def _work(self) -> None:
+        own = threading.get_ident()
+        while (asked := self._asked.get()) is not None:
+            answer, calls = asked
+            if self._is_closed:
+                answer.cancel()
+            elif answer.set_running_or_notify_cancel():
+                self._busy[own] = Busy(calls[0].name)
+                answer.set_result(call_reward(self._function, [*map(_copied, calls)], self.wants, self._wait))
+                del self._busy[own]
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """See `Grader.complain`."""
+        busy = list(self._busy.values())
+        return min((each.complain(warn, warn_after_s) for each in busy), default=warn_after_s)
+
+    def close(self) -> None:
+        """Cancel the calls that wait, and let the threads end with those under way."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._asked.put(None)
+
+
+class Several:
+    """Several functions that are asked about every response. Its score is their weighed sum, token by token.
+
+    A response that one of them has no score for has none.
+    """
+
+    def __init__(self, graders: Mapping[str, Grader], weights: Mapping[str, float]) -> None:
+        """Ask graders by their names, each with a weight."""
+        self._graders, self._weights = graders, weights
+
+    @property
+    def wants(self) -> Wants:
+        """What any of them is called with; those of a group wait for the step if another needs all of it."""
+        all_wants = [grader.wants for grader in self._graders.values()]
+        scopes: tuple[Scope, ...] = get_args(Scope)
+        widest = max(scopes.index(wants.scope) for wants in all_wants)
+        return Wants(scopes[widest], tuple({name: None for wants in all_wants for name in wants.more}))
+
+    def load(self) -> None:
+        """See `Grader.load`."""
+        for grader in self._graders.values():
+            grader.load()
+
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+        """See `Grader.submit`."""
+        asked = [grader.submit(calls) for grader in self._graders.values()]
+        return [joined(of_one, self._weighed) for of_one in zip(*asked, strict=True)]
+
+    def _weighed(self, outcomes: Sequence[Outcome]) -> Outcome:
+        named = dict(zip(self._graders, outcomes, strict=True))
+        for name, outcome in named.items():
+            if isinstance(outcome, Failure):
+                return dataclasses.replace(outcome, reason=f"{name}: {outcome.reason}")
+        found = {name: outcome for name, outcome in named.items() if isinstance(outcome, Scores)}
+        weighed = [[self._weights[name] * score for score in each.token_scores] for name, each in found.items()]
+        scores = tuple(map(math.fsum, zip(*weighed, strict=True)))
+        if problem := too_large(scores):
+            return Failure("malformed", f"the weighed sum of the rewards {problem}")
+        return Scores(
+            scores,
+            {f"{name}/{extra}": number for name, each in found.items() for extra, number in each.extras.items()},
+            {name: math.fsum(each.token_scores) for name, each in found.items()},
+            "\n".join(each.feedback for each in found.values() if each.feedback),
+            next((each.answer for each in found.values() if each.answer is not None), None),
+        )
+
+    def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
+        """See `Grader.complain`."""
+        return min(grader.complain(warn, warn_after_s) for grader in self._graders.values())
+
+    def close(self) -> None:
+        """End what was started."""
+        for grader in self._graders.values():
+            grader.close()
+
+
+def open_grader(settings: RewardConfig, log: Path | None = None) -> Grader:
+    """Return what asks the reward functions of a run; without one every score is 0.
+
+    Args:
+        settings: the functions, how many processes may run each, and their limits.
+        log: receives what they print; None for standard error.
+    """
+    functions = settings.all_functions
+    graders = {one.name: _open(one, settings, log) for one in functions}
+    if not functions:
+        return Inline(no_function)
+    if settings.functions:
+        return Several(graders, {one.name: one.weight for one in functions})
+    return graders[functions[0].name]
+
+
+def _open(one: RewardFunctionConfig, settings: RewardConfig, log: Path | None) -> Grader:
+    if one.function == "digits":
+        return Inline(load_reward(one.function, one.parameters))
+    if one.function == "judge":
+        function = load_reward(one.function, one.parameters)
+        return Waiting(function, one.parameters.get("concurrency", 16))
+    given = GIVEN.get(one.function)
+    if is_given(one.function) and given is None:
+        raise RewardError(how_to_give(one.function))
+    if given is not None and given.code is None:
+        return Waiting(functools.partial(given.function, **one.parameters), 1, Wait(settings.timeout_s))
+    code = given.code if given else None
+    work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib, code)
+    return Pool(work, num_processes=settings.num_processes, log=log)
+
+
+def probe_rewards(settings: RewardConfig) -> str | None:
+    """Say why a reward function cannot be used; None if all can. Each is imported in a process of its own.
+
+    Nothing that a user's file does at its import can harm this process: it may raise, hang or exit.
+    """
+    once = settings.model_copy(update={"num_processes": 1})
+    try:
+        with contextlib.closing(open_grader(once, Path(os.devnull))) as grader:
+            grader.load()
+    except RewardError as error:
+        return str(error)
+    return None
