@@ -32,7 +32,7 @@ from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, LineEnd, both, make_plan, share_published
+from rallypoint.roles.publishing import PUBLISHED, TransportEnd, both, make_plan, share_published
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.types import (
     ActorBatch,
@@ -63,7 +63,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer, loss)
         self.num_frozen_steps = spec.config.num_frozen_steps
         ActorParts(self.engine, self._open_source, self._exposed).leave(context)
-        self._end, self._published = LineEnd(context, spec), spec.folder.path / PUBLISHED
+        self._end, self._published = TransportEnd(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
             self.turns.sleep_between(self.engine)
 
@@ -97,7 +97,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return {name: Held(half or tensor.dtype, shard.parts[name]) for name, tensor in shard.trained().items()}
 
     @broadcast
-    def open_line(self, way: Way, plan: TransferPlan) -> None:
+    def connect(self, way: Way, plan: TransferPlan) -> None:
         """Connect to the rollout ranks, if this rank has something to send that no other rank sends."""
         self._end.close()
         place = plan.place_of_sender(self.context.rank)
@@ -109,7 +109,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         """Send this rank's part of the trained weights."""
         if self._end.is_open:
             with self._open_source() as source:
-                self._end.line.run(version, source, None, self.context.tick)
+                self._end.transport.run(version, source, None, self.context.tick)
 
     @broadcast
     @in_turn()
@@ -309,7 +309,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         if not self._is_line_open:
             held = await self._group.call(ActorWorker.held)
             plan = make_plan(self._config, rollouts.way, held, self._group.processes, rollouts.processes)
-            await both(self._group.call(ActorWorker.open_line, rollouts.way, plan), rollouts.open_line(plan))
+            await both(self._group.call(ActorWorker.connect, rollouts.way, plan), rollouts.connect(plan))
         self._is_line_open = False  # after an error it is opened again
         await both(self._group.call(ActorWorker.publish, self.version), rollouts.load(self.version))
         self._is_line_open = True

@@ -1,6 +1,6 @@
 """How weights get from the actor's ranks to those of the rollout role, as the driver and the workers see it.
 
-Owns: who takes part in a line of processes (`weights`), and which of two errors is the cause. Must not know: what
+Owns: which processes take part in a transport (`weights`), and which of two errors is the cause. Must not know: what
 travels.
 
 A process that has a rank of both roles takes part once: its rollout worker sends what the actor worker has left
@@ -44,36 +44,36 @@ _PATIENCE_S = 10.0
 _NUMBERS = itertools.count(1)
 
 
-class LineEnd:
-    """A worker's end of the line, which it opens at the first publish, and again after one that failed."""
+class TransportEnd:
+    """A worker's end of the transport, which it opens at the first publish, and again after one that failed."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         self._context, self._spec = context, spec
-        self._line: Transport | None = None
+        self._transport: Transport | None = None
 
     def open(self, way: Way, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
         """Meet the others, who read what is exposed from where it is."""
         self.close()
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
         device = self._spec.config.cluster.device
-        self._line = join(way, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
+        self._transport = join(way, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
 
     @property
     def is_open(self) -> bool:
         """Whether this worker takes part."""
-        return self._line is not None
+        return self._transport is not None
 
     @property
-    def line(self) -> Transport:
-        """The open line."""
-        assert self._line is not None, "the driver opens it before it publishes"
-        return self._line
+    def transport(self) -> Transport:
+        """The open transport."""
+        assert self._transport is not None, "the driver opens it before it publishes"
+        return self._transport
 
     def close(self) -> None:
         """Leave, if it is open."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
 
 def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | None:
@@ -115,7 +115,7 @@ def make_plan(
     actor: Sequence[Process],
     rollout: Sequence[Process],
 ) -> TransferPlan:
-    """Return who takes part in a line: all rollout ranks, and the ranks of the actor that have something to send.
+    """Return who takes part in a transport: all rollout ranks, and the ranks of the actor that have something to send.
 
     Args:
         config: of the run.

@@ -1,6 +1,6 @@
 """Requests on their way to the ranks that sample, and outputs on their way back.
 
-Owns: both ends of the way: the driver's queue, and the desk at a rank's engine. Must not know: who asks, and what a
+Owns: both ends of the way: the driver's queue, and the engine of a rank. Must not know: who asks, and what a
 response is for. Invariant: a rank gets its requests in the order in which they were submitted.
 """
 
@@ -24,8 +24,8 @@ _SHORTEST_SLICE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Orders:
-    """What one rank is asked to do next."""
+class SliceRequest:
+    """What one rank is asked to do in the next slice of time."""
 
     new: tuple[tuple[int, Request], ...] = ()
     """Requests to begin with, each with the driver's number for it."""
@@ -38,8 +38,8 @@ class Orders:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slice:
-    """What a rank has done of its orders."""
+class SliceResult:
+    """What a rank has done in a slice of time."""
 
     outputs: tuple[Output, ...] = ()
     num_steps: int = 0
@@ -61,30 +61,30 @@ def failed_output(number: int, version: int, error: RallyError) -> Output:
     )
 
 
-class Desk:
+class RankEngine:
     """An engine, whose requests have the driver's numbers."""
 
     def __init__(self, engine: GenerationEngine, tick: Callable[[], None]) -> None:
         self.engine, self._tick = engine, tick
         self._numbers: dict[int, int] = {}
 
-    def take(self, orders: Orders, *, streamed: bool = False) -> list[Output]:
+    def take(self, asked: SliceRequest, *, streamed: bool = False) -> list[Output]:
         """Begin with requests and give others up; return the ends of those that the engine refuses."""
         refused: list[Output] = []
-        for number, request in orders.new:
-            asked = dataclasses.replace(request, streamed=True) if streamed and not request.streamed else request
+        for number, request in asked.new:
+            sent = dataclasses.replace(request, streamed=True) if streamed and not request.streamed else request
             try:
-                self._numbers[self.engine.submit(asked)] = number
+                self._numbers[self.engine.submit(sent)] = number
             except RequestError as error:
                 refused.append(failed_output(number, self.engine.version, error))
-        if orders.cancelled:
-            cancelled = set(orders.cancelled)
+        if asked.cancelled:
+            cancelled = set(asked.cancelled)
             for request_id, number in self._numbers.items():
                 if number in cancelled:
                     self.engine.cancel(request_id)
         return refused
 
-    def sample(self, *, until_one_ends: bool, num_steps: int | None = None) -> Slice:
+    def sample(self, *, until_one_ends: bool, num_steps: int | None = None) -> SliceResult:
         """Step so many times, or for a slice of time; no longer than there is a request."""
         outputs: list[Output] = []
         began, has_ended, num_taken = time.monotonic(), False, 0
@@ -100,7 +100,7 @@ class Desk:
             slice_s = _SHORTEST_SLICE_S if has_ended and until_one_ends else SLICE_S
             if num_steps is None and time.monotonic() - began >= slice_s:
                 break
-        return Slice(tuple(outputs), num_taken, time.monotonic() - began)
+        return SliceResult(tuple(outputs), num_taken, time.monotonic() - began)
 
     def clear(self) -> None:
         """Forget all requests; the engine is asleep."""
@@ -166,8 +166,8 @@ class Gate:
             await asyncio.sleep(0)
 
 
-Advance = Callable[[Sequence[Orders]], Awaitable[Sequence[Sequence[Output]]]]
-"""Has every rank follow its orders, and returns the outputs of each."""
+Advance = Callable[[Sequence[SliceRequest]], Awaitable[Sequence[Sequence[Output]]]]
+"""Has every rank do what it is asked, and returns the outputs of each."""
 
 
 class RequestQueue:
@@ -226,7 +226,7 @@ class RequestQueue:
             deliver(failed_output(number, 0, error))
 
     def clear(self) -> None:
-        """Forget all requests; a rank that still has some is told with its next orders."""
+        """Forget all requests; a rank that still has some is told with the next slice."""
         for number, (rank, _) in self._open.items():
             self._cancelled[rank].append(number)
         for each in (self._open, *self._new):
@@ -234,8 +234,8 @@ class RequestQueue:
 
     async def advance(self) -> None:
         """Have every rank sample for a slice of time, and deliver what comes of it."""
-        orders = [
-            Orders(
+        asked = [
+            SliceRequest(
                 tuple(one for one in new if one[0] in self._open),
                 tuple(cancelled),
                 self._version(),
@@ -245,7 +245,7 @@ class RequestQueue:
         ]
         for sent in (*self._new, *self._cancelled):
             sent.clear()
-        for output in itertools.chain.from_iterable(await self._advance(orders)):
+        for output in itertools.chain.from_iterable(await self._advance(asked)):
             waiting = self._open.get(output.request_id)
             if waiting is None:  # it was given up meanwhile
                 continue

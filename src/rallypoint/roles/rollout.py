@@ -29,8 +29,8 @@ from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, make_room_for_neighbour
 from rallypoint.roles.engines import make_engine, make_outside_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import LineEnd, way_between
-from rallypoint.roles.requests import Desk, Gate, Orders, RequestQueue, Slice
+from rallypoint.roles.publishing import TransportEnd, way_between
+from rallypoint.roles.requests import Gate, RankEngine, RequestQueue, SliceRequest, SliceResult
 from rallypoint.roles.schedule import Schedule
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
@@ -47,7 +47,7 @@ class RolloutWorker(TurnTaker):
         spec.prepare(context)
         self.turns = Turns(context)
         self._spec, self._context, self._shares_actor = spec, context, shares_actor
-        self._end, self._actor = LineEnd(context, spec), ActorParts.find(context)
+        self._end, self._actor = TransportEnd(context, spec), ActorParts.find(context)
         self._problem: str | None = None
         self._until, self._sampling = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_sampling = False
@@ -62,8 +62,8 @@ class RolloutWorker(TurnTaker):
             self._shard = self._own_model(context, spec)
             self._engine = make_engine(config, self._shard.model, spec.decoder())
         self._engine.sleep()
-        self._desk = Desk(self._engine, context.tick)
-        self._outside: Desk | None = None
+        self._training = RankEngine(self._engine, context.tick)
+        self._outside: RankEngine | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self._shares_actor:
@@ -85,7 +85,7 @@ class RolloutWorker(TurnTaker):
         self._until.close()
 
     @scatter
-    def advance(self, orders: Orders) -> Slice:
+    def advance(self, asked: SliceRequest) -> SliceResult:
         """Start new requests, cancel others, then sample until one ends or the time slice is over.
 
         The role keeps its turn until no request is left.
@@ -94,12 +94,12 @@ class RolloutWorker(TurnTaker):
             WeightsMismatchError: this rank does not hold the expected version of the weights.
             RallyError: a request failed for a reason other than its engine, such as logits that are not finite.
         """
-        if not orders.new and not self._engine.has_work:
-            return Slice()
+        if not asked.new and not self._engine.has_work:
+            return SliceResult()
         self.check_whole()
-        if orders.version != self._engine.version:
+        if asked.version != self._engine.version:
             raise WeightsMismatchError(
-                f"expected to sample from version {orders.version}, but version {self._engine.version} is loaded"
+                f"expected to sample from version {asked.version}, but version {self._engine.version} is loaded"
             )
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self.forget)
@@ -109,8 +109,8 @@ class RolloutWorker(TurnTaker):
                 self._engine.wake()
                 self._is_sampling = True
             # The driver waits for all ranks, so with several of them each samples for the whole slice.
-            refused, is_alone = self._desk.take(orders), self._context.num_ranks == 1
-            done = self._desk.sample(until_one_ends=is_alone, num_steps=orders.num_steps)
+            refused, is_alone = self._training.take(asked), self._context.num_ranks == 1
+            done = self._training.sample(until_one_ends=is_alone, num_steps=asked.num_steps)
             done = dataclasses.replace(done, outputs=(*refused, *done.outputs))
             for error in (output.error for output in done.outputs):
                 if error is not None and not isinstance(error, GenerationError):
@@ -129,7 +129,7 @@ class RolloutWorker(TurnTaker):
     def forget(self) -> None:
         """Cancel all requests of training."""
         self._stop()
-        self._desk.clear()
+        self._training.clear()
 
     @collect
     def open_outside(self, max_rows: int) -> int:
@@ -142,16 +142,16 @@ class RolloutWorker(TurnTaker):
         self._max_outside_rows = max_rows
         return self._outside.engine.max_request_tokens
 
-    def _new_outside(self, max_rows: int) -> Desk:
+    def _new_outside(self, max_rows: int) -> RankEngine:
         config = self._spec.config
         decode = decoder(load_tokenizer(self._spec.model_path, trust_remote_code=config.model.trust_remote_code))
         model = None if self._shard is None else self._shard.model
         engine = make_outside_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
-        return Desk(engine, self._context.tick)
+        return RankEngine(engine, self._context.tick)
 
     @scatter
     @in_turn()
-    def advance_outside(self, orders: Orders) -> list[Output]:
+    def advance_outside(self, asked: SliceRequest) -> list[Output]:
         """Do the same for requests from outside, on an engine of their own that sleeps between slices.
 
         So they change neither what training samples nor how much memory it finds.
@@ -165,7 +165,7 @@ class RolloutWorker(TurnTaker):
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._renew_outside)
             # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
-            outputs = self._outside.take(orders, streamed=True)
+            outputs = self._outside.take(asked, streamed=True)
             engine.wake()
             try:
                 outputs += self._outside.sample(until_one_ends=False).outputs
@@ -196,7 +196,7 @@ class RolloutWorker(TurnTaker):
             raise WeightsMismatchError(f"{self._problem}, so that nothing is sampled until another one has been")
 
     @broadcast
-    def open_line(self, way: Way, plan: TransferPlan) -> None:
+    def connect(self, way: Way, plan: TransferPlan) -> None:
         """Check that the weights are those of this model, then connect to the ranks that send them.
 
         Raises:
@@ -209,7 +209,7 @@ class RolloutWorker(TurnTaker):
 
     @broadcast
     def load(self, version: int, published: Path | None) -> None:
-        """Load new weights: from a folder, over the line, or, if the actor's own tensors are used, those in place.
+        """Load new weights: from a folder, over the transport, or, if the actor's own tensors are used, those in place.
 
         Running requests continue with them. While tensors arrive the model has no version; after an error it keeps
         none, and nothing is sampled until a complete version has been loaded.
@@ -237,7 +237,7 @@ class RolloutWorker(TurnTaker):
             if self._plan.members[self._place].sender is not None:
                 assert self._actor is not None, "the actor's rank of this process left its parts"
                 source = open_sources.enter_context(self._actor.open_source())
-            self._end.line.run(version, source, sink, self._context.tick)
+            self._end.transport.run(version, source, sink, self._context.tick)
         sink.finish()
 
 
@@ -346,9 +346,9 @@ class Rollouts:
         busy_s, self._busy_s = self._busy_s, [0.0] * self.num_ranks
         return busy_s
 
-    async def _advance(self, orders: Sequence[Orders]) -> Sequence[Sequence[Output]]:
-        """Have every rank follow its orders; by a schedule when it says so."""
-        slices = await self.schedule.send(orders, lambda orders: self._group.call(RolloutWorker.advance, orders))
+    async def _advance(self, asked: Sequence[SliceRequest]) -> Sequence[Sequence[Output]]:
+        """Have every rank do what it is asked; by a schedule when it says so."""
+        slices = await self.schedule.send(asked, lambda asked: self._group.call(RolloutWorker.advance, asked))
         for rank, one in enumerate(slices):
             self._busy_s[rank] += one.busy_s
         return [one.outputs for one in slices]
@@ -378,14 +378,14 @@ class Rollouts:
         longest = min(await self._group.call(RolloutWorker.open_outside, max_rows))
         queue = RequestQueue(
             self.num_ranks,
-            lambda orders: self._group.call(RolloutWorker.advance_outside, orders),
+            lambda asked: self._group.call(RolloutWorker.advance_outside, asked),
             lambda: self._next_version,
         )
         return queue, longest
 
-    async def open_line(self, plan: TransferPlan) -> None:
+    async def connect(self, plan: TransferPlan) -> None:
         """Connect every rank to the ranks that send weights."""
-        await self._group.call(RolloutWorker.open_line, self.way, plan)
+        await self._group.call(RolloutWorker.connect, self.way, plan)
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Load new weights on every rank: from a folder, or as they arrive."""

@@ -28,14 +28,14 @@ from rallypoint.config import RunConfig
 from rallypoint.disk import naming
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
-from rallypoint.roles.requests import Orders, Slice
+from rallypoint.roles.requests import SliceRequest, SliceResult
 
 SCHEDULE = "schedule.jsonl"
 
 Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""
-Send: TypeAlias = Callable[[Sequence[Orders]], Awaitable[Sequence[Slice]]]
-"""Has every rank follow its orders."""
+Send: TypeAlias = Callable[[Sequence[SliceRequest]], Awaitable[Sequence[SliceResult]]]
+"""Has every rank do what it is asked."""
 
 
 def name_of(request: Request, seed: int) -> Name:
@@ -88,17 +88,17 @@ class Recorder:
             self._path.write_text("".join(f"{line}\n" for line in lines[: loads[-1] + 1]) if loads else "")
         self._mode = "a"
 
-    async def send(self, orders: Sequence[Orders], send: Send) -> Sequence[Slice]:
-        """Send orders and write down what became of them."""
+    async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
+        """Send what is asked and write down what became of them."""
         entry: dict[str, Any] = {}
         self._entries.append(entry)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._entries.remove, entry)  # those who waited for it are given up
-            slices = await send(orders)
+            slices = await send(asked)
             if_it_fails.pop_all()
         entry["slice"] = [
             [pack([name_of(request, self._seed) for _, request in each.new]), one.num_steps]
-            for each, one in zip(orders, slices, strict=True)
+            for each, one in zip(asked, slices, strict=True)
         ]
         self._flush()
         return slices
@@ -180,9 +180,9 @@ class Replay:
         """Look again: a request has come."""
         self._has_changed.set()
 
-    async def send(self, orders: Sequence[Orders], send: Send) -> Sequence[Slice]:
+    async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
         """Take requests in, and send those of the next slice once all are there; no outputs while some are not."""
-        for rank, each in enumerate(orders):
+        for rank, each in enumerate(asked):
             self._arrived[rank] |= {name_of(request, self._seed): (number, request) for number, request in each.new}
             self._cancelled[rank] += each.cancelled
         if self._is_free:
@@ -203,7 +203,7 @@ class Replay:
                     cancelled=tuple(self._cancelled[rank]),
                     num_steps=num_steps,
                 )
-                for rank, (each, (names, num_steps)) in enumerate(zip(orders, chosen, strict=True))
+                for rank, (each, (names, num_steps)) in enumerate(zip(asked, chosen, strict=True))
             ]
         )
         for cancelled in self._cancelled:
@@ -306,13 +306,13 @@ class Schedule:
             )
         return cls(recorder, Replay(recorded, config.seed, timeout_s=config.cluster.call_timeout_s, say=say))
 
-    async def send(self, orders: Sequence[Orders], send: Send) -> Sequence[Slice]:
-        """Have every rank follow its orders."""
+    async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
+        """Have every rank do what it is asked."""
 
-        async def record(orders: Sequence[Orders]) -> Sequence[Slice]:
-            return await (send(orders) if self.recorder is None else self.recorder.send(orders, send))
+        async def record(asked: Sequence[SliceRequest]) -> Sequence[SliceResult]:
+            return await (send(asked) if self.recorder is None else self.recorder.send(asked, send))
 
-        return await (record(orders) if self.replay is None else self.replay.send(orders, record))
+        return await (record(asked) if self.replay is None else self.replay.send(asked, record))
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Have every rank load weights."""

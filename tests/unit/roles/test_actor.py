@@ -23,7 +23,7 @@ from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED
 from rallypoint.roles.reference import ReferenceWorker
-from rallypoint.roles.requests import Orders
+from rallypoint.roles.requests import SliceRequest
 from rallypoint.roles.rollout import RolloutWorker
 from rallypoint.run.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
 from rallypoint.types import ActorBatch, ScoredBatch, Sequences, Trajectory, assemble
@@ -58,11 +58,11 @@ def sample(rollout, num_samples, max_new_tokens, *, version):
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
     new = [(n, Request(tokens=(3, 9), params=params, sample_index=n)) for n in range(num_samples)]
     found = {number: [] for number, _ in new}
-    orders = Orders(new=tuple(new), version=version)
+    orders = SliceRequest(new=tuple(new), version=version)
     while not all(outputs and outputs[-1].finish_reason for outputs in found.values()):
         for output in rollout.advance(orders).outputs:
             found[output.request_id].append(output)
-        orders = Orders(version=version)
+        orders = SliceRequest(version=version)
     trajectories = [Trajectory(turns=(as_turn((3, 9), outputs),)) for outputs in found.values()]
     return assemble(trajectories, prompt_index=0, sample_index=list(found), is_narrowed=False)
 

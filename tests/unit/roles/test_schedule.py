@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from rallypoint.generation import Request, SamplingParams
-from rallypoint.roles.requests import Orders, Slice
+from rallypoint.roles.requests import SliceRequest, SliceResult
 from rallypoint.roles.schedule import Recorded, Recorder, Replay, Schedule
 
 SEED = 5
@@ -17,7 +17,7 @@ def request(prompt, sample=0):
 
 
 def orders(*prompts):
-    return [Orders(new=tuple((number, request(prompt)) for number, prompt in enumerate(prompts)))]
+    return [SliceRequest(new=tuple((number, request(prompt)) for number, prompt in enumerate(prompts)))]
 
 
 def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_they_ended(tmp_path):
@@ -26,7 +26,7 @@ def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_the
 
         async def send(orders):
             await sliced.wait()
-            return [Slice(num_steps=4)]
+            return [SliceResult(num_steps=4)]
 
         async def load():
             sliced.set()
@@ -64,7 +64,7 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
 
         async def send(orders):
             sent.extend((request.prompt_index, one.num_steps) for one in orders for _, request in one.new)
-            return [Slice() for _ in orders]
+            return [SliceResult() for _ in orders]
 
         async def load(version):
             sent.append(f"load {version}")
@@ -75,10 +75,10 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
         await schedule.load(0, lambda: load(0))
         assert await pending[0] == []
         loading = asyncio.create_task(schedule.load(2, lambda: load(2)))
-        await schedule.send([Orders(new=((9, request(1)),))], send)
+        await schedule.send([SliceRequest(new=((9, request(1)),))], send)
         await loading
-        await schedule.send([Orders()], send)
-        await schedule.send([Orders(new=((10, request(5)),))], send)
+        await schedule.send([SliceRequest()], send)
+        await schedule.send([SliceRequest(new=((10, request(5)),))], send)
         return sent, said
 
     sent, said = asyncio.run(main())

@@ -19,7 +19,7 @@ from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.groups import PromptsDone
-from rallypoint.roles.requests import Slice
+from rallypoint.roles.requests import SliceResult
 from rallypoint.roles.reward import RewardModel
 from rallypoint.roles.rollout import Rollouts, RolloutWorker
 from rallypoint.roles.sampling import AbandonedError
@@ -443,7 +443,7 @@ class FakeRanks:
                 if left <= 1:
                     del running[number]
                     outputs.append(answer(number, request, orders.version))
-        return Slice(tuple(outputs))
+        return SliceResult(tuple(outputs))
 
 
 def answer(number, request, version):
