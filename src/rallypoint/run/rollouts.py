@@ -170,7 +170,7 @@ class StepRollouts:
         where = pa.array([at.get(pair) for pair in _pairs(rows)], pa.int64())
         for name in ("old_logprobs", "advantages"):
             values = None if learned is None else getattr(learned, name)
-            columns[name] = _lists(values, learned or rows, floats).take(where)
+            columns[name] = _lists(values, rows if learned is None else learned, floats).take(where)
         return pa.table(columns)
 
 
@@ -284,7 +284,6 @@ class RolloutFiles:
             job()
 
     def _write(self, file: Path, make: Callable[[], pa.Table]) -> None:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         part = file.with_suffix(".part")
@@ -297,7 +296,7 @@ class RolloutFiles:
                 return
             sync(part)
             part.replace(file)
-        except (OSError, pa.ArrowException) as error:
+        except Exception as error:  # noqa: BLE001 - the next step is written all the same
             part.unlink(missing_ok=True)
             self._tell("failed", f"{explain(file, error)}; the run goes on without it")
             return

@@ -1,5 +1,7 @@
 """Rollouts of every step lie in the run's folder, whole or not at all, and never take more room than they may."""
 
+import contextlib
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -107,6 +109,22 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
     assert (second["score"], second["failure"], second["advantages"]) == (None, "timeout: took too long", None)
     assert (third["finish_reason"], third["version"], third["advantages"]) == ("length", 2, [-0.5])
     assert third["response"] == "?", "half a character is no text"
+
+
+def test_a_step_of_which_no_row_was_learned_has_no_advantages(tmp_path: Path):
+    rollouts = step_rollouts()
+    assert rollouts.learned is not None
+    nothing = dataclasses.replace(rollouts, learned=rollouts.learned.rows([]))
+    assert nothing.table(1).column("advantages").to_pylist() == [None, None, None]
+
+
+def test_what_is_no_rollout_is_told_and_the_next_step_is_written(tmp_path: Path):
+    said: list[str] = []
+    with contextlib.closing(RolloutFiles(tmp_path, max_gib=1, first=0, say=said.append)) as files:
+        files.put(1, step_rollouts(texts=("4",)))
+        files.put(2, step_rollouts())
+    assert "step_000001.parquet cannot be written" in said[0]
+    assert [file.name for file in (tmp_path / "rollouts").iterdir()] == ["step_000002.parquet"]
 
 
 def test_the_columns_are_the_same_in_every_file(tmp_path: Path):
