@@ -112,8 +112,9 @@ class RayPending:
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
-        if self.process.runtime.ray_thread.lost is not None:
-            return  # asking Ray could block, and no process is left to cancel
+        # Asking a lost Ray could block; without one, Ray would start another, which this process would then be tied to.
+        if self.process.ended or self.process.runtime.ray_thread.lost is not None or not ray.is_initialized():
+            return
         self.process.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
 
 
