@@ -16,6 +16,7 @@ import dataclasses
 import importlib
 import os
 import platform
+import sys
 import threading
 import time
 import traceback
@@ -47,6 +48,9 @@ _MOST_TEXT = 20_000
 
 WAS_ENDED = "it had been ended: its group was shut down, or the runtime"
 """Detail of the error of a call to a process that we ended."""
+
+_INSIST_S = 0.05
+"""Seconds after which a call that goes on although it was cancelled is cancelled again."""
 
 _MOST_NOTES = 100
 """Most lines kept until the driver asks; older ones are dropped."""
@@ -216,9 +220,25 @@ class WorkerProcess:
     def interrupt(self, number: int) -> None:
         """Cancel a call: it does not begin, or is stopped at its next line of Python."""
         with self._lock:
+            if number in self._cancelled:
+                return
             self._cancelled.add(number)
-            if self._running is not None and self._running.number == number:
+        if self._stop(number):
+            threading.Thread(target=self._insist, args=(number,), daemon=True).start()
+
+    def _insist(self, number: int) -> None:
+        """Stop a call until it ends: Python drops what is raised in a destructor or a weak reference's callback."""
+        while self._stop(number):
+            time.sleep(_INSIST_S)
+
+    def _stop(self, number: int) -> bool:
+        """Raise in a call unless it is ending; return whether it is under way."""
+        with self._lock:
+            if self._running is None or self._running.number != number:
+                return False
+            if not _handles_cancellation(self._thread):
                 _raise_in(self._thread, _CancelledError)
+            return True
 
     def _tick(self) -> None:
         self._progress += 1
@@ -258,6 +278,15 @@ class WorkerProcess:
 
 class _CancelledError(BaseException):
     """Thrown into the thread of a cancelled call. No Exception, so that a worker's handlers do not swallow it."""
+
+
+def _handles_cancellation(thread: int) -> bool:
+    """Return whether a cancellation brought a thread into an `except`, a `finally` or the end of a `with`."""
+    found = sys._current_exceptions().get(thread)
+    error = found[1] if isinstance(found, tuple) else found  # with its type and traceback before Python 3.12
+    while error is not None and not isinstance(error, _CancelledError):
+        error = error.__context__
+    return error is not None
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

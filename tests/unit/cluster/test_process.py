@@ -242,10 +242,10 @@ def interrupted(process, driver, after_s=0.0):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    worker.started.wait(10)
+    worker.started.wait(60)
     time.sleep(after_s)
     process.interrupt(it.number)
-    thread.join(10)
+    thread.join(60)
     return raised
 
 
@@ -273,6 +273,69 @@ def test_a_worker_that_catches_every_exception_does_not_swallow_a_cancellation(p
     assert driver.do(lambda: "next") == "next"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_cancellation_that_python_drops_in_a_destructor_comes_again(process):
+    driver = Driver(process)
+    worker, dropped = process._workers[driver.role], []
+
+    class Slow:
+        def __del__(self):
+            try:
+                type(worker).spin(worker)
+            finally:
+                dropped.append(1)
+
+    def spin():
+        Slow()
+        while True:
+            time.sleep(0.001)
+
+    worker.spin = spin
+    (error,) = interrupted(process, driver)
+    assert (str(error), dropped) == ("actor.spin", [1])
+    assert driver.do(lambda: "next") == "next"
+
+
+@pytest.mark.parametrize("way", ["finally", "with", "a handler of another error"])
+def test_what_a_cancelled_call_does_to_end_is_not_cancelled_again(process, monkeypatch, way):
+    monkeypatch.setattr("rallypoint.cluster.process._INSIST_S", 0.001)
+    driver = Driver(process)
+    worker, ended = process._workers[driver.role], []
+
+    def end():
+        for _ in range(100):
+            time.sleep(0.001)
+        ended.append(1)
+
+    class Closing:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc_info):
+            end()
+
+    def spin():
+        if way == "with":
+            with Closing():
+                type(worker).spin(worker)
+        try:
+            type(worker).spin(worker)
+        finally:
+            if way == "finally":
+                end()
+            try:
+                int("no number")
+            except ValueError:
+                end()
+
+    worker.spin = spin
+    (error,) = interrupted(process, driver)
+    assert str(error) == "actor.spin"
+    assert ended
+    assert driver.do(lambda: "next") == "next"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_call_that_starts_threads_stops_and_the_threads_are_not_hit(process):
     """As a rank that reads a model's files does while another rank finds that they are broken."""
     driver = Driver(process)
