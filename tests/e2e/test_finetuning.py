@@ -87,6 +87,34 @@ def test_a_killed_run_of_sft_ends_with_the_same_bits(sft):
     assert column(whole, "actor/loss") == losses
 
 
+def check_stream(runs, name, num):
+    """Train from a file that is read as the run goes, beside one that is read at the start, and resume it."""
+    file = runs.folder.parent / "train.jsonl"
+    keys = ("data.shuffle=false", "trainer={num_epochs: null, num_steps: 7}", "checkpoint={every_steps: 2, keep: 9}")
+    read = start(runs, f"{name}-read", *keys)
+    stream = start(runs, name, f"data.train=[{{path: {file}, stream_rows: 12}}]", *keys)
+    wanted = weights_of(read)
+    assert {key: one for key, one in weights_of(stream).items() if "initial" not in key} == {
+        key: one for key, one in wanted.items() if "initial" not in key
+    }, "windows of six in the order of the file, and an epoch and a half"
+    assert column(read, "data/epoch")[-1] == 7 * 8 / num
+    assert not column(stream, "data/epoch"), "nothing counts a stream where no epoch was asked for"
+    whole = weights_of(stream)
+    assert train(load_checked(str(stream.path)), stream, Silent(), resume=True, from_step=2)
+    assert weights_of(stream) == whole
+
+
+def test_sft_from_a_stream_ends_with_the_same_bits_and_so_it_does_where_it_was_killed(sft):
+    check_stream(sft, "stream", 45)
+    whole = start(
+        sft,
+        "epochs",
+        "data.train=[{path: TRAIN, stream_rows: 20}]".replace("TRAIN", str(sft.folder.parent / "train.jsonl")),
+        "trainer.num_epochs=2",
+    )
+    assert column(whole, "data/epoch")[-1] == 12 * 8 / 45, "90 examples, eight at a time"
+
+
 def test_sft_trains_adapters(sft):
     run = start(sft, "run", "model.lora={rank: 4}")
     assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0]
@@ -154,6 +182,10 @@ def test_a_killed_run_on_pairs_ends_with_the_same_bits(pairs):
     assert column(whole, "actor/loss") == losses
     assert train(load_checked(str(whole.path), ["trainer.num_steps=7"]), whole, Silent(), resume=True)
     assert len(column(whole, "actor/loss")) == 7, "a longer run takes pairs that the first one did not know"
+
+
+def test_pairs_from_a_stream_end_with_the_same_bits_and_so_they_do_where_the_run_was_killed(pairs):
+    check_stream(pairs, "stream", 48)
 
 
 def test_pairs_train_adapters(pairs):

@@ -102,9 +102,9 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
     for one in (*config.data.train, *config.data.validation):
         if not isinstance(one, str) and one.parameters and not one.path.startswith("reasoning_gym:"):
             yield Problem(("data.train",), f"{one.path} has parameters, which only reasoning_gym:NAME reads")
-    if config.data.stream_rows is not None and (config.trains_on_files or config.teachers.hint is not None):
-        problem = f"data.train has stream_rows: {config.recipe}, or teacher.hint, reads all at its start"
-        yield Problem(("data.train",), problem)
+    if config.data.stream_rows is not None and config.teachers.hint is not None:
+        problem = "data.train has stream_rows, and teacher.hint is read with all prompts at the start: leave one out"
+        yield Problem(("data.train", "teacher.hint"), problem)
     if config.trains_on_files and any(weights.values()):
         yield Problem(
             ("data.train", "recipe"),

@@ -6,16 +6,16 @@ Importing this package imports neither torch nor transformers nor pyarrow; they 
 that needs them.
 """
 
-from rallypoint.data.conversations import Conversation, Conversations, load_conversations
-from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, Rows, load_dataset
+from rallypoint.data.conversations import Conversation, Conversations, NamedExample, load_conversations
+from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.generators import Generator, is_generator
 from rallypoint.data.locate import DataSet, check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_prompts
-from rallypoint.data.rows import EncodedRows, encode_rows
+from rallypoint.data.rows import EncodedExample, EncodedRows, encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
-from rallypoint.data.windows import StreamedPrompts, Windows
+from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
 
 __all__ = [
     "Conversation",
@@ -23,6 +23,7 @@ __all__ = [
     "DataSet",
     "Dataset",
     "DigitsTask",
+    "EncodedExample",
     "EncodedPrompts",
     "EncodedRows",
     "Example",
@@ -30,9 +31,11 @@ __all__ = [
     "JSONValue",
     "Message",
     "Mixture",
+    "NamedExample",
     "PromptStream",
     "Rows",
     "StreamedPrompts",
+    "StreamedRows",
     "Windows",
     "check_dataset_path",
     "decoder",

@@ -20,11 +20,11 @@ import itertools
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Self, TypeAlias, cast
 
 from rallypoint.data.columns import quoted
-from rallypoint.data.dataset import Message, Role, message_problem, no_text
-from rallypoint.data.files import Problems, Row, found, open_table, suggestion
+from rallypoint.data.dataset import Message, Role, message_problem, no_text, open_rows
+from rallypoint.data.files import Problems, Row, found, suggestion
 from rallypoint.data.locate import DataSet, labelled
 
 Kind = Literal["conversations", "pairs"]
@@ -52,6 +52,10 @@ class Conversation:
     """Index of the first message whose turn may be trained; turns of the assistant before it are context."""
 
 
+NamedExample: TypeAlias = tuple[str, tuple[Conversation, ...]]
+"""File and row of an example, as in `train.parquet:17`, and its conversation, or the chosen and the rejected one."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversations:
     """Examples in the order of their files: a conversation each, or the chosen and the rejected one."""
@@ -61,6 +65,11 @@ class Conversations:
     examples: tuple[tuple[Conversation, ...], ...]
     is_part: bool = False
     """Whether its files have more rows than were read."""
+
+    @classmethod
+    def of(cls, read: Sequence[NamedExample], *, is_part: bool = False) -> Self:
+        """Return examples that were read."""
+        return cls(tuple(name for name, _ in read), tuple(example for _, example in read), is_part)
 
 
 def load_conversations(
@@ -77,29 +86,30 @@ def load_conversations(
         DataError: the problems of all the files together, each with its file, row and column.
     """
     problems, is_part = Problems(), False
-    read: list[tuple[str, tuple[Conversation, ...]]] = []
+    read: list[NamedExample] = []
     for _, dataset, file, label in labelled(paths, problems):
         before, total = len(read), problems.total
-        rows = _load_file(dataset, file, label, kind, problems)
+        rows = read_conversations(dataset, file, label, problems, kind=kind)
         read += itertools.islice(rows, None if max_rows is None else max_rows - len(read))
         has_more = len(read) == max_rows and next(rows, None) is not None
         is_part = is_part or has_more
         if len(read) == before and not has_more and problems.total == total:
             problems.add(f"{file} has no rows")
     problems.raise_any()
-    return Conversations(tuple(name for name, _ in read), tuple(example for _, example in read), is_part)
+    return Conversations.of(read, is_part=is_part)
 
 
-def _load_file(
-    dataset: DataSet, file: str, label: str, kind: Kind, problems: Problems
-) -> Generator[tuple[str, tuple[Conversation, ...]], None, None]:
-    table = open_table(file, label, problems)
+def read_conversations(
+    dataset: DataSet, file: str, label: str, problems: Problems, start: int = 0, *, kind: Kind
+) -> Generator[NamedExample, None, None]:
+    """Yield the examples of a file from the n-th row on; a row with a problem is reported, and none."""
+    table = open_rows(dataset, file, label, problems)
     if table is None:
         return
     columns = _Columns(dataset)
     if table.columns is not None and columns.form(table.columns, kind, label, problems) is None:
         return
-    for number, row in table.read(columns.wanted(table.columns or ()), 0):
+    for number, row in table.read(columns.wanted(table.columns or ()), start):
         where = f"{label}, {table.unit} {number}"
         present = [name for name, value in row.items() if value is not None]
         form = columns.form(present, kind, where, problems)

@@ -114,7 +114,7 @@ def load_dataset(
     is_part = False
     for part, dataset, file, label in labelled(paths, problems):
         before, total = len(examples), problems.total
-        rows = _load_file(dataset, file, label, require_ground_truth, problems)
+        rows = read_examples(dataset, file, label, problems, require_ground_truth=require_ground_truth)
         read = itertools.islice(rows, None if max_rows is None else max_rows - len(examples))
         examples += (dataclasses.replace(one, part=part) for one in read) if part else read
         has_more = len(examples) == max_rows and next(rows, None) is not None
@@ -126,53 +126,18 @@ def load_dataset(
     return Dataset(tuple(examples), is_part)
 
 
-class Rows:
-    """The rows of data sets one after another, read from any place on."""
-
-    def __init__(self, paths: Sequence[str | Path | DataSet]) -> None:
-        """Find the files.
-
-        Raises:
-            DataError: a data set has none.
-        """
-        problems = Problems()
-        self._files = list(labelled(paths, problems))
-        problems.raise_any()
-        self._counts: dict[int, int] = {}
-
-    def read(self, start: int, problems: Problems) -> Iterator[Example]:
-        """Yield the examples from the n-th row on; a row with a problem is reported, and none."""
-        for place, (part, dataset, file, label) in enumerate(self._files):
-            if start and start >= self._count(place):
-                start -= self._count(place)
-                continue
-            for example in _load_file(dataset, file, label, True, problems, start):
-                yield dataclasses.replace(example, part=part)
-            start = 0
-
-    def count(self) -> int:
-        """Return the number of rows; files without an index, such as .jsonl, are read to their end once."""
-        return sum(map(self._count, range(len(self._files))))
-
-    def _count(self, place: int) -> int:
-        if place not in self._counts:
-            _, dataset, file, label = self._files[place]
-            table = _open(dataset, file, label, problems := Problems())
-            problems.raise_any()
-            self._counts[place] = 0 if table is None else table.count()
-        return self._counts[place]
-
-
-def _open(dataset: DataSet, file: str, label: str, problems: Problems) -> Table | None:
+def open_rows(dataset: DataSet, file: str, label: str, problems: Problems) -> Table | None:
+    """Return a file, or a generator, as a table; None, with the problem, where there is none."""
     if is_generator(file):
         return open_generator(file, dataset.generator, problems)
     return open_table(file, label, problems)
 
 
-def _load_file(
-    dataset: DataSet, file: str, label: str, require_ground_truth: bool, problems: Problems, start: int = 0
+def read_examples(
+    dataset: DataSet, file: str, label: str, problems: Problems, start: int = 0, *, require_ground_truth: bool = True
 ) -> Generator[Example, None, None]:
-    table = _open(dataset, file, label, problems)
+    """Yield the examples of a file from the n-th row on; a row with a problem is reported, and none."""
+    table = open_rows(dataset, file, label, problems)
     if table is None:
         return
     columns = Columns(dataset, label, table.unit, require_ground_truth, problems)

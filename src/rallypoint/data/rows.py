@@ -34,6 +34,18 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What a template says that its author has marked the assistant's turns with."""
 
 
+_Written = tuple["NDArray[np.int32]", "NDArray[np.bool_]"]
+"""Token ids of a row, and which of them are trained: each [T]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedExample:
+    """A conversation as a row of token ids, or a pair as the chosen and the rejected one."""
+
+    name: str
+    rows: tuple[_Written, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedRows:
     """Rows of token ids end to end; an example is one of them, or the chosen and the rejected one."""
@@ -48,7 +60,8 @@ class EncodedRows:
     """Of the examples."""
     rows_per_example: int
     dropped: tuple[str, ...]
-    """Names of the examples that were too long, with on_too_long="drop", or had no trained token left."""
+    """Names of the examples that were too long, with on_too_long="drop", or had no trained token left; with "error" it
+    is empty."""
     truncated: tuple[str, ...]
     """Names of the examples whose end was cut off, with on_too_long="truncate"."""
     is_part: bool = False
@@ -56,6 +69,11 @@ class EncodedRows:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __getitem__(self, example: int) -> EncodedExample:
+        first, num = example * self.rows_per_example, self.rows_per_example
+        parts = [slice(*self.offsets[row : row + 2].tolist()) for row in range(first, first + num)]
+        return EncodedExample(self.names[example], tuple((self.tokens[part], self.is_trained[part]) for part in parts))
 
     @property
     def max_tokens(self) -> int:
@@ -79,6 +97,7 @@ def encode_rows(
     max_row_tokens: int,
     on_too_long: Literal["error", "drop", "truncate"] = "error",
     num_ids: int | None = None,
+    may_be_empty: bool = False,
 ) -> EncodedRows:
     """Write every conversation in the tokenizer's chat template, as token ids.
 
@@ -89,6 +108,7 @@ def encode_rows(
         max_row_tokens: the longest that a row may be, template included.
         on_too_long: what happens to longer ones; "truncate" keeps their first tokens.
         num_ids: token ids that the model has; None to skip that check.
+        may_be_empty: whether all of them may be left out.
 
     Raises:
         DataError: all examples with a problem together; or none is left.
@@ -111,6 +131,9 @@ def encode_rows(
             )
             continue
         cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
+        if on_too_long == "error" and not all(trained.any() for _, trained in cut):
+            problems.add(f"{name}: no token of it would be trained: the template's {{% generation %}} holds none of it")
+            continue
         if (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut):
             dropped.append(name)
             continue
@@ -118,11 +141,11 @@ def encode_rows(
         kept += cut
         truncated += [name] * (longest > max_row_tokens)
     problems.raise_any()
-    if not kept:
+    if not kept and not may_be_empty:
         raise DataError(f"no example is left: all {len(dropped)} are longer than {max_row_tokens} tokens")
     return EncodedRows(
-        tokens=np.concatenate([ids for ids, _ in kept]),
-        is_trained=np.concatenate([trained for _, trained in kept]),
+        tokens=np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in kept)]),
+        is_trained=np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in kept)]),
         offsets=np.array([0, *(len(ids) for ids, _ in kept)]).cumsum(),
         names=tuple(names),
         rows_per_example=len(conversations.examples[0]),
@@ -142,9 +165,6 @@ def _problem(row: Conversation, ids: NDArray[np.int32], legibility: Legibility, 
             "tokenizer that the model was trained with"
         )
     return None
-
-
-_Written = tuple["NDArray[np.int32]", "NDArray[np.bool_]"]
 
 
 def _written(

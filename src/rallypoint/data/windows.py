@@ -1,7 +1,7 @@
-"""Prompts that are read as a run needs them, for data that do not fit in memory.
+"""Prompts and examples that are read as a run needs them, for data that do not fit in memory.
 
-Owns: which rows are in memory, and which prompt has which number. Must not know: models, tensors. There is no state to
-save: the prompt of a number follows from the files and the seed, whatever was asked before.
+Owns: which rows are in memory, and which of them has which number. Must not know: models, tensors. There is no state to
+save: what has a number follows from the files and the seed, whatever was asked before.
 
 Files are read in order, a window of rows at a time, and each window has an order of its own. So a row is admitted at
 most a window sooner or later than it stands in the file, every row once an epoch. Two windows are held: the admissions
@@ -12,18 +12,75 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
-from rallypoint.data.dataset import Example, Rows
+from rallypoint.data.conversations import Kind, NamedExample, read_conversations
+from rallypoint.data.dataset import Example, open_rows, read_examples
 from rallypoint.data.files import Problems
+from rallypoint.data.locate import DataSet, labelled
 from rallypoint.data.prompts import EncodedPrompts
+from rallypoint.data.rows import EncodedExample, EncodedRows
 from rallypoint.data.stream import permutation, share_of
 from rallypoint.errors import DataError
 
+ExampleT = TypeVar("ExampleT")
 ItemT = TypeVar("ItemT")
 _NUM_HELD = 2
+
+
+class Rows(Generic[ExampleT]):
+    """The rows of data sets one after another, read from any place on."""
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path | DataSet],
+        read: Callable[[DataSet, str, str, Problems, int], Iterator[ExampleT]],
+    ) -> None:
+        """Find the files; `read` yields the examples of one from its n-th row on.
+
+        Raises:
+            DataError: a data set has none.
+        """
+        problems = Problems()
+        self._files = [(dataset, file, label) for _, dataset, file, label in labelled(paths, problems)]
+        problems.raise_any()
+        self._read = read
+        self._counts: dict[int, int] = {}
+
+    @staticmethod
+    def of_prompts(paths: Sequence[str | Path | DataSet]) -> Rows[Example]:
+        """Return the prompts of data sets."""
+        return Rows(paths, read_examples)
+
+    @staticmethod
+    def of_conversations(paths: Sequence[str | Path | DataSet], kind: Kind) -> Rows[NamedExample]:
+        """Return the conversations, or pairs of them, of data sets."""
+        return Rows(paths, functools.partial(read_conversations, kind=kind))
+
+    def read(self, start: int, problems: Problems) -> Iterator[ExampleT]:
+        """Yield the examples from the n-th row on; a row with a problem is reported, and none."""
+        for place, (dataset, file, label) in enumerate(self._files):
+            if start and start >= self._count(place):
+                start -= self._count(place)
+                continue
+            yield from self._read(dataset, file, label, problems, start)
+            start = 0
+
+    def count(self) -> int:
+        """Return the number of rows; files without an index, such as .jsonl, are read to their end once."""
+        return sum(map(self._count, range(len(self._files))))
+
+    def _count(self, place: int) -> int:
+        if place not in self._counts:
+            dataset, file, label = self._files[place]
+            table = open_rows(dataset, file, label, problems := Problems())
+            problems.raise_any()
+            self._counts[place] = 0 if table is None else table.count()
+        return self._counts[place]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,13 +98,13 @@ class _Window:
     """Whether the epoch ends with it."""
 
 
-class Windows(Generic[ItemT]):
+class Windows(Generic[ExampleT, ItemT]):
     """The items of some data sets by their numbers, from 0, over all epochs."""
 
     def __init__(
         self,
-        rows: Rows,
-        encode: Callable[[Sequence[Example]], Sequence[ItemT]],
+        rows: Rows[ExampleT],
+        encode: Callable[[Sequence[ExampleT]], Sequence[ItemT]],
         *,
         num_rows: int,
         seed: int,
@@ -71,7 +128,7 @@ class Windows(Generic[ItemT]):
         self._seed, self._shuffle, self._part, self._keeps_all = seed, shuffle, part, keeps_all
         self._known: list[_Window] = []
         self._held: dict[_Window, Sequence[ItemT]] = {}
-        self._problems, self._reader, self._at = Problems(), iter(list[Example]()), (-1, 0)
+        self._problems, self._reader, self._at = Problems(), iter(list[ExampleT]()), (-1, 0)
 
     def __getitem__(self, number: int) -> ItemT:
         """Return an item.
@@ -112,7 +169,7 @@ class Windows(Generic[ItemT]):
             epoch, row = (epoch + 1, 0) if window.is_last else (epoch, row + self._num_rows)
             num_ends += window.is_last
             if num_ends > 1:
-                raise DataError("no prompt is left: the files have no rows, or all prompts are too long")
+                raise DataError("nothing is left of the data: the files have no rows, or all of them are too long")
         return window
 
     def _read(self, epoch: int, row: int, first: int) -> _Window:
@@ -143,7 +200,7 @@ class StreamedPrompts:
 
     def __init__(
         self,
-        parts: Sequence[Rows],
+        parts: Sequence[Rows[Example]],
         encode: Callable[[Sequence[Example]], EncodedPrompts],
         tell: Callable[[EncodedPrompts], None],
         *,
@@ -210,6 +267,61 @@ class StreamedPrompts:
 
     def example_index(self, admission: int) -> int:
         """Return the number by which `token_ids` and `examples` know an admission: itself."""
+        return admission
+
+    def counts(self) -> dict[str, float]:
+        """Return nothing: how many there are is not known."""
+        return {}
+
+
+class StreamedRows:
+    """The examples of a run by the numbers of their admissions; as `EncodedRows` where all are in memory."""
+
+    dropped: tuple[str, ...] = ()
+    truncated: tuple[str, ...] = ()
+    is_part = True
+
+    def __init__(
+        self,
+        rows: Rows[NamedExample],
+        encode: Callable[[Sequence[NamedExample]], EncodedRows],
+        tell: Callable[[EncodedRows], None],
+        *,
+        num_rows: int,
+        seed: int,
+        shuffle: bool,
+        keeps_all: bool = False,
+    ) -> None:
+        """Read the first window; see `StreamedPrompts` for the arguments.
+
+        Raises:
+            DataError: one of its rows is bad.
+        """
+        self.tell, self._rows, self._encode = tell, rows, encode
+        each = max(1, num_rows // _NUM_HELD)
+        self._windows = Windows(rows, self._examples, num_rows=each, seed=seed, shuffle=shuffle, keeps_all=keeps_all)
+        self._windows[0]
+
+    def _examples(self, read: Sequence[NamedExample]) -> list[EncodedExample]:
+        found = self._encode(read)
+        self.tell(found)
+        return [found[example] for example in range(len(found))]
+
+    def __len__(self) -> int:
+        """Return the number of examples, too long ones included; they are counted when this is first asked for."""
+        return self._rows.count()
+
+    def __getitem__(self, admission: int) -> EncodedExample:
+        """Return the example that the admission with this number (from 0) admits."""
+        return self._windows[admission]
+
+    @property
+    def num_held(self) -> int:
+        """Number of examples in memory."""
+        return self._windows.num_held
+
+    def example_index(self, admission: int) -> int:
+        """Return the number by which an admission is known here: itself."""
         return admission
 
     def counts(self) -> dict[str, float]:

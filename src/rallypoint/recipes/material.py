@@ -10,18 +10,21 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RECIPES, OnTooLong, RunConfig
+from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.sections.material import weight_of
 from rallypoint.data import (
+    Conversations,
     DataSet,
     EncodedPrompts,
     EncodedRows,
     Example,
     Rows,
     StreamedPrompts,
+    StreamedRows,
     encode_prompts,
     encode_rows,
     load_conversations,
@@ -40,6 +43,8 @@ from rallypoint.recipes.own_functions import check_own_functions
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
 
+Training: TypeAlias = EncodedPrompts | EncodedRows | StreamedPrompts | StreamedRows
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
@@ -49,7 +54,7 @@ class Found:
     stop_tokens: tuple[int, ...]
     limits: tuple[RowLimits, ...]
     """Limits of every model that reads the rows."""
-    train: EncodedPrompts | EncodedRows | StreamedPrompts | None
+    train: Training | None
     """What is trained on; None if data.generate makes it."""
     validation: EncodedPrompts | EncodedRows | None
     notes: tuple[str, ...] = ()
@@ -68,66 +73,79 @@ class Found:
             DataError: they have bad rows, or some that are too long.
             ModelError: a model does not support rows of the length that the config asks for.
         """
-        num_ids = [each.num_ids for each in self.limits if each.num_ids is not None]
-        most = min(each.max_data_tokens(config) for each in self.limits)
         kind = RECIPES[config.recipe].examples
         if kind != "prompts":
-            found = encode_rows(
-                self.tokenizer,
-                load_conversations(paths, kind, max_rows=max_rows),
-                stop_tokens=self.stop_tokens,
-                max_row_tokens=most,
-                on_too_long=config.data.on_too_long,
-                num_ids=min(num_ids, default=None),
-            )
-            _say_fates(found, "examples", most, "cut at their end", say)
-            return found
-        rows = load_dataset(paths, max_rows=max_rows)
-        encoded = encode_all(
-            self.tokenizer,
-            rows,
-            max_prompt_tokens=most,
-            on_too_long=config.data.on_too_long,
-            num_ids=min(num_ids, default=None),
-            say=say,
-        )
-        return dataclasses.replace(encoded, is_part=rows.is_part)
+            found = self._encode_rows(config, load_conversations(paths, kind, max_rows=max_rows))
+        else:
+            rows = load_dataset(paths, max_rows=max_rows)
+            found = dataclasses.replace(self._encode_prompts(config, rows), is_part=rows.is_part)
+        say_fates(found, self.most_tokens(config), say)
+        return found
 
-    def stream(self, config: RunConfig, say: Callable[[str], None]) -> StreamedPrompts:
-        """Read the first of the training prompts, and encode the others as the run goes.
+    def stream(self, config: RunConfig, say: Callable[[str], None]) -> StreamedPrompts | StreamedRows:
+        """Read the first of what is trained on, and encode the rest as the run goes.
 
         Args:
             config: of the run, with stream_rows in data.train.
-            say: called with a line on the prompts of a window that are too long.
+            say: called with a line on what is too long in a window.
 
         Raises:
-            DataError: the first prompts are bad; later ones raise it when they are read.
+            DataError: the first rows are bad; later ones raise it when they are read.
         """
         assert config.data.stream_rows is not None, "or there is nothing to stream"
-        num_ids = [each.num_ids for each in self.limits if each.num_ids is not None]
-        most = min(each.max_data_tokens(config) for each in self.limits)
+        kind, on_too_long = RECIPES[config.recipe].examples, config.data.on_too_long
         datasets, weights = data_sets(config, "data.train"), [weight_of(one) for one in config.data.train]
-
-        def encode(examples: Sequence[Example]) -> EncodedPrompts:
-            return encode_prompts(
-                self.tokenizer,
-                examples,
-                max_prompt_tokens=most,
-                on_too_long=config.data.on_too_long,
-                num_ids=min(num_ids, default=None),
-                may_be_empty=True,
+        if kind != "prompts":
+            return StreamedRows(
+                Rows.of_conversations(datasets, kind),
+                lambda read: self._encode_rows(config, Conversations.of(read), may_be_empty=True),
+                lambda found: say_fates(found, self.most_tokens(config), say),
+                num_rows=config.data.stream_rows,
+                seed=config.seed,
+                shuffle=config.data.shuffle,
+                keeps_all=on_too_long == "error",  # one that is cut may lose all that is trained
             )
-
         return StreamedPrompts(
-            [Rows([one]) for one in datasets] if any(weights) else [Rows(datasets)],
-            encode,
-            lambda found: say_long_prompts(found, most, say),
+            [Rows.of_prompts([one]) for one in datasets] if any(weights) else [Rows.of_prompts(datasets)],
+            lambda examples: self._encode_prompts(config, examples, may_be_empty=True),
+            lambda found: say_fates(found, self.most_tokens(config), say),
             num_rows=config.data.stream_rows,
             seed=config.seed,
             shuffle=config.data.shuffle,
             weights=[weight or 1.0 for weight in weights] if any(weights) else (1.0,),
-            keeps_all=config.data.on_too_long != "drop",
+            keeps_all=on_too_long != "drop",
         )
+
+    def _encode_rows(self, config: RunConfig, found: Conversations, *, may_be_empty: bool = False) -> EncodedRows:
+        return encode_rows(
+            self.tokenizer,
+            found,
+            stop_tokens=self.stop_tokens,
+            max_row_tokens=self.most_tokens(config),
+            on_too_long=config.data.on_too_long,
+            num_ids=self._num_ids,
+            may_be_empty=may_be_empty,
+        )
+
+    def _encode_prompts(
+        self, config: RunConfig, examples: Sequence[Example], *, may_be_empty: bool = False
+    ) -> EncodedPrompts:
+        return encode_prompts(
+            self.tokenizer,
+            examples,
+            max_prompt_tokens=self.most_tokens(config),
+            on_too_long=config.data.on_too_long,
+            num_ids=self._num_ids,
+            may_be_empty=may_be_empty,
+        )
+
+    @property
+    def _num_ids(self) -> int | None:
+        return min((each.num_ids for each in self.limits if each.num_ids is not None), default=None)
+
+    def most_tokens(self, config: RunConfig) -> int:
+        """Return the longest prompt, or row, that every model can read; see `RowLimits.max_data_tokens`."""
+        return min(each.max_data_tokens(config) for each in self.limits)
 
     def settled(self, config: RunConfig) -> RunConfig:
         """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key."""
@@ -189,7 +207,7 @@ class Material:
     model_path: str
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[int, ...]
-    train: EncodedPrompts | EncodedRows | StreamedPrompts
+    train: Training
     validation: EncodedPrompts | EncodedRows | None
 
     def token_text(self, token: int) -> str:
@@ -226,9 +244,8 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
         train, validation = (found.encode(config, [path], notes.append) for path in made_data(config, folder))
         notes += repetitions(config, train, validation)
     assert train is not None, "the config was checked: data.train or data.generate"
-    if isinstance(train, StreamedPrompts):
-        most = min(each.max_data_tokens(config) for each in found.limits)
-        train.tell = lambda encoded: say_long_prompts(encoded, most, say)
+    if isinstance(train, StreamedPrompts | StreamedRows):
+        train.tell = lambda encoded: say_fates(encoded, found.most_tokens(config), say)
     for line in notes:
         say(line)
     model_path = config.model.path or str(made_model(config, folder))
@@ -292,12 +309,12 @@ def _first_row(found: Found) -> Iterator[str]:
     """Yield the first row that is trained on, as the model reads it: its text, its tokens, and which are trained."""
     if found.train is None:
         return
-    if not isinstance(found.train, EncodedRows):
+    if isinstance(found.train, EncodedPrompts | StreamedPrompts):
         what, name, ids, trained = "prompt", found.train.examples[0].name, list(found.train.token_ids[0]), None
     else:
-        row = slice(*found.train.offsets[:2].tolist())
-        what, name, ids = "row", found.train.names[0], found.train.tokens[row].tolist()
-        trained = [token for token, is_trained in zip(ids, found.train.is_trained[row], strict=True) if is_trained]
+        what, first = "row", found.train[0]
+        name, ids = first.name, first.rows[0][0].tolist()
+        trained = [token for token, is_trained in zip(ids, first.rows[0][1], strict=True) if is_trained]
     yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(ids)))!r}"
     tokens = [f"{token} {str(found.tokenizer.decode([token]))!r}" for token in ids]
     half = _SHOWN_TOKENS // 2
@@ -312,10 +329,10 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
-def _described(name: str, data: EncodedPrompts | EncodedRows | StreamedPrompts | None, config: RunConfig) -> str:
+def _described(name: str, data: Training | None, config: RunConfig) -> str:
     if data is None:
         return ""
-    if isinstance(data, StreamedPrompts):
+    if isinstance(data, StreamedPrompts | StreamedRows):
         return f"{name:13}  read as the run goes, at most {config.data.stream_rows:,} rows at once"
     what, key = ("examples", "data.max_row_tokens") if config.trains_on_files else ("prompts", "data.max_prompt_tokens")
     whole = f"the first {len(data):,} {what} alone were read" if data.is_part else f"{len(data):,} {what}"
@@ -323,29 +340,10 @@ def _described(name: str, data: EncodedPrompts | EncodedRows | StreamedPrompts |
     return f"{name:13}  {whole}, the longest of {data.max_tokens:,} tokens ({key}={most})"
 
 
-def encode_all(
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    *,
-    max_prompt_tokens: int,
-    on_too_long: OnTooLong,
-    num_ids: int | None,
-    say: Callable[[str], None],
-) -> EncodedPrompts:
-    """Encode prompts and say which of them were too long; see `encode_prompts`."""
-    found = encode_prompts(
-        tokenizer, examples, max_prompt_tokens=max_prompt_tokens, on_too_long=on_too_long, num_ids=num_ids
-    )
-    say_long_prompts(found, max_prompt_tokens, say)
-    return found
-
-
-def say_long_prompts(found: EncodedPrompts, most: int, say: Callable[[str], None]) -> None:
-    """Say which prompts were too long."""
-    _say_fates(found, "prompts", most, "cut at their beginning", say)
-
-
-def _say_fates(found: EncodedPrompts | EncodedRows, what: str, most: int, cut: str, say: Callable[[str], None]) -> None:
+def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str], None]) -> None:
+    """Say which prompts, or rows, were too long."""
+    of_rows = isinstance(found, EncodedRows)
+    what, cut = ("examples", "cut at their end") if of_rows else ("prompts", "cut at their beginning")
     for names, fate in ((found.dropped, "dropped"), (found.truncated, cut)):
         if names:
             shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
@@ -354,7 +352,7 @@ def _say_fates(found: EncodedPrompts | EncodedRows, what: str, most: int, cut: s
 
 def repetitions(
     config: RunConfig,
-    train: EncodedPrompts | EncodedRows | StreamedPrompts,
+    train: Training,
     validation: EncodedPrompts | EncodedRows | None,
 ) -> Iterator[str]:
     """Yield notes on prompts that occur twice in the data or a step, or in training and validation."""

@@ -29,7 +29,7 @@ from rallypoint.algorithms import (
 )
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
-from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts
+from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
 from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.grader import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
@@ -101,7 +101,7 @@ class Setup:
     def examples(self) -> ExampleSource:
         """Return what is trained on as it is in the files."""
         train, validation = self.material.train, self.material.validation
-        assert isinstance(train, EncodedRows), "the recipe is declared with conversations or pairs"
+        assert isinstance(train, EncodedRows | StreamedRows), "the recipe is declared with conversations or pairs"
         assert isinstance(validation, EncodedRows | None), "likewise"
         return ExampleSource(self.config, train, validation)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import RECIPES, LoRAConfig, OnTooLong, RewardConfig, RunConfig, load_config
-from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, load_dataset, load_tokenizer
+from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.grader import open_grader
@@ -22,7 +22,7 @@ from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
 from rallypoint.models import ModelShard
-from rallypoint.recipes.material import encode_all
+from rallypoint.recipes.material import say_fates
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.roles.sampling import sampling_params
@@ -228,14 +228,11 @@ def _sample(
     tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
     engine = _engine(trained, tokenizer)
     limits = RowLimits.of(engine.model.config)
-    encoded = encode_all(
-        tokenizer,
-        examples,
-        max_prompt_tokens=limits.max_data_tokens(config) if config else 4096,
-        on_too_long=on_too_long,
-        num_ids=limits.num_ids,
-        say=say,
+    most = limits.max_data_tokens(config) if config else 4096
+    encoded = encode_prompts(
+        tokenizer, examples, max_prompt_tokens=most, on_too_long=on_too_long, num_ids=limits.num_ids
     )
+    say_fates(encoded, most, say)
     usual = config.rollout.max_response_tokens if config else 512
     limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
     prompts = Prompts(

@@ -5,6 +5,7 @@ Owns: which examples a step takes. Must not know: what is learned from them. The
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import LossFunction, LossInputs, TokenOutputs
 from rallypoint.config import RunConfig
-from rallypoint.data import EncodedRows, PromptStream
+from rallypoint.data import EncodedRows, PromptStream, StreamedRows
 from rallypoint.types import Last, Metrics, Sequences, Sum, merge, offsets_from_lengths
 
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -23,13 +24,16 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 class ExampleSource:
     """The examples of a run, a step's worth at a time."""
 
-    def __init__(self, config: RunConfig, train: EncodedRows, validation: EncodedRows | None) -> None:
+    def __init__(self, config: RunConfig, train: EncodedRows | StreamedRows, validation: EncodedRows | None) -> None:
         self.num_admitted = 0
         """Examples that were taken so far."""
         self.taken: tuple[int, ...] = ()
         """Numbers of the examples of the newest batch, among those that are trained on."""
         self.train, self._config = train, config
-        self._stream = PromptStream(len(train), config.seed, config.data.shuffle)
+        is_stream = isinstance(train, StreamedRows)
+        self._stream = train if is_stream else PromptStream(len(train), config.seed, config.data.shuffle)
+        # Where no epoch was asked for, a stream is not read to its end to count it.
+        self._num_in_epoch = None if is_stream and config.trainer.num_epochs is None else len(train)
         self.validation = None
         """The validation set; None without one."""
         if validation is not None:
@@ -37,9 +41,9 @@ class ExampleSource:
             self.validation = rows_of(validation, range(num))
 
     def examples_until(self, num_admitted: int) -> tuple[int, ...]:
-        """Return the numbers of the examples that are taken until so many were, each once."""
-        if num_admitted >= len(self.train):
-            return tuple(range(len(self.train)))
+        """Return the numbers of the examples taken until so many were: each once, of a stream once an epoch."""
+        if not isinstance(self.train, StreamedRows):
+            num_admitted = min(num_admitted, len(self.train))  # the first epoch has them all
         return tuple(sorted(map(self._stream.example_index, range(num_admitted))))
 
     def next_batch(self) -> tuple[Sequences, Metrics]:
@@ -47,8 +51,8 @@ class ExampleSource:
         first, self.num_admitted = self.num_admitted, self.num_admitted + self._config.num_examples
         self.taken = tuple(map(self._stream.example_index, range(first, self.num_admitted)))
         batch = rows_of(self.train, self.taken, first=first)
-        epoch = self.num_admitted / len(self.train)
-        return batch, Metrics({"data/epoch": Last(epoch), "data/num_tokens": Sum(batch.num_tokens)})
+        epoch = {} if self._num_in_epoch is None else {"data/epoch": Last(self.num_admitted / self._num_in_epoch)}
+        return batch, Metrics({**epoch, "data/num_tokens": Sum(batch.num_tokens)})
 
 
 def measured(loss: LossFunction[BatchT, Any], outputs: Tensor, batch: BatchT, *, score: str) -> Metrics:
@@ -67,7 +71,7 @@ def measured(loss: LossFunction[BatchT, Any], outputs: Tensor, batch: BatchT, *,
     return merge(metrics, Metrics({"score": metrics[score]}))
 
 
-def rows_of(data: EncodedRows, examples: Sequence[int], *, first: int = 0) -> Sequences:
+def rows_of(data: EncodedRows | StreamedRows, examples: Sequence[int], *, first: int = 0) -> Sequences:
     """Return the rows of some examples; those of one are neighbours, and a group.
 
     Args:
@@ -75,14 +79,13 @@ def rows_of(data: EncodedRows, examples: Sequence[int], *, first: int = 0) -> Se
         examples: numbers of examples, which may repeat.
         first: index of the first of them in the run.
     """
-    num, chosen = data.rows_per_example, np.asarray(examples, dtype=np.int64)
-    rows = (chosen[:, None] * num + np.arange(num)).ravel()
-    starts, stops = data.offsets[rows], data.offsets[rows + 1]
-    places = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+    chosen = [data[example].rows for example in examples]
+    tokens, is_trained = zip(*itertools.chain.from_iterable(chosen), strict=True)
+    num = len(chosen[0])
     return Sequences(
-        offsets=offsets_from_lengths(torch.from_numpy(stops - starts)),
-        tokens=torch.from_numpy(data.tokens[places].astype(np.int64)),
-        loss_mask=torch.from_numpy(data.is_trained[places]),
+        offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in tokens])),
+        tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+        loss_mask=torch.from_numpy(np.concatenate(is_trained)),
         prompt_index=first + torch.arange(len(chosen)).repeat_interleave(num),
         sample_index=torch.arange(num).repeat(len(chosen)),
     )

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from rallypoint.config import RunConfig
+from rallypoint.config import RECIPES, RunConfig
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource, rows_of
 from rallypoint.types import Sequences
@@ -29,9 +29,9 @@ class InitialLogprobs:
     def __init__(self, config: RunConfig, actor: Actor[Any], source: ExampleSource) -> None:
         self._actor, self._source = actor, source
         self._wanted = torch.tensor(source.examples_until(config.trainer.num_steps * config.num_examples))
-        train, num = source.train, source.train.rows_per_example
-        self._train = torch.full((len(train), num), torch.nan, dtype=torch.float64)
-        """[examples, rows], NaN where it is not known."""
+        num_rows = RECIPES[config.recipe].rows_per_example
+        self._train = torch.full((int(self._wanted.max()) + 1, num_rows), torch.nan, dtype=torch.float64)
+        """[numbers of examples, rows], NaN where it is not known."""
         self.of_validation: Tensor | None = None
         """[B] float64 of the validation set; None without one, or while it is not known."""
 
@@ -60,5 +60,6 @@ class InitialLogprobs:
 
     async def restore(self, folder: Path) -> None:
         """Read them back, and compute those that a longer run takes besides; the actor must not be restored yet."""
-        self._train.copy_(safetensors.torch.load_file(folder / _FILE)["train"])
+        known = safetensors.torch.load_file(folder / _FILE)["train"][: len(self._train)]
+        self._train[: len(known)] = known
         await self.compute()

@@ -104,6 +104,16 @@ def test_long_rows_are_refused_dropped_or_cut_at_their_end():
         encoded(*rows, max_row_tokens=3, on_too_long="drop")
 
 
+def test_an_example_of_which_no_token_would_be_trained_is_refused_or_left_out():
+    nothing = MARKED.replace("{%- endgeneration -%}", "").replace(
+        "{%- generation -%}", "{%- generation -%}{%- endgeneration -%}"
+    )
+    with pytest.raises(DataError, match=r"a.jsonl:0: no token of it would be trained: the template's {% generation %}"):
+        encoded(talk("1", "2"), template=nothing)
+    kept = encoded(talk("1", "2"), template=nothing, on_too_long="drop", may_be_empty=True)
+    assert (len(kept), kept.dropped) == (0, ("a.jsonl:0",))
+
+
 def test_text_that_the_tokens_do_not_represent_is_refused_as_in_prompts():
     with pytest.raises(DataError, match=r"a.jsonl:0: the tokenizer knows no token for 'a'"):
         encoded(talk("1", "a"))

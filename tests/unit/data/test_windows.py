@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.data import EncodedPrompts, Rows, StreamedPrompts, Windows
+from rallypoint.data import (
+    Conversations,
+    EncodedPrompts,
+    Rows,
+    StreamedPrompts,
+    StreamedRows,
+    Windows,
+    encode_rows,
+    load_conversations,
+    make_digits_tokenizer,
+)
 from rallypoint.data.files import Problems
 from rallypoint.errors import DataError
 
@@ -98,7 +108,7 @@ def test_a_run_that_is_resumed_reads_its_own_window_alone_where_no_row_can_be_le
 
 @pytest.mark.parametrize("num", [0, 9])
 def test_data_of_which_nothing_is_left_are_an_error(num):
-    with pytest.raises(DataError, match="no prompt is left"):
+    with pytest.raises(DataError, match="nothing is left of the data"):
         windows_of(num, 2, keep=lambda row: False)[1][0]
 
 
@@ -122,7 +132,7 @@ def test_every_format_is_read_from_any_row_and_counted(tmp_path, kind):
         case _:
             with pa.ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=3)
-    rows = Rows([path, path])
+    rows = Rows.of_prompts([path, path])
     whole = list(rows.read(0, Problems()))
     assert [one.ground_truth for one in whole] == [row["ground_truth"] for row in ROWS] * 2
     assert rows.count() == 20
@@ -136,7 +146,7 @@ def encoded(examples):
 
 def streamed(parts, **options):
     given = {"num_rows": 8, "seed": 0, "shuffle": True, **options}
-    return StreamedPrompts([Rows([part]) for part in parts], encoded, lambda _: None, **given)
+    return StreamedPrompts([Rows.of_prompts([part]) for part in parts], encoded, lambda _: None, **given)
 
 
 def test_a_bad_row_is_named_when_its_window_is_read_and_not_before(tmp_path):
@@ -158,3 +168,56 @@ def test_a_mixture_of_streams_keeps_its_shares_and_goes_on_from_a_number(tmp_pat
     assert (prompts.sources, len(prompts)) == (["a", "b"], 20)
     again = streamed([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], **options)
     assert [again.examples[n].name for n in range(60, 100)] == found[60:]
+
+
+TALKS = [{"prompt": f"{n}", "completion": f"{n}" * (1 + n % 3)} for n in range(10, 20)]
+
+
+def streamed_rows(path, kind="conversations", *, num_rows=8, most=99, on_too_long="error", tell=lambda _: None):
+    tokenizer = make_digits_tokenizer()
+
+    def encode(read):
+        limits = {"max_row_tokens": most, "on_too_long": on_too_long, "may_be_empty": True}
+        return encode_rows(tokenizer, Conversations.of(read), stop_tokens=[tokenizer.eos_token_id], **limits)
+
+    options = {"num_rows": num_rows, "seed": 0, "shuffle": True, "keeps_all": on_too_long == "error"}
+    return StreamedRows(Rows.of_conversations([path], kind), encode, tell, **options)
+
+
+@pytest.mark.parametrize("kind", ["conversations", "pairs"])
+def test_streamed_examples_are_those_of_the_file_once_an_epoch_and_go_on_from_a_number(tmp_path, kind):
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "0"} for row in TALKS]
+    (tmp_path / "a.jsonl").write_text(lines(TALKS if kind == "conversations" else pairs))
+    rows = streamed_rows(tmp_path / "a.jsonl", kind)
+    tokenizer = make_digits_tokenizer()
+    whole = encode_rows(
+        tokenizer,
+        load_conversations([tmp_path / "a.jsonl"], kind),
+        stop_tokens=[tokenizer.eos_token_id],
+        max_row_tokens=99,
+    )
+    wanted = {one.name: one for one in map(whole.__getitem__, range(len(whole)))}
+    found = [rows[number] for number in range(25)]
+    assert {one.name for one in found[:10]} == {one.name for one in found[10:20]} == set(wanted)
+    for one in found:
+        for own, other in zip(one.rows, wanted[one.name].rows, strict=True):
+            assert [part.tolist() for part in own] == [part.tolist() for part in other]
+    assert (len(rows), len(found[0].rows)) == (10, 1 if kind == "conversations" else 2)
+    assert rows.num_held <= 8
+    again = streamed_rows(tmp_path / "a.jsonl", kind)
+    assert [again[number].name for number in range(17, 25)] == [one.name for one in found[17:]]
+
+
+def test_bad_and_long_examples_of_a_stream_are_named_when_they_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines([*TALKS, {"prompt": "1", "completion": None}]))
+    rows = streamed_rows(tmp_path / "a.jsonl")
+    assert rows[7].name in {f"a.jsonl:{n}" for n in range(5, 9)}
+    with pytest.raises(DataError, match=r"a\.jsonl, line 11: column 'completion' is missing"):
+        rows[8]
+    (tmp_path / "a.jsonl").write_text(lines(TALKS))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the row has 11 tokens, but data.max_row_tokens is 10"):
+        streamed_rows(tmp_path / "a.jsonl", most=10)
+    told = []
+    rows = streamed_rows(tmp_path / "a.jsonl", most=10, on_too_long="drop", tell=told.append)
+    assert {rows[number].name for number in range(7)} == {f"a.jsonl:{n}" for n in (1, 3, 4, 6, 7, 9, 10)}
+    assert [each.dropped for each in told] == [("a.jsonl:2",), ("a.jsonl:5", "a.jsonl:8"), ()]
