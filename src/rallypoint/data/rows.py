@@ -121,19 +121,13 @@ def encode_rows(
     for name, rows, written in _written(writer, conversations, problems):
         longest = max(len(ids) for ids, _ in written)
         wrong = (_problem(row, ids, legibility, num_ids) for row, (ids, _) in zip(rows, written, strict=True))
-        if problem := next(filter(None, wrong), None):
+        problem = next(filter(None, wrong), None)
+        if problem is None and on_too_long == "error":
+            problem = _misfit(written, max_row_tokens)
+        if problem is not None:
             problems.add(f"{name}: {problem}")
             continue
-        if longest > max_row_tokens and on_too_long == "error":
-            problems.add(
-                f"{name}: the row has {longest} tokens, but data.max_row_tokens is {max_row_tokens}; raise it, or drop "
-                "or truncate such rows (data.on_too_long)"
-            )
-            continue
         cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
-        if on_too_long == "error" and not all(trained.any() for _, trained in cut):
-            problems.add(f"{name}: no token of it would be trained: the template's {{% generation %}} holds none of it")
-            continue
         if (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut):
             dropped.append(name)
             continue
@@ -153,6 +147,17 @@ def encode_rows(
         truncated=tuple(truncated),
         is_part=conversations.is_part,
     )
+
+
+def _misfit(written: Sequence[_Written], max_row_tokens: int) -> str | None:
+    if (longest := max(len(ids) for ids, _ in written)) > max_row_tokens:
+        return (
+            f"the row has {longest} tokens, but data.max_row_tokens is {max_row_tokens}; raise it, or drop or truncate "
+            "such rows (data.on_too_long)"
+        )
+    if not all(trained.any() for _, trained in written):
+        return "no token of it would be trained: the template's {% generation %} holds none of it"
+    return None
 
 
 def _problem(row: Conversation, ids: NDArray[np.int32], legibility: Legibility, num_ids: int | None) -> str | None:
