@@ -2,18 +2,16 @@
 
 import json
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
 from tiny_runs import Runs, weights_of
-from transformers import AutoModelForCausalLM
 
 from rallypoint.display import Silent
-from rallypoint.errors import DataError, ModelError
+from rallypoint.errors import DataError, ModelError, TeacherError
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.recipes.serve import Options, Serving
+from rallypoint.recipes.use import find_trained
 from rallypoint.run import read_metrics
 
 TEACHER = "{hidden_size: 48, num_layers: 2, num_heads: 2, num_key_value_heads: 2, intermediate_size: 96}"
@@ -127,44 +125,32 @@ def test_a_student_takes_the_same_steps_on_other_meshes(runs, runtime, mesh):
     assert ("adapter_model.safetensors" in weights_of(split)) == (runtime == "ray")
 
 
-class Served(BaseHTTPRequestHandler):
-    """Answers as vLLM's server does, with the numbers of transformers."""
-
-    def do_GET(self):
-        self.reply({"data": [{"id": "teacher"}]})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with torch.no_grad():
-            said = self.server.model(torch.tensor([asked["prompt"]])).logits[0].log_softmax(-1)
-        places = [None]
-        for token, logprobs in zip(asked["prompt"][1:], said, strict=False):
-            named = [token, *logprobs.topk(asked["prompt_logprobs"]).indices.tolist()]
-            places.append({str(one): {"logprob": float(logprobs[one])} for one in named})
-        self.reply({"choices": [{"prompt_logprobs": places}]})
-
-    def reply(self, answer):
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+OPTIONS = Options(
+    host="127.0.0.1",
+    port=0,
+    keys=(),
+    max_concurrency=64,
+    max_body_bytes=2**20,
+    max_logprobs=4,
+    dtype=None,
+    cache_tokens=4096,
+    exact=False,
+    follow=False,
+    on_load="keep",
+    grace_s=5,
+)
 
 
-def test_a_served_teacher_gives_the_same_steps(runs, taught):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
-    server.model = AutoModelForCausalLM.from_pretrained(taught / "teacher", dtype=torch.float32)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def test_a_teacher_behind_rally_serve_gives_the_same_steps(runs, taught):
     how = ("teacher.loss=mixed", "teacher.top_k=4", "trainer.num_steps=2")
     alone = runs("alone", *how)
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    served = runs("served", *how, f"teacher.path={url}")
-    both = runs("both", *how, f"teacher.by_source={{odd: '{url}'}}")
-    server.shutdown()
-    server.server_close()
+    trained = find_trained(str(taught / "teacher"), trust_remote_code=False)
+    with Serving(trained, OPTIONS, say=print, on_end=lambda: None) as server:
+        url = f"{server.url}/v1"
+        served = runs("served", *how, f"teacher.path={url}")
+        both = runs("both", *how, f"teacher.by_source={{odd: '{url}'}}")
+        with pytest.raises(TeacherError, match=r"status 400: .*expected at most 4 \(--max-logprobs of `rally serve`\)"):
+            runs("more", *how, "teacher.top_k=5", f"teacher.path={url}")
     for run in (served, both):
         for name in ("actor/loss", "actor/teacher_kl", "actor/teacher_mass", "actor/grad_norm"):
             assert column(run, name) == pytest.approx(column(alone, name), rel=1e-3), name

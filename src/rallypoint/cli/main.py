@@ -268,6 +268,9 @@ def serve(
         int, typer.Option(min=1, max=65_536, help="Responses under way at once; beyond: 429.")
     ] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond: 413.")] = 4 * 2**20,
+    max_logprobs: Annotated[
+        int, typer.Option(min=0, help="Likeliest tokens of each place that prompt_logprobs may ask for; beyond: 400.")
+    ] = 20,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option(help="By default as in training, or float32.")
     ] = None,
@@ -300,6 +303,7 @@ def serve(
         keys=tuple(api_key or ()),
         max_concurrency=max_concurrency,
         max_body_bytes=max_body_bytes,
+        max_logprobs=max_logprobs,
         dtype=dtype,
         cache_tokens=cache_tokens,
         exact=exact,

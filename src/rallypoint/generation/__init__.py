@@ -7,7 +7,14 @@ from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
 from rallypoint.generation.offline import as_turn, generate, stream
-from rallypoint.generation.protocol import FinishReason, GenerationEngine, Output, Request, SamplingParams
+from rallypoint.generation.protocol import (
+    FinishReason,
+    GenerationEngine,
+    Output,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+)
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata, penalise, rollout_keys, sample, uniform
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "HFEngine",
     "NativeEngine",
     "Output",
+    "PromptLogprobs",
     "Request",
     "SampledTokens",
     "SamplingMetadata",

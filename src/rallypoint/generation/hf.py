@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from rallypoint.errors import NotFiniteError
-from rallypoint.generation.protocol import FinishReason, Output, Request
+from rallypoint.generation.protocol import FinishReason, Output, PromptLogprobs, Request
 from rallypoint.generation.requests import (
     Decode,
     StopChecker,
     check_request,
     max_positions,
     not_finite,
+    prompt_logprobs,
     take_over,
     vocabulary_of,
 )
@@ -86,7 +87,7 @@ class HFEngine:
     def _finish(self, request_id: int, request: Request) -> Output:
         sampler = _TokenSampler(request, self._decode)
         try:
-            return self._output(request_id, sampler, self._continue(request, sampler))
+            return self._output(request_id, sampler, self._continue(request, sampler), said=self._said(request))
         except NotFiniteError as error:
             return self._output(request_id, sampler, "failed", error)
 
@@ -111,8 +112,25 @@ class HFEngine:
             self.model.generation_config = own
         return "stop" if sampler.stopped else "length"
 
+    @torch.no_grad()
+    def _said(self, request: Request) -> PromptLogprobs | None:
+        if request.prompt_logprobs is None:
+            return None
+        self.model.set_attn_implementation("eager")
+        try:
+            logits = self.model(torch.tensor([request.tokens], device=self.model.device)).logits[0]
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        num, num_ids = request.prompt_logprobs, logits.shape[1]
+        return prompt_logprobs(logits, request.tokens, lambda some: some, num, num_ids=num_ids)
+
     def _output(
-        self, request_id: int, sampler: _TokenSampler, reason: FinishReason, error: NotFiniteError | None = None
+        self,
+        request_id: int,
+        sampler: _TokenSampler,
+        reason: FinishReason,
+        error: NotFiniteError | None = None,
+        said: PromptLogprobs | None = None,
     ) -> Output:
         return Output(
             request_id=request_id,
@@ -122,6 +140,7 @@ class HFEngine:
             version=self.version,
             finish_reason=reason,
             error=error,
+            prompt_logprobs=said,
         )
 
 

@@ -30,6 +30,10 @@ from rallypoint.errors import RallyError
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 """A stop token or string came; a limit was reached; `cancel` was called; see `Output.error`."""
 
+PromptLogprobs: TypeAlias = "tuple[Mapping[int, float], ...]"
+"""What a model says of each token of a prompt but the first, by id, at temperature 1: the logprobs of the likeliest
+tokens in its place, the likeliest first, and then of the token itself if it is none of them."""
+
 _INF = float("inf")
 _INT64 = (-(2**63), 2**63 - 1)
 """The least and the largest integer that a tensor can hold."""
@@ -108,6 +112,8 @@ class Request:
     sample_index: int = 0
     streamed: bool = False
     """Whether outputs come token by token; otherwise one at the end, or one for each version of the weights."""
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens in `Output.prompt_logprobs`; None: there is nothing of the prompt."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _plain_ids(self.tokens))
@@ -116,6 +122,8 @@ class Request:
             object.__setattr__(self, name, value)
             if not is_whole(value):
                 raise ValueError(f"{name}={value!r}: expected a whole number of at most 64 bits, with its sign")
+        asked = self.prompt_logprobs
+        refuse_unless(("prompt_logprobs", asked, asked is None or is_whole(asked, 0), "None or a whole number from 0"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +143,8 @@ class Output:
     """None: more will come."""
     error: RallyError | None = None
     """Why it failed, exactly when `finish_reason` is failed."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """In the last output of a request that asked for them and did not fail."""
 
 
 class GenerationEngine(Protocol):
@@ -154,7 +164,8 @@ class GenerationEngine(Protocol):
         """Queue a request and return its id; those submitted first are admitted first.
 
         Raises:
-            RequestError: the prompt is empty, too long, or has ids that the model does not know.
+            RequestError: the prompt is empty, too long, or has ids that the model does not know; or the engine samples
+                only, and prompt logprobs are asked for.
         """
         ...
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rallypoint.config.limits import CHUNK_BYTES
 from rallypoint.errors import NotFiniteError, RequestError, WeightsMismatchError
-from rallypoint.generation.protocol import Request, SamplingParams
+from rallypoint.generation.protocol import PromptLogprobs, Request, SamplingParams
 from rallypoint.models import named_weights
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -83,6 +84,34 @@ def not_finite(request: Request, position: int) -> NotFiniteError:
         f"the logits are not finite for token {position} of the response of "
         f"prompt {request.prompt_index} sample {request.sample_index}"
     )
+
+
+def prompt_logprobs(
+    states: Tensor, tokens: Sequence[int], logits: Callable[[Tensor], Tensor], num: int, *, num_ids: int
+) -> PromptLogprobs:
+    """Return what a model says of each token of a prompt but the first; see there.
+
+    >>> shares = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.7, 0.2], [1.0, 0.0, 0.0]])
+    >>> said = prompt_logprobs(shares.log(), (0, 0, 2), lambda states: states, num=1, num_ids=3)
+    >>> [{token: round(2.71828**logprob, 2) for token, logprob in place.items()} for place in said]
+    [{0: 0.5}, {1: 0.7, 2: 0.2}]
+
+    Args:
+        states: [T, E] the last hidden states of all tokens.
+        tokens: T ids.
+        logits: turns some states into logits, [n, E] -> [n, V].
+        num: of the likeliest tokens; all of a smaller vocabulary.
+        num_ids: V.
+    """
+    next_tokens = torch.tensor(tokens[1:], device=states.device).unsqueeze(1)
+    num_rows = max(1, CHUNK_BYTES // (4 * num_ids))
+    places: list[dict[int, float]] = []
+    for some, own in zip(states[:-1].split(num_rows), next_tokens.split(num_rows), strict=True):
+        scores = logits(some).float()
+        ids = torch.cat([scores.topk(min(num, num_ids), dim=-1).indices, own], 1)
+        found = scores.gather(1, ids) - scores.logsumexp(-1, keepdim=True)
+        places += [dict(zip(*place, strict=True)) for place in zip(ids.tolist(), found.tolist(), strict=True)]
+    return tuple(places)
 
 
 @torch.no_grad()

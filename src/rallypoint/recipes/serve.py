@@ -43,6 +43,8 @@ class Options:
     """Responses that may be under way at once."""
     max_body_bytes: int
     """Of a request."""
+    max_logprobs: int
+    """Likeliest tokens in place of each of a prompt's that a client may ask for."""
     dtype: str | None
     """Of the weights; None: as in training, or float32."""
     cache_tokens: int
@@ -107,6 +109,7 @@ class Serving:
             bridge=Bridge(self._thread, max_concurrency=options.max_concurrency),
             codec=codec,
             stop_tokens=stop_tokens(trained.model_path, tokenizer, RowLimits.of(engine.model.config).num_ids),
+            max_logprobs=options.max_logprobs,
         )
         access = Access(
             keys=options.keys, hosts=tuple(dict.fromkeys((*_LOOPBACK, host))), max_body_bytes=options.max_body_bytes

@@ -63,14 +63,14 @@ class Codec:
             message = f"the messages do not fit the model's chat template: {error}"
             raise EndpointError(400, message, param="messages") from None
 
-    async def encode(self, text: str, *, max_tokens: int) -> TokenIds:
-        """Return a text with what the tokenizer puts around it, such as a token for the beginning.
+    async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> TokenIds:
+        """Return a text, by default with what the tokenizer puts around it, such as a token for the beginning.
 
         Raises:
             EndpointError: it has far more characters than so many tokens.
         """
         self._check_length(len(text), max_tokens, "prompt")
-        return await self._run(lambda: tuple(self._tokenizer.encode(text)))
+        return await self._run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
     def token_text(self, token: int) -> str:
         """Return what one token looks like; a special one by its name."""

@@ -139,4 +139,5 @@ class Choice:
             sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
             versions=tuple(output.version for output in outputs for _ in output.tokens),
             finish_reason=None if reason is None else "length" if reason == "length" else "stop",
+            prompt_logprobs=outputs[-1].prompt_logprobs,
         )

@@ -59,6 +59,8 @@ class Model:
     codec: Codec
     stop_tokens: tuple[int, ...]
     """Each of them ends a response."""
+    max_logprobs: int = 20
+    """Most likeliest tokens in place of each of a prompt's that clients may ask for."""
 
     def check_name(self, name: str | None) -> None:
         """Check that a client asks for this model.
@@ -97,12 +99,18 @@ class SamplingRoute(Generic[RequestT]):
                 for index, output in batch:
                     collected[index].append(output)
         deltas = [choice.add(own) for choice, own in zip(choices, collected, strict=True)]
-        await respond(shape.whole(deltas))(scope, receive, send)
+        # What is said of a long prompt takes a while to write, and others wait for this loop.
+        answer = await asyncio.to_thread(lambda: respond(shape.whole(deltas)))
+        await answer(scope, receive, send)
 
     async def _plan(self, asked: RequestT) -> tuple[Shape, list[Request]]:
         """Return the shape of the answer, and a request for each choice."""
         model = self._model
         model.check_name(asked.model)
+        said = asked.prompt_logprobs if isinstance(asked, CompletionRequest) else None
+        if said is not None and said > model.max_logprobs:
+            most = f"{model.max_logprobs} (--max-logprobs of `rally serve`)"
+            raise EndpointError(400, f"prompt_logprobs: expected at most {most}, found {said}", param="prompt_logprobs")
         model.bridge.check_room(asked.n * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1))
         prompts = await _encode(asked, model.codec, model.engine.max_request_tokens)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
@@ -122,7 +130,14 @@ class SamplingRoute(Generic[RequestT]):
                 repetition_penalty=asked.repetition_penalty,
             )
             requests += [
-                Request(tokens=tokens, params=params, prompt_index=index, sample_index=sample, streamed=asked.stream)
+                Request(
+                    tokens=tokens,
+                    params=params,
+                    prompt_index=index,
+                    sample_index=sample,
+                    streamed=asked.stream,
+                    prompt_logprobs=said,
+                )
                 for sample in range(asked.n)
             ]
         shape = Shape(
@@ -134,6 +149,7 @@ class SamplingRoute(Generic[RequestT]):
             has_token_ids=asked.return_token_ids,
             has_usage=asked.stream_options.include_usage,
             token_text=model.codec.token_text,
+            num_prompt_logprobs=said,
         )
         return shape, requests
 
@@ -200,7 +216,9 @@ async def _encode(asked: ClientRequest, codec: Codec, max_tokens: int) -> tuple[
     assert isinstance(asked, CompletionRequest), "there are two kinds"
     return tuple(
         [
-            await codec.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else tuple(prompt)
+            await codec.encode(prompt, max_tokens=max_tokens, add_special_tokens=asked.add_special_tokens)
+            if isinstance(prompt, str)
+            else tuple(prompt)
             for prompt in asked.prompts
         ]
     )

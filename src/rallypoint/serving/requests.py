@@ -171,6 +171,10 @@ class CompletionRequest(ClientRequest):
     )
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    """As vLLM's: likeliest tokens in place of each of the prompt's, whose logprobs are asked for."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer puts its special tokens around a text."""
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -251,6 +255,8 @@ def _unsupported(asked: ClientRequest) -> dict[str, str]:
         problems[name] = (
             f"{name}: only the sampled token's logprob is known; expected 0, found {asked.num_alternatives}"
         )
+    if isinstance(asked, CompletionRequest) and asked.prompt_logprobs is not None and asked.stream:
+        problems["prompt_logprobs"] = "prompt_logprobs: not available with stream=true"
     if isinstance(asked, CompletionRequest) and len(asked.prompt) == 0 and not isinstance(asked.prompt, str):
         problems["prompt"] = f"prompt: expected {CompletionRequest.model_fields['prompt'].description}"
     if "" in asked.stop_strings:

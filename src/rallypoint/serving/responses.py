@@ -3,7 +3,7 @@
 Owns: the shape of every body. Must not know: HTTP, engines, how text is cut off tokens.
 
 Additions to OpenAI's format: with `return_token_ids`, the `token_ids` and `versions` of every choice, one entry per
-token, and the prompt's ids; with logprobs, `sampled_logprobs`.
+token, and the prompt's ids; with logprobs, `sampled_logprobs`. Of vLLM's format is `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from rallypoint.errors import BusyError, EndpointError, RallyError, RequestError
+from rallypoint.generation import PromptLogprobs
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | float | bool | None"
 
@@ -34,6 +35,7 @@ class Delta:
     sampled_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Shape:
     has_usage: bool
     """Whether chunks have a field for it."""
     token_text: Callable[[int], str]
+    num_prompt_logprobs: int | None = None
+    """Likeliest tokens in place of each of a prompt's; None if nothing is said of prompts."""
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -105,6 +109,8 @@ class Shape:
             choice["delta" if is_chunk else "message"] = role | {"content": delta.text}
         choice["logprobs"] = self._logprobs(delta) if self.has_logprobs else None
         choice["finish_reason"] = delta.finish_reason
+        if (num := self.num_prompt_logprobs) is not None:
+            choice["prompt_logprobs"] = [None, *(_place(said, num) for said in delta.prompt_logprobs or ())]
         if self.has_token_ids:
             choice |= {"token_ids": delta.tokens, "versions": delta.versions}
             if is_first and (self.kind == "text" or is_chunk):
@@ -122,6 +128,18 @@ class Shape:
             for text, logprob in zip(texts, logprobs, strict=True)
         ]
         return {"content": content, "sampled_logprobs": sampled}
+
+
+def _place(said: Mapping[int, float], num: int) -> JSON:
+    """Return what is said of one token of a prompt; ranks are those of the likeliest, others' are not known.
+
+    >>> _place({7: -0.1, 3: -2.5, 9: -4.0}, num=2)["9"]
+    {'logprob': -4.0, 'rank': None}
+    """
+    return {
+        str(token): {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank if rank <= num else None}
+        for rank, (token, logprob) in enumerate(said.items(), 1)
+    }
 
 
 def fingerprint(version: int) -> str:

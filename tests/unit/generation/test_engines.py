@@ -9,11 +9,12 @@ import torch
 from sampling_cases import CHANGES, decode
 
 from rallypoint.engine import policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.forward import likeliest_tokens, trained_positions
 from rallypoint.errors import RequestError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, named_weights
+from rallypoint.types import Sequences
 
 LENGTHS = [3, 9, 1, 17]
 
@@ -71,6 +72,41 @@ def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distri
         assert (batch.sampled_logprobs == 0).all()
     if batch.sampled_logprobs is not None and wanted.repetition_penalty == 1 and not wanted.min_new_tokens:
         assert (batch.sampled_logprobs >= batch.rollout_logprobs - 1e-6).all(), "what is left is likelier"
+
+
+@pytest.mark.parametrize("num", [0, 3, 50])
+def test_prompts_have_the_logprobs_that_training_computes_whatever_else_is_asked(engine, make_policy, params, num):
+    prompt = tuple(1 + place * place % 19 for place in range(70))
+    beside = [Request(tokens=prompt[:40], params=params), Request(tokens=prompt, params=params, sample_index=1)]
+    asks = [dataclasses.replace(one, prompt_logprobs=num) for one in (*beside, Request(tokens=(3,), params=params))]
+    found = {}
+    for requests in (beside, asks, beside):  # what was asked finds no keys and values of others, and leaves none
+        ids = [engine.submit(request) for request in requests]
+        ended = {}
+        while engine.has_work:
+            ended |= {one.request_id: one for one in engine.step() if one.finish_reason}
+        outputs = [ended[request_id] for request_id in ids]
+        found.setdefault(requests is asks, []).append(outputs)
+    (asked,) = found[True]
+    for plain in found[False]:
+        assert [one.tokens for one in plain] == [one.tokens for one in asked[:2]]
+        assert {one.prompt_logprobs for one in plain} == {None}
+    rows = Sequences(
+        offsets=torch.tensor([0, 40, 110]),
+        tokens=torch.tensor([*prompt[:40], *prompt]),
+        loss_mask=torch.tensor([place not in (0, 40) for place in range(110)]),
+        prompt_index=torch.tensor([0, 1]),
+        sample_index=torch.tensor([0, 0]),
+    )
+    at, num_kept = trained_positions(rows), min(num, 20)
+    expected = likeliest_tokens(ModelShard.whole(make_policy()), rows, at, 1.0, num_kept)
+    places = zip(rows.tokens[at].tolist(), expected, asked[0].prompt_logprobs + asked[1].prompt_logprobs, strict=True)
+    for token, place, said in places:
+        assert said[token] == pytest.approx(float(place[0]), abs=1e-4)
+        ids = place[1 + num_kept :].int().tolist()
+        assert list(said)[:num_kept] == ids
+        assert [said[one] for one in ids] == pytest.approx(place[1 : 1 + num_kept].tolist(), abs=1e-4)
+    assert asked[2].prompt_logprobs == ()
 
 
 def test_a_stop_string_ends_a_rollout_with_the_token_that_completes_it(engine, make_prompts, params):

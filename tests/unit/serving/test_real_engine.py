@@ -44,6 +44,30 @@ def test_after_a_number_that_no_tensor_holds_the_next_request_is_answered(client
     assert client.get("/health").json["status"] == "ok"
 
 
+def test_what_the_model_says_of_a_prompt_is_answered_as_vllm_does(client):
+    prompt = [3, 9, 9, 4]
+    (choice,) = client.complete(prompt, max_tokens=1, prompt_logprobs=2, add_special_tokens=False).json["choices"]
+    first, *places = choice["prompt_logprobs"]
+    assert first is None
+    assert len(places) == 3
+    for token, said in zip(prompt[1:], places, strict=True):
+        assert 2 <= len(said) <= 3
+        by_rank = {one["rank"]: one["logprob"] for one in said.values()}
+        assert max(one["logprob"] for one in said.values()) == by_rank[1] > by_rank[2]
+        assert said[str(token)]["logprob"] <= by_rank[1] <= 0
+    (own,) = client.complete(prompt, max_tokens=1, prompt_logprobs=0).json["choices"]
+    assert [list(one) for one in own["prompt_logprobs"][1:]] == [[str(token)] for token in prompt[1:]]
+    assert [one["rank"] for place in own["prompt_logprobs"][1:] for one in place.values()] == [None] * 3
+    assert "prompt_logprobs" not in client.complete(prompt, max_tokens=1).json["choices"][0]
+    for fields, message in (
+        ({"prompt_logprobs": 21}, "prompt_logprobs: expected at most 20 (--max-logprobs of `rally serve`), found 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs: input should be greater than or equal to 0"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: not available with stream=true"),
+    ):
+        refused = client.complete(prompt, max_tokens=1, **fields)
+        assert (refused.status, refused.error["message"], refused.error["param"]) == (400, message, "prompt_logprobs")
+
+
 def test_the_largest_numbers_that_are_taken_are_answered(client):
     extreme = {"top_k": 2**31 - 1, "seed": 2**63 - 1, "temperature": 100, "min_p": 1, "repetition_penalty": 100}
     assert client.complete("12", max_tokens=5, n=3, **extreme).status == 200

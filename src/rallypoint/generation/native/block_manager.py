@@ -2,7 +2,7 @@
 
 Owns: blocks, block tables and the attention metadata made of them. Must not know: requests, models, or the tensors.
 
-A block belongs to one response (private), or to a prompt (shared): then every rollout of that prompt uses it, and so do
+A block belongs to one sequence (private), or to a prompt (shared): then every rollout of that prompt uses it, and so do
 longer prompts that begin alike. Shared blocks are the prefix cache: they stay when their last sequence has gone, until
 their memory is needed. The least recently used go first.
 """
@@ -30,7 +30,7 @@ class Block:
         self.index = index
         """Index in the KV cache."""
         self.parent, self.tokens = parent, tokens
-        """Name of a shared block: the block before it, and the tokens that it holds. () if it is private."""
+        """Name of a shared block: the block before it, and the tokens that it holds. () if it is of a response."""
         self.num_users = 0
         """Running sequences that use it."""
         self.last_state: Tensor | None = None
@@ -54,11 +54,16 @@ class BlockManager:
         """Blocks that are free, or would be if unused prompts were evicted."""
         return len(self._free) + self._num_unused
 
-    def allocate(self) -> Block | None:
-        """Return a new private block, used by one sequence; None if there is no memory left."""
+    def allocate(self, parent: Block | None = None, tokens: tuple[int, ...] = ()) -> Block | None:
+        """Return a new private block, used by one sequence; None if there is no memory left.
+
+        Args:
+            parent: of a part of a prompt that is not to be found again: the part before it.
+            tokens: of such a part.
+        """
         if not self._has_free():
             return None
-        block = Block(self._pop())
+        block = Block(self._pop(), parent, tokens)
         block.num_users = 1
         return block
 

@@ -6,6 +6,7 @@ Must not know: requests that wait, or why a sequence ends. What is particular to
 
 from __future__ import annotations
 
+import itertools
 from collections import abc, deque
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,7 @@ from rallypoint.generation.native.block_manager import AttentionMetadata, BlockT
 from rallypoint.generation.native.decoder import Decoder, DecoderRows
 from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShapes
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
+from rallypoint.generation.requests import prompt_logprobs, vocabulary_of
 from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
 from rallypoint.models import PackedRows
 from rallypoint.models.fused import attend_fused
@@ -72,8 +74,8 @@ class Backend(Protocol):
         """
         ...
 
-    def prefill(self, cache: KVCache, chunks: abc.Sequence[PrefillChunk]) -> Tensor:
-        """Store keys and values of chunks, those without a past first; return the last state of each: [chunks, E]."""
+    def prefill(self, cache: KVCache, chunks: abc.Sequence[PrefillChunk]) -> abc.Sequence[Tensor]:
+        """Store keys and values of chunks, those without a past first; return the states that each wants: [n, E]."""
         ...
 
     def attention(self, cache: KVCache, metadata: AttentionMetadata, num_steps: int) -> abc.Sequence[DecodeAttention]:
@@ -180,10 +182,14 @@ class ModelRunner:
         parts = deal_out(chunks, num)
         jobs = [partial(self._backend.prefill, self.cache, part) for part in parts]
         for part, states in zip(parts, self._lanes.run(jobs, num_threads), strict=True):
-            for chunk, state in zip(part, states, strict=True):
+            for chunk, wanted in zip(part, states, strict=True):
                 block = chunk.slots[-1][0]
                 if block.tokens:
-                    block.last_state = state
+                    block.last_state = wanted[-1]
+                if (sequence := chunk.asked_by) is not None:
+                    num, num_ids = sequence.request.prompt_logprobs or 0, vocabulary_of(self._backend.decoder.model)
+                    said = prompt_logprobs(wanted, chunk.tokens, self._backend.logits, num, num_ids=num_ids)
+                    sequence.prompt_logprobs = said
 
     def sample_first(self, sequences: abc.Sequence[Sequence]) -> list[tuple[abc.Sequence[Sequence], SampledTokens]]:
         """Sample the first token of sequences whose prompts have been computed; return parts, with their tokens."""
@@ -260,10 +266,20 @@ def steps_worth_sampling(left: abc.Sequence[int], most: int) -> int:
     return int(steps[wasted <= steps * len(left) / 16][-1])
 
 
-def prefill_packed(decoder: Decoder, cache: KVCache, chunks: abc.Sequence[PrefillChunk], num_tokens: int) -> Tensor:
+def prefill_packed(
+    decoder: Decoder, cache: KVCache, chunks: abc.Sequence[PrefillChunk], num_tokens: int
+) -> abc.Sequence[Tensor]:
     """Prefill chunks in one packed pass over so many tokens, at least theirs; see `Backend.prefill`."""
     attention = PrefillAttention(cache, chunks, num_tokens)
-    return decoder(attention).index_select(0, attention.ends.to(attention.tokens.device))
+    return wanted_states(decoder(attention), chunks)
+
+
+def wanted_states(states: Tensor, chunks: abc.Sequence[PrefillChunk]) -> abc.Sequence[Tensor]:
+    """Return the states that each chunk wants, [n, E], of those of all their tokens, [T, E]."""
+    ends = itertools.accumulate(len(chunk.tokens) for chunk in chunks)
+    numbers = [range(end - chunk.num_states, end) for chunk, end in zip(chunks, ends, strict=True)]
+    index = torch.tensor(list(itertools.chain.from_iterable(numbers)), device=states.device)
+    return states.index_select(0, index).split([chunk.num_states for chunk in chunks])
 
 
 class PrefillAttention:
@@ -291,11 +307,6 @@ class PrefillAttention:
         slots = [slot for chunk in chunks for slot in chunk.slots]
         self._blocks = torch.tensor([block.index for block, _ in slots], device=device)
         self._block_offsets = torch.tensor([offset for _, offset in slots], device=device)
-
-    @property
-    def ends(self) -> Tensor:
-        """[chunks] int64: index of the last token of each chunk."""
-        return self._offsets[1:] - 1
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS

@@ -135,7 +135,7 @@ class Scheduler:
         """
         blocks, tokens = self.blocks, sequence.request.tokens
         assert blocks is not None, "there is a cache"
-        found = blocks.find(tokens)
+        found = [] if sequence.asks_of_prompt else blocks.find(tokens)
         blocks.acquire(found)
         num_cached = sum(len(block.tokens) for block in found)
         needed = -(-(len(tokens) - num_cached) // BLOCK_TOKENS) + len(sequence.tokens) // BLOCK_TOKENS + 1
@@ -146,9 +146,12 @@ class Scheduler:
         sequence.prompt_blocks = list(found)
         for start in range(num_cached, len(tokens), BLOCK_TOKENS):
             parent = sequence.prompt_blocks[-1] if sequence.prompt_blocks else None
-            block = blocks.allocate_shared(parent, tokens[start : start + BLOCK_TOKENS])
+            part = tokens[start : start + BLOCK_TOKENS]
+            if sequence.asks_of_prompt:  # others may have the same blocks, computed already
+                block = blocks.allocate(parent, part)
+            elif block := blocks.allocate_shared(parent, part):
+                blocks.acquire([block])
             assert block is not None, "there was enough memory"
-            blocks.acquire([block])
             sequence.prompt_blocks.append(block)
         return len(found)
 
@@ -193,7 +196,8 @@ def _chunks(admitted: abc.Sequence[tuple[Sequence, int]]) -> list[PrefillChunk]:
             past, new = past[:-1], [end]  # found inside a longer prompt, so the state of its last token was not kept
         if new:
             slots = [(block, offset) for block in new for offset in range(len(block.tokens))]
-            chunks.append(PrefillChunk(past, [token for block in new for token in block.tokens], slots))
+            asked_by = sequence if sequence.asks_of_prompt else None
+            chunks.append(PrefillChunk(past, [token for block in new for token in block.tokens], slots, asked_by))
             coming.add(end)
         if len(sequence.tokens) > 1:
             num = len(sequence.tokens) - 1

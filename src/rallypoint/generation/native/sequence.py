@@ -8,7 +8,7 @@ from collections import abc
 from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.errors import NotFiniteError
 from rallypoint.generation.native.block_manager import Block
-from rallypoint.generation.protocol import FinishReason, Output, Request
+from rallypoint.generation.protocol import FinishReason, Output, PromptLogprobs, Request
 from rallypoint.generation.requests import Decode, StopChecker
 
 
@@ -21,6 +21,7 @@ class Sequence:
         """The response; all but the newest token have keys and values while the sequence runs."""
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.num_delivered = 0
         """Tokens that outputs have returned."""
         self.prompt_blocks: list[Block] = []
@@ -39,6 +40,11 @@ class Sequence:
     def blocks(self) -> list[Block]:
         """All its blocks, in order."""
         return [*self.prompt_blocks, *self.own_blocks]
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether all of its prompt must be computed, for the logprobs of its tokens."""
+        return self.request.prompt_logprobs is not None and not self.tokens
 
     @property
     def num_steps_in_memory(self) -> int:
@@ -68,6 +74,7 @@ class Sequence:
             version=version,
             finish_reason=reason,
             error=error,
+            prompt_logprobs=self.prompt_logprobs if reason in ("stop", "length") else None,
         )
 
 
@@ -81,6 +88,13 @@ class PrefillChunk:
     """At least one."""
     slots: abc.Sequence[tuple[Block, int]]
     """For each token its block, and its offset there."""
+    asked_by: Sequence | None = None
+    """Whose prompt logprobs these tokens are for, all of its prompt; None for nobody's."""
+
+    @property
+    def num_states(self) -> int:
+        """Last states that are wanted: of all its tokens, or of the last one."""
+        return 1 if self.asked_by is None else len(self.tokens)
 
     @property
     def num_past(self) -> int:

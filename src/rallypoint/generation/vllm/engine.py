@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rallypoint.errors import GenerationError, NotFiniteError, RallyError, WeightsMismatchError
+from rallypoint.errors import GenerationError, NotFiniteError, RallyError, RequestError, WeightsMismatchError
 from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode, StopChecker, check_request
 from rallypoint.generation.vllm.client import Answer, LostError, SampledToken, events, read_answer, request_body, send
@@ -177,6 +177,8 @@ class VLLMEngine:
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
         check_request(request, self._outline.num_ids, self.max_request_tokens, self._decode is not None)
+        if request.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs are not available with rollout.engine=vllm; ask `rally serve`")
         limit = min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens))
         with self._lock:
             request_id = next(self._ids)

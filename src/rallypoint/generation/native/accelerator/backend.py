@@ -65,7 +65,7 @@ class AcceleratorBackend:
         del num_tokens, num_lanes
         return 1, None
 
-    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Tensor:
+    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Sequence[Tensor]:
         """See `Backend.prefill`."""
         return prefill_packed(self.decoder, cache, chunks, sum(len(chunk.tokens) for chunk in chunks))
 

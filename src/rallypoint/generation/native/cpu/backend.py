@@ -22,7 +22,7 @@ from rallypoint.generation.native.block_manager import AttentionMetadata, Block,
 from rallypoint.generation.native.cpu.bags import Bags, Moves, advance, attend, decode, decode_steps
 from rallypoint.generation.native.decoder import Decoder
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
-from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed
+from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed, wanted_states
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.products import NO_LIMITS, Limits
@@ -71,7 +71,7 @@ class CPUBackend:
             return min(num_lanes, num_tokens), None
         return 1, None if size >= _WIDTH_OF_SEVERAL_THREADS or not is_plain else 1
 
-    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Tensor:
+    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Sequence[Tensor]:
         """See `Backend.prefill`."""
         return prefill_packed(self.decoder, cache, chunks, self._padded(sum(len(chunk.tokens) for chunk in chunks)))
 
@@ -132,10 +132,9 @@ class ExactBackend(CPUBackend):
         """See `Backend.parts`; in several threads, a product might round in another way."""
         return (min(num_lanes, -(-num_tokens // _TILE)) if self.decoder.is_plain else 1), 1
 
-    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Tensor:
+    def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Sequence[Tensor]:
         """See `Backend.prefill`."""
         queries: list[tuple[int, int, Sequence[Block]]] = []
-        ends: list[int] = []
         for chunk in chunks:
             blocks = list(chunk.past)
             slots = zip(chunk.tokens, chunk.slots, strict=True)
@@ -143,8 +142,8 @@ class ExactBackend(CPUBackend):
                 if not blocks or blocks[-1] is not block:
                     blocks = [*blocks, block]
                 queries.append((token, position, blocks))
-            ends.append(len(queries) - 1)
-        return self.decode(self.attention(cache, AttentionMetadata.of(queries, cache.block_tokens), 1))[ends]
+        states = self.decode(self.attention(cache, AttentionMetadata.of(queries, cache.block_tokens), 1))
+        return wanted_states(states, chunks)
 
     def attention(self, cache: KVCache, metadata: AttentionMetadata, num_steps: int) -> Sequence[BagAttention]:
         """See `Backend.attention`."""
