@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
@@ -109,11 +110,14 @@ def read_conversations(
     columns = _Columns(dataset)
     if table.columns is not None and columns.form(table.columns, kind, label, problems) is None:
         return
+    misfits: Counter[tuple[str, ...]] = Counter()
     for number, row in table.read(columns.wanted(table.columns or ()), start):
         where = f"{label}, {table.unit} {number}"
-        present = [name for name, value in row.items() if value is not None]
-        form = columns.form(present, kind, where, problems)
+        present = tuple(name for name, value in row.items() if value is not None)
+        # The same columns as in a row before are the same problem.
+        form = None if present in misfits else columns.form(present, kind, where, problems)
         if form is None:
+            misfits[present] += 1
             continue
         wrong: list[tuple[str, str]] = []
         ours = {name: row[columns.theirs(name)] for name in form}
@@ -122,6 +126,9 @@ def read_conversations(
             problems.add(f"{where}, column {columns.theirs(column)}: {problem}")
         if not wrong:
             yield f"{label}:{number}", example
+    for present, count in misfits.items():
+        if count > 1:
+            problems.add(f"{label}: {count - 1:,} more rows have {quoted(present)}, too")
 
 
 class _Columns:
@@ -165,7 +172,7 @@ class _Columns:
 
 def _read_conversation(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:
     if form == ("messages",):
-        messages = _read_messages(row["messages"], "messages", "user", wrong)
+        messages = _read_messages(row["messages"], "messages", None, wrong)
         if not wrong and not any(message.role == "assistant" for message in messages):
             wrong.append(("messages", "expected a turn of the assistant, which is what is trained; found none"))
         return (Conversation(messages),)
@@ -207,14 +214,16 @@ def _check_answer(messages: Sequence[Message], name: str, wrong: list[tuple[str,
         wrong.append((name, f"expected an answer that ends with a turn of the assistant, found {role}"))
 
 
-def _read_messages(value: object, column: str, role: Role, wrong: list[tuple[str, str]]) -> tuple[Message, ...]:
-    """Return a list of messages; text is one message of a role."""
+def _read_messages(value: object, column: str, role: Role | None, wrong: list[tuple[str, str]]) -> tuple[Message, ...]:
+    """Return a list of messages; text is one message of a role, if there is one."""
     if isinstance(value, str):
-        if not value.strip():
-            wrong.append((column, no_text(value)))
-        elif value.lstrip().startswith(("[{", "{")) and '"role"' in value:
+        if value.lstrip().startswith(("[{", "{")) and '"role"' in value:
             wrong.append((column, f"expected a list of messages, found the same written as {found(value)}"))
-        return (Message(role, value),)
+        elif role is None:
+            wrong.append((column, f"expected a list of messages, found {found(value)}"))
+        elif not value.strip():
+            wrong.append((column, no_text(value)))
+        return (Message(role or "user", value),)
     if not isinstance(value, list) or not value:
         wrong.append((column, f"expected a list of messages or text, found {found(value)}"))
         return ()

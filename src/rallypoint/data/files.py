@@ -190,7 +190,7 @@ def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
         if b"\\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except json.JSONDecodeError as error:
-        problems.add(f"{where}: not valid JSON: {error.msg} at column {error.colno}")
+        problems.add(f"{where}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
         return None
     except UnicodeEncodeError as error:
         problems.add(f"{where}: not valid JSON: {error.object[error.start]!r} is half a character")

@@ -80,6 +80,12 @@ def is_local(path: str) -> bool:
     return not (is_url(path) or is_hub_name(path) or is_generator(path))
 
 
+_INSTEAD = {".json": " (write one JSON object a line)"} | dict.fromkeys(
+    (".gz", ".zst", ".bz2", ".xz", ".zip"), " (decompress it first)"
+)
+"""What to do with files of other kinds."""
+
+
 def check_dataset_path(path: str | Path) -> str | None:
     """Return what is wrong with a path, before anything is read or asked over a network; None if nothing is."""
     name, file = str(path), Path(path).expanduser()
@@ -95,7 +101,7 @@ def check_dataset_path(path: str | Path) -> str | None:
         missing = "file" if file.parent.is_dir() else f"folder {file.parent}"
         return f"{path} does not exist (no such {missing}){suggestion(file.name, siblings)}"
     if file.suffix not in FORMATS:
-        hint = " (write one JSON object a line)" if file.suffix == ".json" else ""
+        hint = _INSTEAD.get(file.suffix, "")
         return f"{path}: expected a file that ends in {_formats()}{hint}, found {file.suffix or 'no ending'}"
     return f"{path} is empty (0 bytes)" if file.stat().st_size == 0 else None
 

@@ -194,6 +194,9 @@ def _written(
                 yield name, rows, cast("list[_Written]", found)
 
 
+_MARK_THEM = "mark the assistant's turns in the template with {% generation %} and {% endgeneration %}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Turns:
     """A conversation in the template, and where in its text the turns to train begin and end."""
@@ -218,7 +221,8 @@ class _Writer:
         """Write a conversation.
 
         Raises:
-            ValueError: the template writes what is before a turn in another way when an answer is asked for.
+            ValueError: there is nothing before a turn, or the template writes it in another way when an answer is
+                asked for.
         """
         messages = _as_template_takes(row)
         if self._is_marked:
@@ -229,12 +233,16 @@ class _Writer:
         for index, message in enumerate(row.messages):
             if message.role != "assistant" or index < row.first_trained:
                 continue
+            if index == 0:
+                raise ValueError(
+                    "it begins with the assistant, and a template writes the cue of a turn behind another one; put a "
+                    f"turn of the user or the system before it, or {_MARK_THEM}"
+                )
             before = self._text(messages[:index], cue=True)
             if not text.startswith(before):
                 raise ValueError(
                     f"what is before message {index} is written in another way when an answer is asked for, so that it "
-                    "cannot be found where the turn begins; mark the assistant's turns in the template with "
-                    "{% generation %} and {% endgeneration %}"
+                    f"cannot be found where the turn begins; {_MARK_THEM}"
                 )
             starts.append(len(before))
         return _Turns(text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)))

@@ -295,6 +295,10 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
     if config.data.generate is not None:
         lines = [f"prompts        {config.data.generate.num_train_prompts:,}, made when the run starts"]
+    epochs, is_whole = config.trainer.num_epochs, isinstance(found.train, EncodedPrompts | EncodedRows)
+    if epochs is not None and is_whole and not found.train.is_part:
+        steps = found.settled(config).trainer.num_steps
+        lines.append(f"steps          {steps:,}: {epochs:g} epochs, {config.num_examples:,} examples a step")
     if functions := config.reward.all_functions:
         lines.append(f"reward         {', '.join(one.function for one in functions)}, which could be imported")
     for section, own in config.own_functions.items():

@@ -78,6 +78,8 @@ def test_what_two_whole_conversations_begin_with_is_context(tmp_path):
             {"prompt": "2+2", "response": "4"},
             "'response' may be it: set data.columns.completion=r",
         ),
+        ("conversations", {"messages": "2+2"}, "column messages: expected a list of messages, found text"),
+        ("conversations", {"messages": json.dumps([ASKED])}, "found the same written as"),
         ("conversations", {"prompt": "2+2", "completion": " "}, "column completion: expected text, found only blanks"),
         ("conversations", {"messages": [ASKED, {"role": "bot", "content": "4"}]}, "messages[1].role: expected one of"),
         ("conversations", {"messages": [ASKED, {"role": "assistant"}]}, "messages[1]: expected 'content', found"),
@@ -105,6 +107,13 @@ def test_all_bad_rows_of_all_files_are_reported_together(tmp_path):
             [first, write(tmp_path / "b.jsonl", {"text": "x"}), tmp_path / "none.jsonl"], "conversations"
         )
     assert len(re.findall(r"^  - ", str(raised.value), re.M)) == 4
+
+
+def test_rows_of_one_form_that_is_none_are_one_problem(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"text": "x"}, {"messages": [ASKED, ANSWERED]}, {"text": "y"}, {"text": "z"})
+    with pytest.raises(DataError, match=r"^2 problems in the data:\n  - a\.jsonl, line 1: column 'messages'") as raised:
+        load_conversations([path], "conversations")
+    assert str(raised.value).endswith("a.jsonl: 2 more rows have 'text', too")
 
 
 def test_columns_may_have_other_names(tmp_path):

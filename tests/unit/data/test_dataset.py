@@ -260,6 +260,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "train.tsv").write_text("prompt\n1")
     (tmp_path / "train.json").write_text("[]")
     (tmp_path / "train").write_text("x")
+    (tmp_path / "train.jsonl.gz").write_text("x")
     (tmp_path / "zero.jsonl").touch()
     write_jsonl(tmp_path / "blank.jsonl", ["", ""])
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "norows.parquet")
@@ -267,6 +268,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
         "none": "none is a folder that holds no .parquet, .arrow, .jsonl or .csv file",
         "train.tsv": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found .tsv",
         "train.json": "ends in .parquet, .arrow, .jsonl or .csv (write one JSON object a line), found .json",
+        "train.jsonl.gz": "ends in .parquet, .arrow, .jsonl or .csv (decompress it first), found .gz",
         "train": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found no ending",
         "zero.jsonl": "zero.jsonl is empty (0 bytes)",
         "blank.jsonl": "blank.jsonl has no rows",

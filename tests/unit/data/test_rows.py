@@ -91,6 +91,13 @@ def test_a_template_in_which_a_turn_cannot_be_found_is_refused_and_the_marks_are
         encoded(talk("31", "13", "2", "2"), template=FORGETFUL)
 
 
+def test_a_conversation_that_begins_with_the_assistant_needs_the_marks():
+    first = Conversation((Message("assistant", "1"), Message("user", "2"), Message("assistant", "3")))
+    with pytest.raises(DataError, match=r"a.jsonl:0: .* it begins with the assistant, .* a turn of the user or"):
+        encoded(first)
+    assert shown(encoded(first, template=MARKED)) == "<assistant>[1][<eos>]<user>2<assistant>[3][<eos>]"
+
+
 def test_long_rows_are_refused_dropped_or_cut_at_their_end():
     rows = talk("1", "2"), talk("31", "13579"), talk("123456", "1")
     with pytest.raises(DataError, match=r"a.jsonl:1: the row has 10 tokens, but data.max_row_tokens is 7"):

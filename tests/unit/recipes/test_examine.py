@@ -50,6 +50,7 @@ def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(ow
     lines = examine_dry(load_checked("sft", keys).config)
     assert any(line.startswith("first row      train.jsonl:1, 7 tokens: '") for line in lines), lines
     assert "trained        3 tokens: '34<eos>'" in lines, lines
+    assert "steps          1: 1 epochs, 64 examples a step" in lines, lines
 
 
 def test_of_a_large_data_set_a_dry_run_reads_a_part_and_says_so(own, tmp_path):
