@@ -142,10 +142,9 @@ def _batches(loaded: LoadedConfig, plan: RunPlan) -> tuple[str, list[str]]:
             f"{'':13}  at most {counted(num_micro_batches, 'micro-batch', 'es')} of "
             f"{config.engine.max_tokens_per_micro_batch:,} tokens",
         ]
-    # The steps of epochs are known when the data are read, see `examine_dry`.
-    epochs = config.trainer.num_epochs
-    steps = counted(config.trainer.num_steps, "step") if epochs is None else f"the steps of {epochs:g} epochs"
-    return f"{loaded.name}: one of {steps}", lines
+    epochs = config.trainer.num_epochs  # whose steps are known when the data are read, see `examine_dry`
+    steps = f"one of {counted(config.trainer.num_steps, 'step')}" if epochs is None else "one step"
+    return f"{loaded.name}: {steps}", lines
 
 
 def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[str, list[str]]:

@@ -52,9 +52,9 @@ class Rows(Generic[ExampleT]):
         self._counts: dict[int, int] = {}
 
     @staticmethod
-    def of_prompts(paths: Sequence[str | Path | DataSet]) -> Rows[Example]:
-        """Return the prompts of data sets."""
-        return Rows(paths, read_examples)
+    def of_prompts(paths: Sequence[str | Path | DataSet], *, require_ground_truth: bool = True) -> Rows[Example]:
+        """Return the prompts of data sets; see `load_dataset`."""
+        return Rows(paths, functools.partial(read_examples, require_ground_truth=require_ground_truth))
 
     @staticmethod
     def of_conversations(paths: Sequence[str | Path | DataSet], kind: Kind) -> Rows[NamedExample]:

@@ -77,7 +77,7 @@ class Found:
         if kind != "prompts":
             found = self._encode_rows(config, load_conversations(paths, kind, max_rows=max_rows))
         else:
-            rows = load_dataset(paths, max_rows=max_rows)
+            rows = load_dataset(paths, require_ground_truth=_reads_truth(config), max_rows=max_rows)
             found = dataclasses.replace(self._encode_prompts(config, rows), is_part=rows.is_part)
         say_fates(found, self.most_tokens(config), say)
         return found
@@ -105,8 +105,9 @@ class Found:
                 shuffle=config.data.shuffle,
                 keeps_all=on_too_long == "error",  # one that is cut may lose all that is trained
             )
+        parts = [[one] for one in datasets] if any(weights) else [datasets]
         return StreamedPrompts(
-            [Rows.of_prompts([one]) for one in datasets] if any(weights) else [Rows.of_prompts(datasets)],
+            [Rows.of_prompts(part, require_ground_truth=_reads_truth(config)) for part in parts],
             lambda examples: self._encode_prompts(config, examples, may_be_empty=True),
             lambda found: say_fates(found, self.most_tokens(config), say),
             num_rows=config.data.stream_rows,
@@ -155,6 +156,11 @@ class Found:
             return config
         num_steps = max(1, math.ceil(trainer.num_epochs * num / config.num_examples))
         return config.model_copy(update={"trainer": trainer.model_copy(update={"num_steps": num_steps})})
+
+
+def _reads_truth(config: RunConfig) -> bool:
+    """Whether anything reads the right answers: teachers and reward models do without."""
+    return bool(config.reward.all_functions) or "{ground_truth}" in (config.teachers.hint or "")
 
 
 def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
@@ -298,7 +304,7 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     epochs, is_whole = config.trainer.num_epochs, isinstance(found.train, EncodedPrompts | EncodedRows)
     if epochs is not None and is_whole and not found.train.is_part:
         steps = found.settled(config).trainer.num_steps
-        lines.append(f"steps          {steps:,}: {epochs:g} epochs, {config.num_examples:,} examples a step")
+        lines.append(f"steps          {steps:,}, of {config.num_examples:,} examples (trainer.num_epochs={epochs:g})")
     if functions := config.reward.all_functions:
         lines.append(f"reward         {', '.join(one.function for one in functions)}, which could be imported")
     for section, own in config.own_functions.items():

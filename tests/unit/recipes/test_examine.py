@@ -50,7 +50,18 @@ def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(ow
     lines = examine_dry(load_checked("sft", keys).config)
     assert any(line.startswith("first row      train.jsonl:1, 7 tokens: '") for line in lines), lines
     assert "trained        3 tokens: '34<eos>'" in lines, lines
-    assert "steps          1: 1 epochs, 64 examples a step" in lines, lines
+    assert "steps          1, of 64 examples (trainer.num_epochs=1)" in lines, lines
+
+
+def test_right_answers_are_asked_for_where_something_reads_them(own, tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "12"}] * 64)
+    with pytest.raises(DataError, match=r"column 'reward_model' is missing; found 'prompt' \(and 63 lines more\)"):
+        examine_dry(own())
+    keys = (f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl", f"teacher.path={tmp_path}/model")
+    sizes = ("data.max_prompt_tokens=32", "rollout={num_prompts: 16, max_response_tokens: 8}")
+    assert examine_dry(load_checked("opd", [*keys, *sizes]).config)[0].startswith("train          64 prompts")
+    with pytest.raises(DataError, match="column 'reward_model' is missing"):
+        examine_dry(load_checked("opd", [*keys, *sizes, "teacher.hint='={ground_truth}'"]).config)
 
 
 def test_of_a_large_data_set_a_dry_run_reads_a_part_and_says_so(own, tmp_path):
