@@ -49,6 +49,8 @@ class Rule:
     """Why the thresholds are where they are."""
     unless_reward: float = math.inf
     """Said only while `reward/mean` is lower than this (scores from 0 to 1): being good excuses it."""
+    unless_taught: bool = False
+    """Said only without a teacher, which judges every token, whatever the rewards are."""
 
     def level(self, value: float) -> Level:
         """Return how bad a value is; equal to a threshold is not beyond it."""
@@ -151,6 +153,7 @@ RULES: tuple[Rule, ...] = (
         advice="nothing to learn from: choose easier or harder prompts",
         reason="a score from 0 to 1 that differs in one rollout of a thousand still has a deviation of 0.03",
         unless_reward=0.95,
+        unless_taught=True,
     ),
     Rule(
         name="actor/without_signal",
@@ -159,6 +162,7 @@ RULES: tuple[Rule, ...] = (
         advice="rollout.dynamic_sampling; easier prompts, harder once solved",
         reason="8 answers of a prompt that is solved 5 or 95 times of 100 are all equal in 66 of 100 groups",
         unless_reward=0.95,
+        unless_taught=True,
     ),
     Rule(
         name="reward/flat_steps",
@@ -167,6 +171,7 @@ RULES: tuple[Rule, ...] = (
         advice="lr too low, rewards all equal, or one that is never earned?",
         reason="steps without a rise (trend.py): recipes that work rise within 40; 60 leaves a slow start some room",
         unless_reward=0.9,
+        unless_taught=True,
     ),
     Rule(
         name="critic/explained_variance",
@@ -198,11 +203,11 @@ def health(scalars: Mapping[str, float]) -> tuple[Health, ...]:
     Scalars that are missing are fine: GRPO has no critic.
     """
     findings = [_not_finite(name, scalars[name]) for name in MUST_BE_FINITE if _is_odd(scalars.get(name))]
-    reward = scalars.get("reward/mean", math.nan)
+    reward, is_taught = scalars.get("reward/mean", math.nan), "actor/teacher_kl" in scalars
     for rule in RULES:
         value = scalars.get(rule.name, math.nan)
-        level = rule.level(value)
-        if level != "ok" and not reward >= rule.unless_reward:
+        level, is_excused = rule.level(value), reward >= rule.unless_reward or (is_taught and rule.unless_taught)
+        if level != "ok" and not is_excused:
             findings.append(Health(words=rule.words, level=level, name=rule.name, value=value, advice=rule.advice))
     if not findings:
         return (Health(words="healthy", level="ok"),)

@@ -301,8 +301,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
     if config.data.generate is not None:
         lines = [f"prompts        {config.data.generate.num_train_prompts:,}, made when the run starts"]
-    epochs, is_whole = config.trainer.num_epochs, isinstance(found.train, EncodedPrompts | EncodedRows)
-    if epochs is not None and is_whole and not found.train.is_part:
+    epochs, train = config.trainer.num_epochs, found.train
+    if epochs is not None and isinstance(train, EncodedPrompts | EncodedRows) and not train.is_part:
         steps = found.settled(config).trainer.num_steps
         lines.append(f"steps          {steps:,}, of {config.num_examples:,} examples (trainer.num_epochs={epochs:g})")
     if functions := config.reward.all_functions:

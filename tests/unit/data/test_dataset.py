@@ -279,7 +279,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
     for name, problem in problems.items():
         assert problem in refusal(tmp_path / name)
     together = refusal(*(tmp_path / name for name in problems))
-    assert together.startswith("9 problems in the data:")
+    assert together.startswith("10 problems in the data:")
     assert all(problem in together for problem in problems.values())
 
 

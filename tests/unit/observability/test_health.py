@@ -79,6 +79,12 @@ def test_a_policy_that_is_right_may_be_certain() -> None:
     assert words(solved) == [("ok", "healthy")]
 
 
+def test_a_student_of_a_teacher_needs_no_rewards() -> None:
+    without = {"reward/mean": 0.0, "reward/std": 0.0, "actor/without_signal": 1.0, "reward/flat_steps": 200.0}
+    assert {item.words for item in health(without)} == {"rewards all equal", "groups without signal", "not learning"}
+    assert [item.words for item in health({**without, "actor/teacher_kl": 0.3})] == ["healthy"]
+
+
 def test_a_value_on_the_threshold_is_not_beyond_it() -> None:
     for rule in RULES:
         watch, bad = rule.above or rule.below or (math.nan, math.nan)
