@@ -365,7 +365,13 @@ def repetitions(
     train: Training,
     validation: EncodedPrompts | EncodedRows | None,
 ) -> Iterator[str]:
-    """Yield notes on prompts that occur twice in the data or a step, or in training and validation."""
+    """Yield notes on what occurs twice in the data or a step, or in training and validation."""
+    if isinstance(train, EncodedRows) and len(train) < config.num_examples and not train.is_part:
+        yield (
+            f"a step takes data.num_examples={config.num_examples} examples, and the data have only {len(train)}: "
+            f"every step trains on them {-(-config.num_examples // len(train))} times; lower data.num_examples, or add "
+            "data"
+        )
     if not isinstance(train, EncodedPrompts):
         return
     wanted, repeats = config.rollout.num_prompts, train.repeats()

@@ -51,6 +51,7 @@ def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(ow
     assert any(line.startswith("first row      train.jsonl:1, 7 tokens: '") for line in lines), lines
     assert "trained        3 tokens: '34<eos>'" in lines, lines
     assert "steps          1, of 64 examples (trainer.num_epochs=1)" in lines, lines
+    assert any("the data have only 1: every step trains on them 64 times" in line for line in lines), lines
 
 
 def test_right_answers_are_asked_for_where_something_reads_them(own, tmp_path):
