@@ -73,6 +73,25 @@ def test_a_models_score_is_added_to_the_functions(runs, scorer, recipe):
     assert both["reward/model_mean"] > 0
 
 
+def test_several_models_beside_functions_are_weighed_normalised_apart_and_measured_by_name(runs, tmp_path):
+    models = [
+        f"{{name: {name}, path: {make_tiny_reward_model(tmp_path / name, likes=likes)}, weight: {weight}}}"
+        for name, likes, weight in (("sevens", "7", 0.5), ("threes", "3", 2.0))
+    ]
+    run = runs.run(
+        "several",
+        *("recipe=grpo", "advantage={name: gdpo}", f"reward.models=[{', '.join(models)}]"),
+        *("reward.function=null", "reward.functions=[{name: right, function: digits}]", "trainer.num_steps=2"),
+        *("cluster.runtime=inline", "cluster.pools={main: [1], scorers: [2]}", "reward.placement.pool=scorers"),
+    )
+    for record in steps_of(run):
+        parts = [record[f"reward/{name}/mean"] for name in ("right", "sevens", "threes")]
+        assert record["reward/mean"] == pytest.approx(parts[0] + 0.5 * parts[1] + 2 * parts[2], abs=1e-5)
+        assert 0 < record["reward/sevens/mean"] != record["reward/threes/mean"] > 0
+        assert record["reward/threes/std"] > 0
+        assert "reward/model_mean" not in record
+
+
 THREADS = ("cluster.runtime=inline", "cluster.pools={main: [1], scorers: [2]}", "reward.placement.pool=scorers")
 PROCESSES = ("cluster.runtime=ray", "cluster.pools={main: [2]}")
 

@@ -120,9 +120,9 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
 def _reward(config: RunConfig) -> Iterator[Problem]:
     if "rollout" not in config.roles:
         return
-    yield from (Problem(("reward.functions",), problem) for problem in config.reward.problems())
+    yield from (Problem(("reward.functions", "reward.models"), problem) for problem in config.reward.problems())
     is_needed = not RECIPES[config.recipe].reads("teacher") or config.teachers.reward_coef > 0
-    if is_needed and not config.reward.all_functions and config.reward.path is None:
+    if is_needed and not config.reward.all_functions and not config.reward.all_models:
         yield Problem(
             ("reward.function", "reward.path"),
             "reward.function: required, but not set; expected `file.py:compute_score`, or several in "

@@ -165,9 +165,10 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         "teacher": config.teachers.mesh,
     }
     for role, mesh in meshes.items():
+        if role not in config.roles:
+            continue
         own = config.critic.path if role == "critic" else None  # the plan takes it to be of the actor's shape
-        shapes = role_shapes(config, role) if own is None else (read_shape(own),)
-        for shape in shapes if role in config.roles else ():
+        for shape in role_shapes(config, role) if own is None else (read_shape(own),):
             if shape is not None:
                 yield from _shared_model(role, mesh, shape)
 

@@ -39,7 +39,7 @@ class RecipeSpec:
     roles: tuple[RoleName, ...]
     """Roles of every run of it."""
     optional_roles: tuple[RoleName, ...] = ()
-    """Roles of a run whose config turns them on: `reward` by reward.path, `reference` by kl."""
+    """Roles of a run whose config turns them on: `reward` by reward.path and reward.models, `reference` by kl."""
     examples: Examples = "prompts"
     """What a row of its data is: a prompt to be answered, a conversation, or a prompt with a chosen and a rejected
     answer. All but prompts come from files, and a step trains on them as they are."""
@@ -121,7 +121,7 @@ def _check_advantage(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("reward.functions", "advantage.name"),
             f"advantage.name=gdpo normalises several rewards apart, and the run has {len(config.reward.weights)}; "
-            "expected at least 2 in reward.functions, or one beside reward.path; with one take advantage.name=grpo",
+            "expected at least 2 in reward.functions and reward.models; with one take advantage.name=grpo",
         )
     elif name == "gdpo" and config.kl is not None and config.kl.placement == "reward":
         yield Problem(
@@ -255,7 +255,7 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
         "rollout.group_size": (rollout.group_size == 1, "the scores of a group of one are all equal; expected 8 or so"),
         "rollout.max_staleness": (rollout.max_staleness > 0, "only a step that waits can replace groups; expected 0"),
         "reward.path": (
-            config.reward.path is not None,
+            bool(config.reward.all_models),
             "a reward model is asked when groups are chosen; expected null",
         ),
     }

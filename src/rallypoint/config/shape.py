@@ -180,11 +180,9 @@ def shape_of(config: RunConfig) -> ModelShape | None:
 
 
 def role_shapes(config: RunConfig, role: RoleName) -> tuple[ModelShape | None, ...]:
-    """Return the shapes of a role's models, one each but for teachers; the critic's is taken to be the actor's."""
-    if role == "teacher":
-        return tuple(read_shape(path) for path in config.teachers.folders)
-    if role == "reward" and role in config.own_models:
-        return (read_shape(config.own_models[role]),)
+    """Return the shapes of a role's models; the critic's is taken to be the actor's."""
+    if role in ("teacher", "reward"):
+        return tuple(map(read_shape, config.own_models[role]))
     return (shape_of(config),)
 
 

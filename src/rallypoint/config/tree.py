@@ -166,7 +166,7 @@ class RunConfig(Section):
         """The roles that this run has, in the order in which they are created, and where each runs."""
         spec = RECIPES[self.recipe]
         is_on = {
-            "reward": self.reward.path is not None,
+            "reward": bool(self.reward.all_models),
             "reference": self.kl is not None,
             "teacher": bool(self.teachers.folders),
         }
@@ -191,16 +191,21 @@ class RunConfig(Section):
         return {role: learner for role, learner in learners.items() if role in self.roles}
 
     @property
-    def own_models(self) -> dict[RoleName, str]:
-        """Paths of the models, other than the policy's, that roles of this run start from; of teachers the first."""
-        teacher = next(iter(self.teachers.folders), None)
-        paths: dict[RoleName, str | None] = {"critic": self.critic.path, "reward": self.reward.path, "teacher": teacher}
-        return {role: path for role, path in paths.items() if path is not None and role in self.roles}
+    def own_models(self) -> dict[RoleName, tuple[str, ...]]:
+        """Folders of the models, other than the policy's, that roles of this run start from."""
+        folders: dict[RoleName, tuple[str, ...]] = {
+            "critic": () if self.critic.path is None else (self.critic.path,),
+            "reward": tuple(one.path for one in self.reward.all_models),
+            "teacher": self.teachers.folders,
+        }
+        return {role: paths for role, paths in folders.items() if paths and role in self.roles}
 
     @property
     def named_models(self) -> dict[str, str]:
         """Key -> folder, or name on the hub, of every model that this run starts from."""
-        named = {f"{role}.path": path for role, path in self.own_models.items() if role != "teacher"}
+        named = self.reward.named_models if "reward" in self.roles else dict[str, str]()
+        if self.critic.path is not None and "critic" in self.roles:
+            named = {"critic.path": self.critic.path, **named}
         if RECIPES[self.recipe].reads("teacher"):
             named |= {key: path for key, path in self.teachers.named.items() if not is_url(path)}
         return {**({} if self.model.path is None else {"model.path": self.model.path}), **named}
@@ -382,7 +387,7 @@ def unread_sections(config: RunConfig) -> dict[str, str]:
         unread["trainer.num_steps"] = f"trainer.num_epochs={config.trainer.num_epochs}"
     if config.kl is None:
         unread["reference"] = "kl=null"
-    if config.reward.path is None:
+    if not config.reward.all_models:
         unread |= dict.fromkeys(("reward.placement", "reward.mesh"), "reward.path=null")
     return unread
 

@@ -38,7 +38,7 @@ float32, which ends at 3e38."""
 
 TAKEN = frozenset(
     {"mean", "std", "num_scored", "failed", *(f"failed_{kind}" for kind in FAILURE_KINDS)}
-    | {"memory_gib", "model_mean", "model_min", "model_max"}
+    | {"memory_gib", "model_mean", "model_std", "model_min", "model_max"}
 )
 """Metrics of every run under `reward/`, or of a run with a reward model."""
 NO_TOKEN = "the response has no token that a score could be placed on"

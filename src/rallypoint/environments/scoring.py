@@ -1,11 +1,11 @@
 """Applying the reward function: groups of rollouts in as they complete, a scored batch and failures out.
 
-Owns: what a reward model's score adds to that of the function, and which rows have both. Must not know: which function
-or model it is; what a result means (`outcome.py`), or where it comes from (`grader.py`). Invariant: a row of the scored
-batch was scored by both; what failed is left out and named, and never counted as 0. The rows that are kept keep their
-order, in whatever order groups complete.
+Owns: what the scores of reward models add to those of functions, and which rows have them all. Must not know: which
+function or model it is; what a result means (`outcome.py`), or where it comes from (`grader.py`). Invariant: a row of
+the scored batch was scored by all; what failed is left out and named, and never counted as 0. The rows that are kept
+keep their order, in whatever order groups complete.
 
-A reward model's score is added on the last token; one that is not finite is a failure, too.
+The score of a reward model is added on the last token; one that is not finite is a failure, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
@@ -50,26 +50,37 @@ class ModelScores:
 
     scores: Tensor
     """[B] floats; not finite where it failed."""
+    name: str = "model"
     weight: float = 1.0
     """Its weight in the sum."""
     is_alone: bool = False
     """Whether there is no function beside it."""
 
     @classmethod
-    def of(cls, scores: Tensor, settings: RewardConfig) -> Self:
-        """Return scores with what a config says of them."""
-        return cls(scores, settings.path_weight, is_alone=not settings.all_functions)
+    def of(cls, scores: Sequence[Tensor], settings: RewardConfig) -> list[Self]:
+        """Return the scores of each model of a run with what its config says of them."""
+        return [
+            cls(each, model.name, model.weight, is_alone=not settings.all_functions)
+            for model, each in zip(settings.all_models, scores, strict=True)
+        ]
+
+    @property
+    def title(self) -> str:
+        """What failures call it."""
+        return "the reward model" if self.name == "model" else f"the reward model {self.name}"
 
     def metrics(self) -> Metrics:
-        """Return mean, smallest and largest of the finite scores; nothing without one."""
+        """Return mean, deviation, smallest and largest of the finite scores; nothing without one."""
+        name = f"reward/{self.name}{'_' if self.name == 'model' else '/'}"
         found = self.scores[self.scores.isfinite()].double()
         if not len(found):
             return Metrics()
         return Metrics(
             {
-                "reward/model_mean": Mean(float(found.sum()), len(found)),
-                "reward/model_min": Minimum(float(found.min())),
-                "reward/model_max": Maximum(float(found.max())),
+                f"{name}mean": Mean(float(found.sum()), len(found)),
+                f"{name}std": Mean(float(found.std(correction=0)) * len(found), len(found)),
+                f"{name}min": Minimum(float(found.min())),
+                f"{name}max": Maximum(float(found.max())),
             }
         )
 
@@ -254,18 +265,18 @@ class ScoredGroup:
         return dataclasses.replace(self, outcomes=outcomes)
 
 
-def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: ModelScores | None = None) -> Scored:
-    """Return the rows of all groups that the reward function, and the reward model, have scored.
+def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, models: Sequence[ModelScores] = ()) -> Scored:
+    """Return the rows of all groups that the reward functions, and the reward models, have scored.
 
     Args:
         groups: of a batch, in its order.
         max_failed: share of the rows that may fail.
-        model: what a reward model says of all rows; None without one.
+        models: what reward models say of all rows.
 
     Raises:
         TooManyFailuresError: more rows failed.
     """
-    if model is not None:
+    for model in models:
         parts = model.scores.split([len(group.rows) for group in groups])
         groups = [group.with_model(scores.tolist(), model) for group, scores in zip(groups, parts, strict=True)]
     batch = RolloutBatch.join([group.rows for group in groups])
@@ -284,7 +295,7 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, model: Mo
         failures=tuple(failures),
         extras=tuple(each.extras for each in results.values()),
         answers=tuple(each.answer for each in results.values()),
-        metrics=_measure(list(results.values()), failures, model),
+        metrics=_measure(list(results.values()), failures, models),
         feedback=tuple(each.feedback for each in results.values()),
     )
 
@@ -333,29 +344,29 @@ def _call(
 def _add_model_score(result: Scores, score: float, model: ModelScores) -> Outcome:
     """Return the result with a reward model's score on the last token, or why it has none."""
     if not math.isfinite(score):
-        return Failure("nonfinite", f"the reward model's score is {score}, expected a finite number")
+        return Failure("nonfinite", f"{model.title} gives {score}, expected a finite number")
     if not result.token_scores:
         return Failure("malformed", NO_TOKEN)
     *before, last = result.token_scores
     scores = (*before, last + model.weight * score)
     if problem := too_large(scores):
-        return Failure("malformed", f"the score with that of the reward model {problem}")
-    others = result.parts or {"function": math.fsum(result.token_scores)}
-    parts = {"model": score} if model.is_alone else others | {"model": score}
-    return dataclasses.replace(result, token_scores=scores, parts=parts)
+        return Failure("malformed", f"the score with that of {model.title} {problem}")
+    others = result.parts or ({} if model.is_alone else {"function": math.fsum(result.token_scores)})
+    return dataclasses.replace(result, token_scores=scores, parts=others | {model.name: score})
 
 
-def _measure(results: list[Scores], failures: Sequence[RewardFailure], model: ModelScores | None) -> Metrics:
+def _measure(results: list[Scores], failures: Sequence[RewardFailure], models: Sequence[ModelScores]) -> Metrics:
     kinds = Counter(failure.kind for failure in failures)
     counts = {"num_scored": len(results), "failed": len(failures)}
     counts |= {f"failed_{kind}": kinds[kind] for kind in FAILURE_KINDS}
     counted = Metrics({f"reward/{name}": Sum(count) for name, count in counts.items()})
-    return merge(counted, _average_extras(results), _parts(results), model.metrics() if model is not None else {})
+    of_functions = _parts(results, {model.name for model in models})
+    return merge(counted, _average_extras(results), of_functions, *(model.metrics() for model in models))
 
 
-def _parts(results: list[Scores]) -> Metrics:
+def _parts(results: list[Scores], models: Set[str]) -> Metrics:
     """Return mean and deviation of each of several functions."""
-    names = [name for name in next((each.parts for each in results), {}) if name != "model"]
+    names = [name for name in next((each.parts for each in results), {}) if name not in models]
     found: dict[str, Mean] = {}
     for name in names:
         scores = torch.tensor([each.parts[name] for each in results], dtype=torch.float64)

@@ -36,14 +36,14 @@ def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, 
         limits = [RowLimits.of(model)]
         stops = stop_tokens(path, tokenizer, limits[0].num_ids)
     own = config.own_models
-    if "critic" in own:  # it reads the same rows
-        critic = read_config(own["critic"], trust)
-        check_vocabulary(own["critic"], tokenizer, critic)
+    for folder in own.get("critic", ()):  # it reads the same rows
+        critic = read_config(folder, trust)
+        check_vocabulary(folder, tokenizer, critic)
         limits.append(RowLimits.of(critic, "the critic"))
     for teacher in config.teachers.folders:
         limits.append(check_reader(teacher, path, tokenizer, whose="the teacher", trust_remote_code=trust))
-    if "reward" in own:
-        limits.append(check_reward_model(own["reward"], path, tokenizer, trust_remote_code=trust))
+    for folder in own.get("reward", ()):
+        limits.append(check_reward_model(folder, path, tokenizer, trust_remote_code=trust))
     return tokenizer, stops, tuple(limits)
 
 
@@ -56,10 +56,11 @@ def check_weights(config: RunConfig) -> None:
         ModelError: a run would refuse them too.
     """
     own = config.own_models
-    critic = own.get("critic", config.model.path) if "critic" in config.roles else None
+    critic = next(iter(own.get("critic", (config.model.path,)))) if "critic" in config.roles else None
     load_actor = load_new_reward_model if RECIPES[config.recipe].trains == "scores" else load_policy
-    folders = (config.model.path, load_actor), (critic, load_critic), (own.get("reward"), load_reward_model)
-    folders += tuple((path, load_policy) for path in config.teachers.folders)
+    folders = [(config.model.path, load_actor), (critic, load_critic)]
+    folders += [(path, load_reward_model) for path in own.get("reward", ())]
+    folders += [(path, load_policy) for path in own.get("teacher", ())]
     for path, load in folders:
         if path is not None and Path(path).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code)

@@ -42,7 +42,7 @@ from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
-from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.source import RolloutSource
 from rallypoint.run.rollouts import StepRollouts
@@ -78,7 +78,7 @@ class Setup:
         return self.placement.config
 
     async def open_source(self) -> RolloutSource:
-        """Start the rollout role, and the reward model if there is one; the actor has been started."""
+        """Start the rollout role, and the reward models if there are some; the actor has been started."""
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
@@ -93,7 +93,7 @@ class Setup:
             tokenizer=self.material.tokenizer,
             stop_tokens=self.material.stop_tokens,
             grader=self.grader,
-            reward_model=await RewardModel.create(self.placement),
+            reward_models=await RewardModels.create(self.placement),
             say=self.say,
             write_times=Timeline(self.placement.folder.path / TIMELINE).write,
         )

@@ -87,12 +87,13 @@ class Turns:
         self._role, self._device = context.role, torch.device(context.device)
         self._memory = _ProcessMemory.of(context)
         self._meter = MemoryMeter(self._device, self._memory.baseline_bytes)
-        self._sleeper: TrainingEngine[Any] | None = None
+        self._sleepers: tuple[TrainingEngine[Any], ...] = ()
 
-    def sleep_between(self, engine: TrainingEngine[Any]) -> None:
-        """Put an engine to sleep now, and whenever a turn is over."""
-        engine.sleep()
-        self._sleeper = engine
+    def sleep_between(self, *engines: TrainingEngine[Any]) -> None:
+        """Put engines to sleep now, and whenever a turn is over."""
+        self._sleepers = engines
+        for engine in engines:
+            engine.sleep()
         self._memory.release(self._device)
 
     @contextlib.contextmanager
@@ -103,13 +104,13 @@ class Turns:
         self._memory.holder = self
         try:
             with self._meter.measured():
-                if self._sleeper is not None:
-                    self._sleeper.wake(to_train=to_train)
+                for engine in self._sleepers:
+                    engine.wake(to_train=to_train)
                 try:
                     yield
                 finally:
-                    if self._sleeper is not None:
-                        self._sleeper.sleep()
+                    for engine in self._sleepers:
+                        engine.sleep()
         finally:
             self._memory.holder = outer
         give_back(self._device)

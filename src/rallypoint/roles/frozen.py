@@ -1,9 +1,9 @@
-"""What the reference and the reward model share: a model that is evaluated and never trained."""
+"""What reference, reward models and teachers share: models that are evaluated and never trained."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -22,25 +22,29 @@ WorkerT = TypeVar("WorkerT", bound="FrozenWorker")
 
 
 class FrozenWorker(TurnTaker, abc.ABC):
-    """One rank: an engine without an optimizer."""
+    """One rank: an engine without an optimizer for each model."""
 
     role: ClassVar[RoleName]
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
         self.turns = Turns(context)
-        self.engine: TrainingEngine[Sequences] = TrainingEngine(
-            self.load(context, spec),
-            optimizer=None,
-            max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
-            tick=context.tick,
-        )
+        cap = spec.config.engine.max_tokens_per_micro_batch
+        self.engines: list[TrainingEngine[Sequences]] = [
+            TrainingEngine(model, optimizer=None, max_tokens_per_micro_batch=cap, tick=context.tick)
+            for model in self.load(context, spec)
+        ]
         if self.role in spec.config.sleeping:
-            self.turns.sleep_between(self.engine)
+            self.turns.sleep_between(*self.engines)
+
+    @property
+    def engine(self) -> TrainingEngine[Sequences]:
+        """The first one."""
+        return self.engines[0]
 
     @abc.abstractmethod
-    def load(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
-        """Load this rank's part of the model."""
+    def load(self, context: WorkerContext, spec: WorkerSpec) -> Sequence[ModelShard]:
+        """Load this rank's part of the models."""
 
 
 class FrozenModel(Generic[WorkerT]):

@@ -37,14 +37,14 @@ class ReferenceWorker(FrozenWorker):
         self._path = spec.model_path
         super().__init__(context, spec)
 
-    def load(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
+    def load(self, context: WorkerContext, spec: WorkerSpec) -> list[ModelShard]:
         """Load the initial policy, or take the frozen weights below the actor's adapters."""
         if self._shares_actor:
             actor = ActorParts.find(context)
             assert actor is not None, "an actor worker came to life here before"
-            return ModelShard.whole(twin(actor.engine.model))
+            return [ModelShard.whole(twin(actor.engine.model))]
         with spec.meeting(context) as mesh:
-            return spec.load_policy(context, mesh, frozen=True)
+            return [spec.load_policy(context, mesh, frozen=True)]
 
     @shard
     @in_turn()

@@ -1,4 +1,4 @@
-"""The reward model: a frozen classifier that gives every rollout one number."""
+"""The reward models: frozen classifiers that give every rollout one number each."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
 from rallypoint.models import ModelShard
 from rallypoint.roles.colocated import in_turn
+from rallypoint.roles.dealing import per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
 
 
 class RewardWorker(FrozenWorker):
-    """One rank of the reward model."""
+    """One rank of every reward model."""
 
     role = "reward"
 
-    def load(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
-        """Load this rank's part of the classifier."""
-        config = spec.config
-        assert config.reward.path is not None, "the role is there because the config names its folder"
+    def load(self, context: WorkerContext, spec: WorkerSpec) -> list[ModelShard]:
+        """Load this rank's part of every classifier."""
+        model = spec.config.model
         with spec.meeting(context) as mesh:
-            return load_reward_model(
-                config.reward.path,
-                dtype=config.model.dtype,
-                mesh=mesh,
-                device=torch.device(context.device),
-                trust_remote_code=config.model.trust_remote_code,
-                frozen=True,
-            )
+            return [
+                load_reward_model(
+                    one.path,
+                    dtype=model.dtype,
+                    mesh=mesh,
+                    device=torch.device(context.device),
+                    trust_remote_code=model.trust_remote_code,
+                    frozen=True,
+                )
+                for one in spec.config.reward.all_models
+            ]
 
     @shard
     @in_turn()
-    def scores(self, parts: list[Sequences]) -> list[PerToken]:
-        """Return the score of every row of some parts of a batch, at the token that has it."""
-        return scores_of(self.engine, parts)
+    def scores(self, parts: list[Sequences], model: int) -> list[PerToken]:
+        """Return what one of the models gives every row of some parts of a batch, at the token that has it."""
+        return scores_of(self.engines[model], parts)
 
 
 def scores_of(engine: TrainingEngine[Any], parts: list[Sequences]) -> list[PerToken]:
@@ -56,18 +59,22 @@ def by_row(batch: Sequences, values: Tensor) -> Tensor:
     return torch.zeros(len(batch)).index_add_(0, batch.row_of_token, values)
 
 
-class RewardModel(FrozenModel[RewardWorker]):
-    """The reward model as the driver sees it."""
+class RewardModels(FrozenModel[RewardWorker]):
+    """The reward models as the driver sees them."""
 
     @classmethod
-    async def create(cls, placement: Placement) -> RewardModel:
+    async def create(cls, placement: Placement) -> RewardModels:
         """Start the workers if the run has the role."""
         config = placement.config
         if "reward" not in config.roles:
             return cls(config, None)
         return cls(config, await placement.group("reward", RewardWorker))
 
-    async def scores(self, batch: Sequences) -> Tensor | None:
-        """Return the score of every row, [B] float32, NaN where the model gives that; None without a model."""
-        values = await self._per_token(RewardWorker.scores, batch)
-        return None if values is None else by_row(batch, values)
+    async def scores(self, batch: Sequences) -> list[Tensor]:
+        """Return what each model says of every row, [B] float32, NaN where it gives that; nothing without a model."""
+        if self._group is None:
+            return []
+        return [
+            by_row(batch, await per_token(self._group, RewardWorker.scores, batch, self._attention_cost, model))
+            for model in range(len(self._config.reward.all_models))
+        ]

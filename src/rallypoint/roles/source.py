@@ -33,7 +33,7 @@ from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleE
 from rallypoint.observability import span
 from rallypoint.roles.groups import Groups, PromptsDone
 from rallypoint.roles.over_sampling import OverSampledGroups
-from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampled import Sampled, measure, measure_sources
 from rallypoint.roles.sampling import GRACE_S, GroupUnderWay, Sampler, sampling_params
@@ -69,7 +69,7 @@ class RolloutSource:
         tokenizer: PreTrainedTokenizerBase,
         stop_tokens: tuple[int, ...],
         grader: Grader,
-        reward_model: RewardModel,
+        reward_models: RewardModels,
         say: Callable[[str], None],
         write_times: Callable[[StepTimes], None] = lambda _: None,
         episode: Episode = single_turn,
@@ -83,7 +83,7 @@ class RolloutSource:
         self.validated: StepRollouts | None = None
         """Rollouts of the newest validation."""
         self._config, self._train, self._validation = config, train, validation
-        self._say, self._reward_model = say, reward_model
+        self._say, self._reward_models = say, reward_models
         self._times = Timekeeper(clock, write_times)
         self._under_way = UnderWay(
             rollouts, grader, slowest=self._times.slowest, say=say, patience_s=patience_s, grace_s=grace_s
@@ -309,11 +309,10 @@ class RolloutSource:
             with span("reward"):
                 rows = RolloutBatch.join([group.rows for group in sampled])
                 # The whole batch at once, not group by group: the last bits of a score depend on which rows are
-                # computed together, and the reward model may share its processes with the sampler.
-                scores = await self._reward_model.scores(rows)
-                model = None if scores is None else ModelScores.of(scores, self._config.reward)
+                # computed together, and the reward models may share their processes with the sampler.
+                models = ModelScores.of(await self._reward_models.scores(rows), self._config.reward)
                 scored_groups = await self._under_way.scores(groups)
-                scored = combine(scored_groups, max_failed=self._config.reward.max_failed, model=model)
+                scored = combine(scored_groups, max_failed=self._config.reward.max_failed, models=models)
         if scored.failures:
             self._say(describe_failures(scored.failures))
         if not len(scored.batch):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RunConfig, ServedTeacherConfig
 from rallypoint.data import EncodedPrompts, StreamedPrompts
-from rallypoint.engine import TrainingEngine, policy_outputs
+from rallypoint.engine import policy_outputs
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.roles.actor import Actor
@@ -35,20 +35,12 @@ class TeacherWorker(FrozenWorker):
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         self._temperature, self._top_k = spec.config.temperature, spec.config.teachers.top_k
         super().__init__(context, spec)
-        cap = spec.config.engine.max_tokens_per_micro_batch
-        self._engines: list[TrainingEngine[Sequences]] = [
-            self.engine,
-            *(
-                TrainingEngine(model, optimizer=None, max_tokens_per_micro_batch=cap, tick=context.tick)
-                for model in self._models[1:]
-            ),
-        ]
 
-    def load(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
+    def load(self, context: WorkerContext, spec: WorkerSpec) -> list[ModelShard]:
         """Load this rank's part of every teacher."""
         model = spec.config.model
         with spec.meeting(context) as mesh:
-            self._models = [
+            return [
                 load_policy(
                     path,
                     dtype=model.dtype,
@@ -59,7 +51,6 @@ class TeacherWorker(FrozenWorker):
                 )
                 for path in spec.config.teachers.folders
             ]
-        return self._models[0]
 
     @shard
     @in_turn()
@@ -68,7 +59,7 @@ class TeacherWorker(FrozenWorker):
 
         That is its log-probability; with `teacher.top_k` all of `likeliest_tokens`.
         """
-        engine, temperature = self._engines[teacher], self._temperature
+        engine, temperature = self.engines[teacher], self._temperature
         if self._top_k is not None:
             return likeliest_of(engine, parts, temperature, self._top_k)
         return [

@@ -256,6 +256,8 @@ def anchored(config: RunConfig) -> RunConfig:
         teacher = values["teacher"]
         teacher["path"] = _absolute(teacher["path"])
         teacher["by_source"] = {name: _absolute(path) for name, path in teacher["by_source"].items()}
+    for one in values["reward"]["models"]:
+        one["path"] = _absolute(one["path"])
     values["rollout"]["schedule"] = _absolute(config.rollout.schedule)
     for name in ("train", "validation"):
         values["data"][name] = [_anchored_set(one) for one in values["data"][name]]

@@ -1,6 +1,7 @@
 """What the config says of a reward model: roles, plan, and what cannot be."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
 from rallypoint.plan import make_plan
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.run.folder import anchored
 
 ALONE = ("reward.function=null", "reward.path=scorer")
 
@@ -40,6 +42,25 @@ def test_the_plan_has_the_weights_of_the_reward_model_and_nothing_that_is_traine
     assert [other for other in plan.memory if other.role != "reward"] == list(without.memory)
 
 
+SEVERAL = "[{name: helpful, path: scorer, weight: 0.7}, {name: safe, path: other}]"
+
+
+def test_several_reward_models_are_one_role_with_the_weights_of_all(scorer, here):
+    make_tiny_reward_model(here / "other", likes="3")
+    config = load_checked("base.yaml", [f"reward.models={SEVERAL}"]).config
+    assert list(config.roles) == ["actor", "rollout", "reward", "reference", "critic"]
+    assert config.reward.weights == {"function": 1.0, "helpful": 0.7, "safe": 1.0}
+    assert config.named_models == {"reward.models.helpful": "scorer", "reward.models.safe": "other"}
+    memory = {one: make_plan(load_config("base.yaml", [one]).config).memory for one in
+              ("reward.path=scorer", f"reward.models={SEVERAL}")}  # fmt: skip
+    single, both = (next(m for m in found if m.role == "reward") for found in memory.values())
+    assert (both.weights, both.activations) == (2 * single.weights, single.activations)
+    anchored_paths = [one.path for one in anchored(config).reward.models]
+    assert anchored_paths == [str(here / "scorer"), str(here / "other")]
+    alone = ["recipe=grpo", "reward.function=null", "advantage={name: gdpo}", f"reward.models={SEVERAL}"]
+    assert load_checked("base.yaml", alone).config.advantage.name == "gdpo"
+
+
 def test_nothing_is_said_of_memory_while_the_reward_model_is_on_the_hub(here):
     assert make_plan(load_config("base.yaml", ["reward.path=some/model"]).config).memory == ()
 
@@ -55,6 +76,23 @@ WRONG = {
     "neither": ("reward.function=null", "reward.function: required, but not set; expected `file.py:compute_score`, or"),
     "no folder": ("reward.path=scorrer", "reward.path='scorrer': no such folder"),
     "a mesh of nothing": ("reward.mesh.tp=2", "reward.mesh.tp=2 has no effect: with reward.path=null nothing reads it"),
+    "one of several": (
+        "reward.models=[{name: safe, path: scorrer}]",
+        "reward.models.safe='scorrer': no such folder",
+    ),
+    "one beside several": (
+        "reward.path=scorer reward.models=[{name: safe, path: scorer}]",
+        "reward.path='scorer' beside reward.models, which stand in its place",
+    ),
+    "a name twice": (
+        "reward.function=null reward.functions=[{name: safe, function: exact}] "
+        "reward.models=[{name: safe, path: scorer}]",
+        "reward.models[0].name='safe' is that of another; expected a name of its own",
+    ),
+    "the function's name": (
+        "reward.models=[{name: function, path: scorer}]",
+        "reward.models[0].name='function' is that of another",
+    ),
     "another pool": ("reward.path=scorer reward.placement.pool=b", "reward.placement.pool='b' is not in cluster.pools"),
     "ranks": ("reward.path=scorer reward.mesh.tp=4", "reward.mesh: tp=4 makes 4 ranks, but the role has 2"),
     "heads of its own": (
@@ -76,7 +114,7 @@ WRONG = {
 def test_a_wrong_reward_section_is_refused_with_key_value_and_remedy(scorer, case):
     overrides, problem = WRONG[case]
     with pytest.raises(ConfigError) as raised:
-        load_checked("base.yaml", overrides.split())
+        load_checked("base.yaml", re.split(r" (?=[a-z]+\.)", overrides))
     assert problem in str(raised.value)
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import pickle
 import threading
@@ -60,12 +61,12 @@ def scoring_with(grader, num_rows, decode, max_failed=1.0):
     )
 
 
-def run(batch, examples, texts, reward, max_failed=1.0, model=None):
+def run(batch, examples, texts, reward, max_failed=1.0, models=()):
     """Score with a function of this process."""
     scoring = scoring_with(Inline(reward), len(batch), lambda _: texts, max_failed)
     scoring.add(0, batch, examples)
     scoring.finish()
-    return combine(scoring.run(), max_failed=max_failed, model=model)
+    return combine(scoring.run(), max_failed=max_failed, models=models)
 
 
 def score(results, response_lengths=None, truncated=None, **options):
@@ -394,7 +395,7 @@ def test_the_sum_of_a_rows_rewards_is_what_the_function_said_and_nothing_moves_b
 
 
 def score_with_model(results, scores, **rows):
-    return score(results, **rows, model=ModelScores(torch.tensor(scores)))
+    return score(results, **rows, models=[ModelScores(torch.tensor(scores))])
 
 
 def test_a_reward_models_score_is_added_on_the_last_token():
@@ -407,7 +408,7 @@ def test_a_reward_models_score_is_added_on_the_last_token():
 def test_without_a_reward_function_the_models_score_is_the_reward():
     batch = make_batch([3, 2])
     model = ModelScores(torch.tensor([0.75, -3.0]))
-    scored = run(batch, make_examples(2), ["a", "b"], no_function, model=model)
+    scored = run(batch, make_examples(2), ["a", "b"], no_function, models=[model])
     assert rewards(scored) == [[0.0, 0.0, 0.75], [0.0, -3.0]]
 
 
@@ -416,10 +417,25 @@ def test_a_models_score_that_is_not_finite_is_a_failure_and_never_a_reward_of_0(
     scored = score_with_model([1.0, 1.0, None], [bad, 3.0, 5.0])
     assert rewards(scored) == [[0.0, 0.0, 4.0]]
     assert [failure.row for failure in scored.failures] == [0, 2]
-    assert scored.failures[0].reason == f"the reward model's score is {bad}, expected a finite number"
+    assert scored.failures[0].reason == f"the reward model gives {bad}, expected a finite number"
     said = {"reward/model_mean": 4.0, "reward/model_min": 3.0, "reward/model_max": 5.0}
     assert said.items() <= scored.metrics.scalars().items()
     assert "reward/model_mean" not in score_with_model([1.0], [bad]).metrics
+
+
+def test_several_models_are_weighed_and_have_metrics_of_their_own_beside_functions_or_alone():
+    helpful = ModelScores(torch.tensor([1.0, 2.0, 4.0]), "helpful", 0.5)
+    safe = ModelScores(torch.tensor([-1.0, math.nan, 3.0]), "safe", 2.0)
+    scored = score([0.25, 0.25, 0.5], models=[helpful, safe])
+    assert rewards(scored) == [[0.0, 0.0, 0.25 + 0.5 - 2.0], [0.0, 0.0, 0.5 + 2.0 + 6.0]]
+    assert scored.failures[0].reason == "the reward model safe gives nan, expected a finite number"
+    assert scored.batch.part_names == ("function", "helpful", "safe")
+    assert scored.batch.reward_parts.tolist() == [[0.25, 1.0, -1.0], [0.5, 4.0, 3.0]]
+    found = scored.metrics.scalars()
+    assert (found["reward/helpful/mean"], found["reward/helpful/min"], found["reward/helpful/max"]) == (7 / 3, 1.0, 4.0)
+    assert (found["reward/safe/mean"], found["reward/safe/std"], found["reward/function/mean"]) == (1.0, 2.0, 0.375)
+    alone = [dataclasses.replace(model, is_alone=True) for model in (helpful, safe)]
+    assert score([0.0] * 3, models=alone).batch.part_names == ("helpful", "safe")
 
 
 def test_a_sum_that_is_too_large_and_a_response_without_tokens_are_failures():
@@ -437,7 +453,7 @@ def test_several_rewards_have_a_mean_each_and_their_scores_stay_with_the_rows():
     scoring = scoring_with(Several(graders, {"right": 1.0, "short": 10.0}), 4, lambda _: ["0", "1", "2", "3"])
     scoring.add(0, make_batch([3] * 4), make_examples(4))
     scoring.finish()
-    scored = combine(scoring.run(), model=ModelScores(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight=0.5))
+    scored = combine(scoring.run(), models=[ModelScores(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight=0.5)])
     assert rewards(scored) == [[5.0, 0.0, 5.5], [5.0, 0.0, 7.0], [5.0, 0.0, 10.0]]
     assert scored.batch.part_names == ("right", "short", "model")
     assert scored.batch.reward_parts.tolist() == [[0, 1, 1], [1, 1, 2], [3, 1, 4]]
@@ -449,9 +465,9 @@ def test_several_rewards_have_a_mean_each_and_their_scores_stay_with_the_rows():
 
 def test_a_function_beside_a_reward_model_is_a_part_too_and_a_reward_model_alone_is_not():
     model = ModelScores(torch.tensor([1.0]))
-    assert score([0.5], model=model).batch.part_names == ("function", "model")
+    assert score([0.5], models=[model]).batch.part_names == ("function", "model")
     alone = ModelScores(torch.tensor([1.0]), is_alone=True)
-    assert score([0.0], model=alone).batch.part_names == ("model",)
+    assert score([0.0], models=[alone]).batch.part_names == ("model",)
     assert score([0.5]).batch.reward_parts is None
 
 

@@ -146,7 +146,7 @@ REFUSED = [
     ),
     ([TWO_REWARDS], "reward.function='digits' beside reward.functions"),
     (["reward.functions=[{name: a b, function: digits}]", "reward.function=null"], "expected letters, digits and _"),
-    (["reward.functions=[{name: model, function: digits}]", "reward.function=null"], "which is the reward model's"),
+    (["reward.functions=[{name: model, function: digits}]", "reward.function=null"], "which is that of reward.path"),
     (
         ["reward.functions=[{name: a, function: digits}, {name: a, function: digits}]", "reward.function=null"],
         "another",

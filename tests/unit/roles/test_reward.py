@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.reward import RewardModel, RewardWorker
+from rallypoint.roles.reward import RewardModels, RewardWorker
 from rallypoint.types import Sequences
 
 
@@ -39,7 +39,7 @@ def batch():
 
 
 def test_a_row_has_its_score_at_its_last_token_and_nothing_elsewhere(worker, spec, batch):
-    (values,) = worker.scores([batch])
+    (values,) = worker.scores([batch], 0)
     model = AutoModelForSequenceClassification.from_pretrained(spec.config.reward.path).eval()
     for row in range(len(batch)):
         start, stop = batch.offsets[row : row + 2].tolist()
@@ -51,12 +51,12 @@ def test_a_row_has_its_score_at_its_last_token_and_nothing_elsewhere(worker, spe
 
 
 def test_a_reward_model_that_sleeps_between_its_turns_says_the_same(worker, batch):
-    awake = worker.scores([batch])[0].values
+    awake = worker.scores([batch], 0)[0].values
     for weight in worker.engine.model.parameters():
         weight.data = weight.data.clone()  # on CPUs, memory that a file was read into cannot be given back
     worker.turns.sleep_between(worker.engine)
     assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
-    assert torch.equal(worker.scores([batch])[0].values, awake)
+    assert torch.equal(worker.scores([batch], 0)[0].values, awake)
     assert worker.memory()["memory_gib"].scalar > 0
 
 
@@ -66,4 +66,4 @@ def test_nothing_of_a_reward_model_can_be_trained(worker):
 
 
 def test_a_run_without_a_reward_model_has_one_that_has_nothing_to_say(spec, batch):
-    assert asyncio.run(RewardModel(spec.config, None).scores(batch)) is None
+    assert asyncio.run(RewardModels(spec.config, None).scores(batch)) == []

@@ -20,7 +20,7 @@ from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.requests import SliceResult
-from rallypoint.roles.reward import RewardModel
+from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts, RolloutWorker
 from rallypoint.roles.sampling import AbandonedError
 from rallypoint.roles.schedule import Schedule
@@ -94,7 +94,7 @@ def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, s
         tokenizer=cast("PreTrainedTokenizerBase", FakeTokenizer()),
         stop_tokens=(0,),
         grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
-        reward_model=RewardModel(CONFIG, None),
+        reward_models=RewardModels(CONFIG, None),
         **{"say": lambda line: None, **options},
     )
 

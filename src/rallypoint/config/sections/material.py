@@ -177,11 +177,20 @@ class RewardFunctionConfig(Section):
     parameters: dict[str, Any] = key({}, help="As reward.parameters.")
 
 
+class RewardModelConfig(Section):
+    """One of several reward models."""
+
+    name: str = key(help="Of its metrics, reward/NAME/mean and so on: letters, digits and `_`.")
+    path: str = key(help="As reward.path.")
+    weight: float = key(1.0, at_least=-1e6, at_most=1e6, help="Weight of its score in the sum.")
+
+
 _Functions = Annotated[tuple[RewardFunctionConfig, ...], Strict(False)]
+_Models = Annotated[tuple[RewardModelConfig, ...], Strict(False)]
 
 
 class RewardConfig(Section):
-    """How rollouts are scored: by functions, by a reward model, or by the weighed sum of them."""
+    """How rollouts are scored: by functions, by reward models, or by the weighed sum of them."""
 
     function: str | None = key(None, help="`file.py:compute_score`, or one that ships (docs/reward.md); null for none.")
     parameters: dict[str, Any] = key({}, help="Further arguments of the function, by name.")
@@ -189,7 +198,7 @@ class RewardConfig(Section):
         (), help="Several in place of one, such as [{name: right, function: math, weight: 0.9}]."
     )
     path: str | None = key(None, help="Hugging Face folder of a sequence classifier with one label; null for none.")
-    path_weight: float = key(1.0, at_least=-1e6, at_most=1e6, help="Weight of its score in the sum.")
+    models: _Models = key((), help="Several in place of path, such as [{name: safe, path: folder, weight: 0.5}].")
     timeout_s: float = key(60.0, above=0, unit="s", help="Deadline of one call of the function.")
     num_processes: int | None = key(
         None,
@@ -208,8 +217,8 @@ class RewardConfig(Section):
         0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may have no score; with more the run stops."
     )
     overlong: OverlongConfig | None = section(None, help="Penalty for long responses, in training only.")
-    placement: PlacementConfig = section(PlacementConfig, help="Where the reward model runs.")
-    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+    placement: PlacementConfig = section(PlacementConfig, help="Where the reward models run.")
+    mesh: MeshConfig = section(MeshConfig, help="How their ranks divide models and rows.")
 
     @property
     def all_functions(self) -> tuple[RewardFunctionConfig, ...]:
@@ -228,24 +237,41 @@ class RewardConfig(Section):
         return several if self.function is None else {"reward.function": self.function} | several
 
     @property
+    def all_models(self) -> tuple[RewardModelConfig, ...]:
+        """The reward models, whether there is one, which is called `model`, or several."""
+        if self.path is None:
+            return self.models
+        return (RewardModelConfig(name="model", path=self.path), *self.models)
+
+    @property
+    def named_models(self) -> dict[str, str]:
+        """The folders of the reward models by the key that names each."""
+        several = {f"reward.models.{one.name}": one.path for one in self.models}
+        return several if self.path is None else {"reward.path": self.path} | several
+
+    @property
     def weights(self) -> dict[str, float]:
-        """The weight of each reward by its name; that of the reward model is `model`."""
-        model = {} if self.path is None else {"model": self.path_weight}
-        return {one.name: one.weight for one in self.all_functions} | model
+        """The weight of each reward by its name."""
+        return {one.name: one.weight for one in (*self.all_functions, *self.all_models)}
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the names of several functions."""
+        """Yield what is wrong with the names of several functions and models."""
         if self.function is not None and self.functions:
             yield (
                 f"reward.function={self.function!r} beside reward.functions, which stand in its place: put it there, "
                 "with a name and a weight"
             )
-        names = [one.name for one in self.functions]
-        for index, name in enumerate(names):
-            if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name == "model":
-                yield (
-                    f"reward.functions[{index}].name={name!r}: expected letters, digits and _, and not 'model', which "
-                    "is the reward model's"
-                )
-            elif name in names[:index]:
-                yield f"reward.functions[{index}].name={name!r} is that of another; expected a name of its own"
+        if self.path is not None and self.models:
+            yield (
+                f"reward.path={self.path!r} beside reward.models, which stand in its place: put it there, with a name "
+                "and a weight"
+            )
+        taken = {"function"} if self.function is not None else set[str]()
+        for what, several in (("functions", self.functions), ("models", self.models)):
+            for index, name in enumerate(one.name for one in several):
+                where = f"reward.{what}[{index}].name={name!r}"
+                if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name == "model":
+                    yield f"{where}: expected letters, digits and _, and not 'model', which is that of reward.path"
+                elif name in taken:
+                    yield f"{where} is that of another; expected a name of its own"
+                taken.add(name)
