@@ -17,6 +17,7 @@ import pickle
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,10 @@ _LOAD_TIMEOUT_S = 120.0
 """Seconds that importing a user's file may take; large libraries take tens of them on a cold disk."""
 _GRACE_S = 0.5
 """Seconds by which a process is ended later than its deadline, at which an async function is cancelled."""
+_STALL_S = 10
+"""Seconds that an answer may stand still when a part of it has come."""
+_MOST_BYTES = 2**28
+"""Bytes of the largest answer."""
 _LOOK_S = 0.1
 """Seconds between two looks whether a process that says nothing is there at all."""
 
@@ -49,6 +54,7 @@ class Child:
         """What the function is called with; known once it was loaded."""
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STALL_S, 0))
         with theirs, contextlib.nullcontext(2) if log is None else log.open("ab") as output:
             self._process = subprocess.Popen(
                 _command(theirs.fileno(), self._dump.fileno()),
@@ -109,8 +115,14 @@ class Child:
             where = self._where()
             self.end()
             return [timed_out(self._work.timeout_s, where)] * len(calls), None
-        told = json.loads(answer)
-        return [from_json(each) for each in told["outcomes"]], Effort(**told["effort"])
+        try:
+            told = json.loads(answer)
+            answered = zip(calls, told["outcomes"], strict=True)
+            return [from_json(each) for _, each in answered], Effort(**told["effort"])
+        except (ValueError, TypeError, KeyError, AttributeError):  # it may write to its connection, or change `json`
+            return [Failure("crashed", "the process of the reward function gave no answer", self.end())] * len(
+                calls
+            ), None
 
     def end(self) -> str:
         """End the process and what it has started; return where it was when it died of a fatal signal."""
@@ -131,6 +143,7 @@ class Child:
 
         Raises:
             EOFError: the process has ended.
+            OSError: what comes is no answer, or stops in the middle.
         """
         deadline = time.monotonic() + timeout_s
         while not self._channel.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
@@ -139,7 +152,7 @@ class Child:
                 raise EOFError
             if time.monotonic() >= deadline:
                 return None
-        return self._channel.recv_bytes()
+        return self._channel.recv_bytes(_MOST_BYTES)
 
     def _death(self) -> str:
         """Say how a process ended that has closed its connection."""

@@ -56,6 +56,21 @@ def raise_it(error):
     raise error
 
 
+def write_to_all():
+    for number in range(3, 40):
+        try:
+            os.write(number, b"\\0\\0\\0\\5hello")
+        except OSError:
+            pass
+    return 1.0
+
+
+def answer_itself():
+    import json
+    json.dumps = lambda *_, **__: '{"outcomes": [{"token_scores": [9, 9, 9]}], "effort": {}}'
+    return 1.0
+
+
 FATES = {
     "good": lambda: 1.0,
     "exits": lambda: os._exit(0),
@@ -73,6 +88,8 @@ FATES = {
     "prints": lambda: print("hello") or 1.0,
     "numpy": lambda: __import__("numpy").float32(0.5),
     "pid": lambda: {"score": 1.0, "pid": os.getpid()},
+    "writes to all": write_to_all,
+    "answers itself": answer_itself,
     "closes": lambda: os.closerange(3, 100) or 1.0,
 }
 
@@ -228,6 +245,8 @@ FATES = [
     ("sys.exit", "raised", "the reward function raised SystemExit: 0", "in <lambda>"),
     ("interrupt", "raised", "the reward function raised KeyboardInterrupt", "in raise_it"),
     ("cancelled", "raised", "raised asyncio.exceptions.CancelledError", "in raise_it"),
+    ("writes to all", "crashed", "the process of the reward function ", ""),
+    ("answers itself", "crashed", "the process of the reward function gave no answer", ""),
     ("unfit", "malformed", "the score is object, expected a number", ""),
 ]
 
