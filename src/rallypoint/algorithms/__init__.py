@@ -2,7 +2,7 @@
 
 Must not know: processes, configs, models.
 
-`estimators`, `policy_losses` and `corrections` have a class for
+`estimators`, `policy_losses`, `covariance` and `corrections` have a class for
 every name, with its parameters; docs/algorithms.md lists them. Shape legend: P prompts per step, G rollouts per
 prompt, B = P*G rows, T tokens (of a packed stream), V vocabulary; N is the number of trained tokens, and B1 in an
 annotation is B+1, the length of offsets.
@@ -29,14 +29,9 @@ from rallypoint.algorithms.loss_functions import (
     LossInputs,
     TokenOutputs,
 )
-from rallypoint.algorithms.losses import EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
+from rallypoint.algorithms.losses import OBJECTIVES, EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
 from rallypoint.algorithms.own import OwnAdvantage, OwnObjective
-from rallypoint.algorithms.policy_losses import (
-    OBJECTIVES,
-    PolicyLoss,
-    PolicyObjective,
-    PolicyTokens,
-)
+from rallypoint.algorithms.policy_losses import PolicyLoss, PolicyObjective, PolicyTokens
 from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, has_signal, overlong_penalty, rows_that_learn
 from rallypoint.algorithms.supervised import BradleyTerry, CrossEntropy, PreferenceLoss
 from rallypoint.algorithms.weigh import rows_with_signal, weigh, weigh_valued

@@ -28,6 +28,7 @@ from rallypoint.algorithms.critic_losses import value_loss
 from rallypoint.algorithms.kl import KL
 from rallypoint.algorithms.losses import entropy_bonus, kl_loss
 from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens
+from rallypoint.errors import OwnLossError
 from rallypoint.types import ActorBatch, CriticBatch, Mean, Metrics, Sequences, merge
 
 BatchT_co = TypeVar("BatchT_co", bound=Sequences, covariant=True)
@@ -110,6 +111,11 @@ class ActorLoss:
         is_kl_in_loss = self.kl is not None and self.kl.placement == "loss"
         return self.objective.needs_advantage and not self.entropy_coef and not is_kl_in_loss
 
+    def set_apart(self, batch: ActorBatch, seed: int) -> ActorBatch:
+        """Return all rows of a step with the tokens that the policy loss treats apart, before anything is cut."""
+        apart = self.objective.choose(batch.rollout_logprobs, batch.advantages, batch.loss_mask, seed)
+        return batch if apart is None else dataclasses.replace(batch, apart=apart)
+
     def denominator(self, batch: ActorBatch, /) -> float:
         """Return the number of trained tokens, of rows or of prompts."""
         if self.aggregation == "token":
@@ -135,10 +141,14 @@ class ActorLoss:
             loss_mask=everything,
             rows=inputs.at_tokens(rows.row_of_token),
             num_rows=len(rows),
+            apart=None if rows.apart is None else inputs.at_tokens(rows.apart),
         )
         weights = None if rows.loss_weights is None else inputs.send(rows.loss_weights)[tokens.rows]
         correction, corrected = self._correct(tokens)
-        policy = self.objective(tokens, weights=weights, correction=correction)
+        try:
+            policy = self.objective(tokens, weights=weights, correction=correction)
+        except OwnLossError as error:
+            raise error.of_rollout(int(rows.prompt_index[error.row]), int(rows.sample_index[error.row])) from None
         entropy = entropy_bonus(outputs.entropy, everything, weights=weights)
         total = policy.sum
         if self.entropy_coef:  # a gradient of zeros would be another pass over all logits

@@ -1,6 +1,6 @@
-"""What the actor minimises: the clipped policy loss, the pull to the reference, and the bonus of entropy.
+"""What the actor minimises: the policy losses by name, the pull to the reference, and the bonus of entropy.
 
-Owns: their sums over trained tokens. Invariants: those of `policy_losses`.
+Owns: these names, and sums over trained tokens. Invariants: those of `policy_losses`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,38 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rallypoint.algorithms.covariance import ClipCov, KLCov
 from rallypoint.algorithms.kl import MAX_LOG_RATIO, KLEstimator, kl_penalty, log_ratio
-from rallypoint.algorithms.policy_losses import Clip, PolicyLoss, PolicyTokens
+from rallypoint.algorithms.policy_losses import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    SAPO,
+    Clip,
+    Decoupled,
+    ImportanceSampling,
+    PolicyGradient,
+    PolicyLoss,
+    PolicyObjective,
+    PolicyTokens,
+)
 from rallypoint.types import Mean, Metrics
+
+OBJECTIVES: dict[str, type[PolicyObjective]] = {
+    "clip": Clip,
+    "decoupled": Decoupled,
+    "policy_gradient": PolicyGradient,
+    "importance_sampling": ImportanceSampling,
+    "gspo": GSPO,
+    "gmpo": GMPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "dppo": DPPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
+}
+"""Every policy loss by the name that a config has for it."""
 
 
 def policy_loss(

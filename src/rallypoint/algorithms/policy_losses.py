@@ -57,6 +57,8 @@ class PolicyTokens:
     """The row of each token, from 0."""
     num_rows: int
     """Rows, with those that have no token here."""
+    apart: Bool[Tensor, " T"] | None = None
+    """True at tokens that the loss treats apart, see `PolicyObjective.choose`; None if it has none."""
 
     def masked(self) -> PolicyTokens:
         """Return the same with zeros where no token is trained, so that nothing of them leaks."""
@@ -130,6 +132,13 @@ class PolicyObjective(abc.ABC):
     @abc.abstractmethod
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """Return the loss of each token, and what to watch. What it says of untrained tokens is not read."""
+
+    def choose(
+        self, logprobs: Float[Tensor, " T"], advantages: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"], seed: int
+    ) -> Bool[Tensor, " T"] | None:
+        """Return which tokens of a whole step, with the sampler's logprobs, are to be `PolicyTokens.apart`; or None."""
+        del logprobs, advantages, loss_mask, seed
+        return None
 
     def __call__(
         self,
@@ -384,17 +393,3 @@ class DPPO(Anchored):
         outside = torch.where(pushes_up, (distance > self.clip_high) & (p > q), (distance > self.clip_low) & (p < q))
         weight = torch.where(outside, 0.0, ratio.clamp(max=self.max_ratio))
         return -weight * tokens.advantages * logprobs, {"clip_fraction": outside}
-
-
-OBJECTIVES: dict[str, type[PolicyObjective]] = {
-    "clip": Clip,
-    "decoupled": Decoupled,
-    "policy_gradient": PolicyGradient,
-    "importance_sampling": ImportanceSampling,
-    "gspo": GSPO,
-    "gmpo": GMPO,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "dppo": DPPO,
-}
-"""Every policy loss by the name that a config has for it."""

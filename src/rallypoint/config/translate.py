@@ -35,8 +35,15 @@ _LOSSES: dict[str, dict[str, object]] = {
     "gpg": {"loss.name": "policy_gradient"},
     "dppo_tv": {"loss.name": "dppo", "loss.divergence": "tv"},
     "dppo_kl": {"loss.name": "dppo", "loss.divergence": "kl"},
+    "clip_cov": {"loss.name": "clip_cov"},
+    "kl_cov": {"loss.name": "kl_cov"},
 }
 """verl's names of policy losses, besides `vanilla`."""
+_OF_COVARIANCE = {
+    "clip_cov": {"clip_cov_ratio": "fraction", "clip_cov_lb": "covariance_low", "clip_cov_ub": "covariance_high"},
+    "kl_cov": {"kl_cov_ratio": "fraction", "ppo_kl_coef": "coef"},
+}
+"""Their parameters of two of them."""
 _OF_ENGINES = ("engine_kwargs", "override_transformer_config")
 """Sections of verl's that hold keys of other programs."""
 
@@ -182,6 +189,8 @@ def _algorithm_of_verl(theirs: Keys, get: Callable[[str, object], Any], found: T
     mode = str(get("policy_loss.loss_mode", "vanilla"))
     if mode in _LOSSES:
         found.keys |= _LOSSES[mode]
+        named = {ours: get(f"policy_loss.{name}", None) for name, ours in _OF_COVARIANCE.get(mode, {}).items()}
+        found.keys |= {f"loss.{ours}": value for ours, value in named.items() if value is not None}
     elif mode != "vanilla":
         found.unknown.append(f"policy_loss.loss_mode={mode}")
     if in_loss and loss_coef:

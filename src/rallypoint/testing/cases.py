@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rallypoint.algorithms import PolicyTokens, Rewards
+from rallypoint.algorithms import PolicyObjective, PolicyTokens, Rewards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Case:
     """[T] the reward that arrives with each token."""
     values: tuple[float, ...]
     """[T] of a critic."""
+    apart: tuple[bool, ...]
+    """[T] True at tokens that the loss treats apart."""
 
     @property
     def offsets(self) -> list[int]:
@@ -65,7 +67,14 @@ class Case:
             loss_mask=torch.tensor(self.mask, dtype=torch.bool),
             rows=torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64)),
             num_rows=len(self.lengths),
+            apart=torch.tensor(self.apart, dtype=torch.bool),
         )
+
+    def set_apart(self, objective: PolicyObjective) -> Case:
+        """Return the batch with the tokens that a loss treats apart; it chooses them from the whole of it."""
+        tokens = self.tokens()
+        apart = objective.choose(tokens.rollout_logprobs, tokens.advantages, tokens.loss_mask, 0)
+        return self if apart is None else dataclasses.replace(self, apart=tuple(apart.tolist()))
 
     def earned(self, *, dtype: torch.dtype = torch.float64) -> Rewards:
         """Return what advantages take; two components, of which one is the score and one the length."""
@@ -126,6 +135,7 @@ def make_case(
         advantages=tuple(a for a, length in zip(row_advantages, lengths, strict=True) for _ in range(length)),
         rewards=tuple(source.randint(-2, 6) / 4 if is_trained else 0.0 for is_trained in mask),
         values=tuple(source.gauss(0.0, 1.0) for _ in range(num_tokens)),
+        apart=(False,) * num_tokens,
     )
 
 

@@ -135,6 +135,37 @@ def dppo(
     return found
 
 
+def covariances(case: Case) -> dict[int, float]:
+    """Eq. 10 of 2505.22617, of each trained token; by the logprobs of what was sampled."""
+    trained = list(itertools.chain(*case.rows))
+    if not trained:
+        return {}
+    logs = {t: max(case.rollout[t], -1000.0) for t in trained}
+    middle, mean_advantage = mean(list(logs.values())), mean([case.advantages[t] for t in trained])
+    return {t: (logs[t] - middle) * (case.advantages[t] - mean_advantage) for t in trained}
+
+
+def clip_cov(case: Case, new: Floats, fixed: Floats, low: float, high: float, dual: float | None) -> list[float]:
+    """Eq. 12 of 2505.22617: tokens that were drawn have no gradient; which they are is the batch's."""
+    trained = list(itertools.chain(*case.rows))
+    return [
+        0.0 if case.apart[t] else loss for t, loss in zip(trained, clip(case, new, fixed, low, high, dual), strict=True)
+    ]
+
+
+def kl_cov(case: Case, new: Floats, fixed: Floats, fraction: float, coef: float) -> list[float]:
+    """Eq. 13 and 14 of 2505.22617; the KL of a token is |log r|, as in the authors' code."""
+    del fixed
+    found = covariances(case)
+    ranked = sorted((t for t in found if found[t] > 0), key=lambda t: -found[t])
+    held = set(ranked[: max(1, math.floor(fraction * len(found)))])
+    losses: list[float] = []
+    for t in itertools.chain(*case.rows):
+        moved = gap(new[t], case.old[t])
+        losses.append(-ratio(moved) * case.advantages[t] + (coef * abs(moved) if t in held else 0.0))
+    return losses
+
+
 # Corrections: the weight of each trained token, with rho = old / rollout.
 
 

@@ -1,5 +1,6 @@
 """Every name of the algorithms against its paper's formula as a loop over tokens, and in all that rows can be."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -36,7 +37,14 @@ LOSSES = {
         {"divergence": "kl", "clip_low": 0.05, "clip_high": 0.05, "max_ratio": 3.0, "anchor": "old"},
         formulas.dppo,
     ),
+    "clip cov": (
+        "clip_cov",
+        {**BOUNDS, "dual_clip": None, "fraction": 0.2, "covariance_low": 0.1, "covariance_high": 2.0},
+        formulas.clip_cov,
+    ),
+    "kl cov": ("kl_cov", {"fraction": 0.3, "coef": 0.7}, formulas.kl_cov),
 }
+OF_THE_CHOICE = {"fraction", "covariance_low", "covariance_high"}
 FOR_ROWS = {"gspo", "gmpo"}
 TRUST = {
     "tis": ("tis", {"level": "token", "cap": 2.0}, formulas.tis),
@@ -92,7 +100,8 @@ NOT_NEGATIVE = {
 
 def loss_of(which):
     name, parameters, formula = LOSSES[which]
-    own = {key: value for key, value in parameters.items() if not (name == "gspo" and key == "dual_clip")}
+    unread = {"gspo": {"dual_clip"}, "clip_cov": OF_THE_CHOICE}.get(name, set())
+    own = {key: value for key, value in parameters.items() if key not in unread}
     return OBJECTIVES[name](**parameters), lambda case, new, fixed: formula(case, new, fixed, *own.values())
 
 
@@ -116,6 +125,35 @@ def test_a_policy_loss_keeps_to_every_rule_and_to_its_paper(which):
 def test_a_policy_loss_of_any_batch_keeps_to_its_paper(which, cases):
     objective, formula = loss_of(which)
     check_objective(objective, formula=formula, by_row=which in FOR_ROWS, cases=cases)
+
+
+def test_clip_cov_draws_so_many_tokens_whose_covariance_is_within_its_bounds_and_others_with_another_seed():
+    case = make_case([50] * 8, [0, 0, 1, 1, 2, 2, 3, 3], seed=3)
+    tokens, found = case.tokens(), formulas.covariances(case)
+    objective, _ = loss_of("clip cov")
+    first, again, other = (
+        objective.choose(tokens.rollout_logprobs, tokens.advantages, tokens.loss_mask, seed) for seed in (1, 1, 2)
+    )
+    within = {t for t, covariance in found.items() if 0.1 < covariance < 2.0}
+    assert len(within) > int(0.2 * len(found)) == int(first.sum())
+    assert set(first.nonzero().flatten().tolist()) <= within
+    assert first.equal(again)
+    assert not first.equal(other)
+
+
+@pytest.mark.parametrize("which", ["clip cov", "kl cov"])
+def test_at_least_one_token_is_chosen_and_none_where_no_rollout_is_better_than_another(which):
+    objective, _ = loss_of(which)
+    tiny = dataclasses.replace(objective, fraction=1e-9)
+    assert sum(CASES["usual"].set_apart(tiny).apart) == 1
+    assert not any(CASES["no advantage"].set_apart(objective).apart)
+    assert not any(CASES["nothing trained"].set_apart(objective).apart)
+
+
+def test_a_loss_whose_tokens_nobody_has_chosen_says_so():
+    objective, _ = loss_of("kl cov")
+    with pytest.raises(ValueError, match="nobody has chosen the tokens"):
+        objective(dataclasses.replace(CASES["usual"].tokens(), apart=None))
 
 
 def advantage_of(which):

@@ -307,6 +307,8 @@ def test_on_policy_every_loss_has_the_gradient_of_minus_advantage_times_logprob(
         "cispo": {"clip_low": 1.0, "clip_high": 0.2, "anchor": "old"},
         "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
         "dppo": {"divergence": "kl", "clip_low": 0.1, "clip_high": 0.1, "max_ratio": 20.0, "anchor": "rollout"},
+        "clip_cov": {**BOUNDS, "fraction": 1e-3, "covariance_low": 1.0, "covariance_high": 5.0},
+        "kl_cov": {"fraction": 1e-3, "coef": 1.0},
     }
     logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0], dtype=torch.float64)
@@ -318,6 +320,7 @@ def test_on_policy_every_loss_has_the_gradient_of_minus_advantage_times_logprob(
         loss_mask=torch.ones(4, dtype=torch.bool),
         rows=torch.tensor([0, 0, 1, 1]),
         num_rows=2,
+        apart=torch.tensor([name == "kl_cov", False, False, False]),
     )
     loss = OBJECTIVES[name](**parameters.get(name, {}))(tokens)
     loss.sum.backward()

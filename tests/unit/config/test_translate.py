@@ -138,6 +138,18 @@ def test_the_name_of_a_policy_loss_is_ours_and_keys_that_it_has_not_are_named(mo
     assert found.unknown == []
 
 
+def test_losses_by_covariance_bring_their_parameters():
+    clip = from_verl("policy_loss.loss_mode=clip_cov policy_loss.clip_cov_lb=0.5 policy_loss.clip_cov_ratio=1e-3")
+    assert {key: value for key, value in clip.keys.items() if key.startswith("loss.")} == {
+        "loss.name": "clip_cov",
+        "loss.covariance_low": 0.5,
+        "loss.fraction": 1e-3,
+    }
+    kl = from_verl("policy_loss.loss_mode=kl_cov policy_loss.ppo_kl_coef=2 policy_loss.kl_cov_ratio=0.002")
+    assert (kl.keys["loss.name"], kl.keys["loss.coef"], kl.keys["loss.fraction"]) == ("kl_cov", 2, 0.002)
+    assert clip.unknown == kl.unknown == []
+
+
 def test_what_is_not_known_and_what_needs_no_key_is_named():
     text = from_verl("algorithm.adv_estimator=grpo foo.bar=1 actor_rollout_ref.model.use_remove_padding=True").as_yaml()
     assert "# 2 of 3 keys are known." in text

@@ -357,6 +357,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tis has no key low", "a list of sections"),
     ),
     "fit: no such correction": ('correction=[{"name":"tiss"}]', ("correction=", "a list of sections")),
+    "fit: a pull to where the policy still is": (
+        "loss.name=kl_cov actor.num_mini_batches=1",
+        ("loss.name=kl_cov holds tokens", "actor.num_mini_batches above 1"),
+    ),
+    "fit: covariances between no bounds": (
+        "loss.name=clip_cov loss.covariance_low=5",
+        ("loss.covariance_low=5", "so no token is between them"),
+    ),
+    "fit: covariances without rewards": (
+        "recipe=opd teacher.path=t loss.name=clip_cov",
+        ("loss.name=clip_cov chooses tokens by the rewards", "recipe=opd learns from a teacher"),
+    ),
     "fit: policy gradient of many updates": (
         "loss.name=policy_gradient actor.num_mini_batches=2",
         ("first optimizer step", "loss.name=clip"),

@@ -76,7 +76,8 @@ def loss_of(loss, rows, *, shift):
 
 CORRECTED = 'correction=[{"name":"tis","level":"sequence","cap":2},{"name":"mask","level":"geometric","high":3}]'
 COMPOSED = {
-    **{name: [f"loss.name={name}", "actor.num_mini_batches=1"] for name in OBJECTIVES},
+    **{name: [f"loss.name={name}", "actor.num_mini_batches=1"] for name in OBJECTIVES if name != "kl_cov"},
+    "kl_cov": ["loss.name=kl_cov", "loss.fraction=0.5"],
     **{f"corrected {name}": [f"aggregation={name}", CORRECTED] for name in ("token", "sequence", "prompt")},
     "fixed length": ["aggregation=fixed_length"],
 }
@@ -86,7 +87,7 @@ COMPOSED = {
 def test_the_loss_of_a_config_is_the_same_for_every_cut(which):
     config = load_config("digits-grpo", COMPOSED[which]).config
     loss = pickle.loads(pickle.dumps(actor_loss_of(config)))
-    whole = weigh(batch(), advantage_of(config), kl=loss.kl, aggregation=config.aggregation)
+    whole = loss.set_apart(weigh(batch(), advantage_of(config), kl=loss.kl, aggregation=config.aggregation), seed=0)
     shift = torch.tensor([0.3, -0.2, 0.1, -0.4, 0.25, 0.0, 0.05])
     total, gradient, _ = loss_of(loss, whole, shift=shift)
     parts, at = [whole.rows([0, 1]), whole.rows([2]), whole.rows([3])], [slice(0, 3), slice(3, 6), slice(6, 7)]

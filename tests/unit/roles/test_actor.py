@@ -406,6 +406,21 @@ def alone_in_a_micro_batch(*overrides):
     return load_config("digits-grpo", [*small, *cap, *overrides]).config
 
 
+@pytest.mark.parametrize("cap", [5, 100])
+def test_tokens_of_high_covariance_are_chosen_among_all_of_the_step_and_not_of_a_mini_batch(context, spec, cap):
+    """A quarter of nine tokens are two, those of the first row that are likeliest; each mini-batch has five or four."""
+    config = alone_in_a_micro_batch("loss={name: kl_cov, fraction: 0.25}", f"engine.max_tokens_per_micro_batch={cap}")
+    loss = actor_loss_of(config)
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), loss)
+    batch = four_rows(worker, [3.0, -1.0, -1.0, -1.0])
+    sampled = torch.where(batch.loss_mask, torch.arange(17.0) / -10, 0.0)
+    actor = actor_of(config, worker, loss)
+    found = actor._set_apart(dataclasses.replace(batch, rollout_logprobs=sampled), step=1)
+    assert found.apart is not None
+    assert found.apart.nonzero().flatten().tolist() == [2, 3]
+    assert asyncio.run(actor.update(batch, 1)).scalars()["actor/apart_fraction"] == pytest.approx(2 / 9)
+
+
 SIGNALS = {
     "one group without": ([1.0, -1.0, 0.0, 0.0], 2),
     "single rows without": ([1.0, 0.0, 0.0, -0.5], 2),

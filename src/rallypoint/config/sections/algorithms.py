@@ -219,6 +219,26 @@ class PolicyGradientConfig(Section):
     name: Literal["policy_gradient"] = key("policy_gradient", help="The policy loss.")
 
 
+class ClipCovConfig(Section):
+    """The clipped loss without a few tokens of high covariance of logprob and advantage (arXiv 2505.22617)."""
+
+    name: Literal["clip_cov"] = key("clip_cov", help="The policy loss.")
+    clip_low: float = key(0.2, above=0, at_most=1, help=_CLIP_LOW)
+    clip_high: float = key(0.2, above=0, at_most=10, help=_CLIP_HIGH)
+    dual_clip: float | None = key(None, above=1, help=_DUAL_CLIP)
+    fraction: float = key(2e-4, above=0, at_most=1, help="Share of a step's tokens that is left out; at least one.")
+    covariance_low: float = key(1.0, at_least=0, help="Only tokens of more are left out.")
+    covariance_high: float = key(5.0, above=0, help="Only tokens of less are left out.")
+
+
+class KLCovConfig(Section):
+    """Tokens of the highest covariance of logprob and advantage are held to the old policy (arXiv 2505.22617)."""
+
+    name: Literal["kl_cov"] = key("kl_cov", help="The policy loss.")
+    fraction: float = key(2e-4, above=0, at_most=1, help="Share of a step's tokens that is held; at least one.")
+    coef: float = key(1.0, above=0, help="Coefficient of their KL to the policy at the start of the update.")
+
+
 class OwnLossConfig(Section):
     """A function of your own."""
 
@@ -237,6 +257,8 @@ LossConfig = Annotated[
     | DPPOConfig
     | ImportanceSamplingConfig
     | PolicyGradientConfig
+    | ClipCovConfig
+    | KLCovConfig
     | OwnLossConfig,
     Field(discriminator="name"),
 ]
