@@ -174,7 +174,23 @@ class BusyError(RallyError, TimeoutError):
 
 
 class NotFiniteError(RallyError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; training would only spread it."""
+    """A loss, an advantage or a gradient is NaN or infinite; training would only spread it."""
+
+
+class OwnLossError(NotFiniteError):
+    """What a function of the user's said of a token is NaN or infinite."""
+
+    def __init__(self, row: int, said: str, rollout: tuple[int, int] | None = None) -> None:
+        super().__init__(row, said, rollout)
+        self.row, self.said, self.rollout = row, said, rollout
+
+    def __str__(self) -> str:
+        which = f"of sample {self.rollout[1]} of prompt {self.rollout[0]}" if self.rollout else f"of row {self.row}"
+        return f"{self.said} {which}; divide by x.clamp(min=1e-6), and take tokens.ratio for an exp of your own"
+
+    def of_rollout(self, prompt: int, sample: int) -> OwnLossError:
+        """Return the same error with the number of the prompt, and that of the sample in its group."""
+        return OwnLossError(self.row, self.said, (prompt, sample))
 
 
 class PeerFailedError(RallyError, RuntimeError):

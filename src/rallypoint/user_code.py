@@ -68,9 +68,21 @@ class UserFunction:
             raise UserCodeError(f"{path}:{self.name}: expected a function, found {type(function).__name__}")
         return function
 
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
     def __call__(self, *arguments: object) -> object:
-        """Call the function, with its parameters besides."""
-        return self.load()(*arguments, **self.parameters)
+        """Call the function, with its parameters besides.
+
+        Raises:
+            UserCodeError: it raises, whatever it may be; the part of the traceback that is the user's is shown.
+        """
+        function = self.load()
+        try:
+            return function(*arguments, **self.parameters)
+        except (Exception, SystemExit) as error:
+            shown = format_user_traceback(error, skip=lambda file: file != self.path)
+            raise UserCodeError(f"{self} raised:\n{shown}") from error
 
 
 def split(spec: str, *, shipped: Collection[str] = (), usual_name: str = "function") -> tuple[Path, str]:
@@ -138,9 +150,15 @@ def find_misfits(spec: str, argument: str, parameters: Mapping[str, Value]) -> I
         parameters: that a config has.
     """
     try:
-        signature = written_signature(*split(spec))
+        path, function = split(spec)
+        signature = written_signature(path, function)
     except UserCodeError as error:
         yield str(error)
+        return
+    node = dict(_top_level_names(ast.parse(path.read_bytes()).body)).get(function)
+    if isinstance(node, ast.ClassDef | ast.AsyncFunctionDef):
+        found = "a class" if isinstance(node, ast.ClassDef) else "an async function"
+        yield f"expected a plain function, found {found}"
         return
     if signature is None:
         return

@@ -38,6 +38,7 @@ BROAD: dict[str, str] = {
     "environments/given.py:_packed": "whatever a function refers to may raise while it is pickled: it stays here then",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
     "recipes/own_functions.py:check_own_functions": "the user's function may raise anything; all problems are listed",
+    "user_code.py:__call__": "the user's function may raise anything; it is named, with its own traceback",
     "user_code.py:_run": "the user's module may raise anything while it is imported",
     "environments/pool.py:_work": "raised again where the answer is awaited",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",

@@ -178,10 +178,8 @@ class ActorLoss:
         if not self.corrections:
             return None, Metrics()
         correction, watched = correct(self.corrections, tokens)
-        weight = float(len(correction))
-        return correction, Metrics(
-            {name: Mean(float(x.sum(dtype=torch.float64)), weight) for name, x in watched.items()}
-        )
+        num = float(len(correction))
+        return correction, Metrics({name: Mean(float(x.sum(dtype=torch.float64)), num) for name, x in watched.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,11 +195,6 @@ class ClippedValueLoss:
 
     def __call__(self, outputs: Tensor, inputs: LossInputs[CriticBatch], /) -> tuple[Tensor, Metrics]:
         """See `LossFunction`."""
-        loss = value_loss(
-            outputs,
-            inputs.at_tokens(inputs.rows.values),
-            inputs.at_tokens(inputs.rows.returns),
-            torch.ones_like(outputs, dtype=torch.bool),
-            clip=self.clip,
-        )
+        values, returns = (inputs.at_tokens(field) for field in (inputs.rows.values, inputs.rows.returns))
+        loss = value_loss(outputs, values, returns, torch.ones_like(outputs, dtype=torch.bool), clip=self.clip)
         return loss.sum, loss.metrics()

@@ -1,14 +1,16 @@
 """Policy losses and advantages that are a function of the user's.
 
-Owns: what such a function is given, and the check of what it returns. Must not know: where the function is from.
-Invariants: it sees finite numbers only; it never sees weights, masks of other rows or denominators, so that what it
-returns for a token means the same in every cut.
+Owns: what such a function is given, and the checks of every call: what it returns, and that it modifies nothing. Must
+not know: where the function is from. Invariants: it sees finite numbers only; it never sees weights, masks of other
+rows or denominators, so that what it returns for a token means the same in every cut.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Generator, Mapping
 from typing import cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from rallypoint.algorithms.estimators import Advantage, Rewards
 from rallypoint.algorithms.kl import MIN_LOGPROB
 from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens, TokenLosses
+from rallypoint.errors import NotFiniteError, OwnLossError, UserCodeError
 from rallypoint.types import AtMaximum, Last, Maximum, Mean, Metric, Minimum, Sum
 
 OwnLosses = Tensor | tuple[Tensor, Mapping[str, Tensor | Metric]]
@@ -46,25 +49,61 @@ class OwnObjective(PolicyObjective):
         """See `PolicyObjective.by_token`.
 
         Raises:
-            TypeError: it returns something else.
-            ValueError: there is not one for each token, or a metric has the name of another one.
+            UserCodeError: it returns something else, not one for each token, or without a gradient; a metric has the
+                name of another one; or an argument was modified.
+            OwnLossError: a loss is not finite.
         """
         names = ("logprobs", "old_logprobs", "rollout_logprobs")
-        finite = {name: getattr(tokens, name).clamp(min=MIN_LOGPROB) for name in names}
-        found: object = self.function(dataclasses.replace(tokens, **finite))
+        given = dataclasses.replace(tokens, **{name: getattr(tokens, name).clamp(min=MIN_LOGPROB) for name in names})
+        with _unmodified(self.function, given):
+            found: object = self.function(given)
+        if tokens.logprobs.requires_grad and torch.is_grad_enabled():
+            checked = functools.partial(self._check_gradient, given)
+            tokens.logprobs.register_hook(checked)  # pyright: ignore[reportUnknownMemberType]
         losses, watched = found, cast("object", {})
         if isinstance(found, tuple) and len(cast("tuple[object, ...]", found)) == 2:
             losses, watched = cast("tuple[object, object]", found)
         if not isinstance(watched, Mapping):
-            raise TypeError(f"with the losses comes a dictionary of numbers to watch, found {type(watched).__name__}")
-        numbers = cast("Mapping[str, object]", watched)
+            raise UserCodeError(
+                f"with the losses of {self.function} comes a dictionary of numbers to watch, found "
+                f"{type(watched).__name__}"
+            )
+        numbers = cast("Mapping[object, object]", watched)
+        if unnamed := [name for name in numbers if not isinstance(name, str)]:
+            raise UserCodeError(f"a number that {self.function} watches needs a name, found {unnamed[0]!r}")
         if taken := sorted(TAKEN & numbers.keys()):
-            raise ValueError(f"the metric {taken[0]!r} is one of every update: give yours another name")
+            raise UserCodeError(
+                f"the metric {taken[0]!r} is one of every update: give that of {self.function} another name"
+            )
         num = len(tokens.logprobs)
-        return _by_token(losses, num, "losses"), {
-            name: x if isinstance(x, _METRICS) else _by_token(x, num, f"numbers to watch, {name!r},")
+        return self._usable(losses, given), {
+            str(name): x if isinstance(x, _METRICS) else _by_token(x, num, f"numbers {name!r} of {self.function}")
             for name, x in numbers.items()
         }
+
+    def _usable(self, found: object, tokens: PolicyTokens) -> Tensor:
+        """Return losses that training may use."""
+        losses = _by_token(found, len(tokens.logprobs), f"losses of {self.function}")
+        if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not losses.requires_grad:
+            raise UserCodeError(
+                f"the losses of {self.function} do not depend on tokens.logprobs: they have no gradient; compute them "
+                "from logprobs, ratio or log_ratio without detach(), and take torch.where instead of a return of zeros"
+            )
+        wrong = (tokens.loss_mask & ~losses.isfinite()).nonzero().flatten()
+        if len(wrong):
+            t = int(wrong[0])
+            said = f"{self.function} returned {float(losses[t].detach())} for a token ({_seen(tokens, t)})"
+            raise OwnLossError(int(tokens.rows[t]), said)
+        return losses
+
+    def _check_gradient(self, tokens: PolicyTokens, gradient: Tensor) -> None:
+        wrong = (~gradient.isfinite()).nonzero().flatten()
+        if len(wrong):
+            t = int(wrong[0])
+            raise NotFiniteError(
+                f"the gradient of the losses of {self.function} by tokens.logprobs is {float(gradient[t])} for a token "
+                f"({_seen(tokens, t)}): such is that of a root at 0, and of what torch.where throws away"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,20 +119,49 @@ class OwnAdvantage(Advantage):
         """See `Advantage.estimate`.
 
         Raises:
-            TypeError: it returns something else.
-            ValueError: there is not one for each token.
+            UserCodeError: it returns something else, or not one for each token; or an argument was modified.
+            NotFiniteError: an advantage is not finite.
         """
-        advantages = _by_token(self.function(rewards), len(rewards.loss_mask), "advantages")
+        with _unmodified(self.function, rewards):
+            found = self.function(rewards)
+        advantages = _by_token(found, len(rewards.loss_mask), f"advantages of {self.function}")
+        wrong = (rewards.loss_mask & ~advantages.isfinite()).nonzero().flatten()
+        if len(wrong):
+            row = int(rewards.rows[wrong[0]])
+            raise NotFiniteError(
+                f"an advantage is not finite: {self.function} returned {float(advantages[wrong[0]])} for a token of "
+                f"prompt {int(rewards.groups[row])}, in a row whose score is {float(rewards.scores[row]):.4g}; divide "
+                "by x.clamp(min=1e-6)"
+            )
         return torch.where(rewards.loss_mask, advantages, 0.0).to(rewards.token_rewards.dtype)
+
+
+def _seen(tokens: PolicyTokens, t: int) -> str:
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
+    return ", ".join(f"{name} {float(getattr(tokens, name)[t].detach()):.4g}" for name in names)
+
+
+@contextlib.contextmanager
+def _unmodified(function: object, given: PolicyTokens | Rewards) -> Generator[None, None, None]:
+    """Raise a UserCodeError if a tensor is modified meanwhile; torch counts what is written into it."""
+    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    tensors = {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+    before = {name: x._version for name, x in tensors.items()}
+    yield
+    for name, x in tensors.items():
+        if x._version != before[name]:
+            raise UserCodeError(
+                f"{function} modified its argument {name}; write x * 2 for x.mul_(2), and clone before x[0] = 1"
+            )
 
 
 def _by_token(x: object, num_tokens: int, what: str) -> Tensor:
     """Return what a function returned, if it has one number for each token."""
     wanted = f"the {what} must be a tensor of shape [{num_tokens}], one number for each token"
     if not isinstance(x, Tensor):
-        raise TypeError(f"{wanted}, found {type(x).__name__}")
+        raise UserCodeError(f"{wanted}, found {type(x).__name__}")
     if tuple(x.shape) != (num_tokens,):
-        raise ValueError(
+        raise UserCodeError(
             f"{wanted}, found shape {list(x.shape)}: sums, means and weights are applied afterwards; row_means, "
             "row_totals and spread give each token the number of its row"
         )

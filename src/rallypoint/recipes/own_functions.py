@@ -6,15 +6,14 @@ the loss, so that all ranks compute the same, also where they have no such file,
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from rallypoint.algorithms import OwnAdvantage, OwnObjective
 from rallypoint.config import RunConfig
 from rallypoint.errors import ConfigError, UserCodeError
-from rallypoint.testing import ConformanceError, check_advantage, check_objective
-from rallypoint.user_code import UserFunction, format_user_traceback, split
+from rallypoint.testing import check_advantage, check_objective
+from rallypoint.user_code import UserFunction
 
 
 def own_function(config: RunConfig, section: str) -> Callable[[Any], Any]:
@@ -45,15 +44,6 @@ def check_own_functions(config: RunConfig) -> None:
             else:
                 check_advantage(OwnAdvantage(function=function, whiten=False))
         except Exception as error:  # noqa: BLE001 - it is the user's code: it may raise anything
-            problems.append(f"{section}.function={own.function!r}: {_said(error, own.function)}")
+            problems.append(f"{section}.function={own.function!r}: {error}")
     if problems:
         raise ConfigError(tuple(problems))
-
-
-def _said(error: Exception, spec: str) -> str:
-    """Say what went wrong: in a rule of ours in its words, in the user's file with its traceback."""
-    file = str(split(spec)[0])
-    is_theirs = file in {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
-    if isinstance(error, ConformanceError | UserCodeError) or not is_theirs:
-        return str(error)
-    return f"it raised on a batch of the conformance suite\n{format_user_traceback(error, skip=lambda at: at != file)}"

@@ -1,6 +1,7 @@
 """What every advantage, policy loss and correction must hold to, whoever wrote it.
 
-    shape       one number for each token; finite where tokens are trained
+    shape       one number for each token; finite where tokens are trained, and so is the gradient
+    repetition  the same batch gives the same numbers again
     arguments   not modified
     mask        numbers outside the mask, even NaN, change nothing; advantages there are 0
     order       rows in another order give the same numbers in that order
@@ -65,7 +66,8 @@ def check_objective(
     Raises:
         ConformanceError: it breaks one.
     """
-    for name, case in cases.items():
+    for name, whole_step in cases.items():
+        case = whole_step.set_apart(objective)
         _check_tokens(objective, case, name)
         rows = range(len(case.lengths))
         whole, watched = _run(objective, case, rows), _watched(objective, case, rows)
@@ -103,6 +105,7 @@ def check_advantage(
         rewards = case.earned()
         found = _unmodified(lambda rewards=rewards: advantage(rewards), _tensors_of(rewards), name)
         _expect_shape(found, len(case.mask), name, "advantages")
+        _expect_again(found, advantage(rewards), name, "advantages")
         mask = rewards.loss_mask
         _expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}{_FINITE}")
         _expect(not bool(found[~mask].any()), name, "an advantage of a token that is not trained is not 0")
@@ -165,6 +168,7 @@ def _check_tokens(objective: PolicyObjective, case: Case, name: str) -> None:
     tokens = case.tokens()
     masked = tokens.masked()
     losses, watched = _unmodified(lambda: objective.by_token(masked), _tensors_of(masked), name)
+    _expect_again(losses, objective.by_token(masked)[0], name, "losses")
     numbers = {what: x for what, x in watched.items() if isinstance(x, Tensor)}
     for what, found in {"losses": losses, **numbers}.items():
         _expect_shape(found, len(case.mask), name, what)
@@ -177,7 +181,8 @@ def _check_tokens(objective: PolicyObjective, case: Case, name: str) -> None:
         "the loss does not depend on logprobs: it has no gradient",
     )
     assert gradient is not None, "as expected"
-    outside = gradient[~tokens.loss_mask]
+    inside, outside = gradient[tokens.loss_mask], gradient[~tokens.loss_mask]
+    _expect(bool(inside.isfinite().all()), name, f"a gradient is not finite: {inside.tolist()}{_FINITE}")
     _expect(not bool(outside.any()), name, "the gradient leaves the mask")
     poisoned = loss, {row: gradient[at].tolist() for row, at in enumerate(case.rows)}
     _expect_same(_run(objective, case, range(len(case.rows))), poisoned, name, "NaN stands where none is trained")
@@ -203,7 +208,8 @@ def _run(objective: PolicyObjective, case: Case, rows: Sequence[int], weights: T
     """Return what a loss says of some rows of a batch, in this order."""
     part = case.picked(rows)
     loss, gradient = _backward(objective, part.tokens(), weights)
-    assert gradient is not None, "`_check_tokens` has seen one"
+    if gradient is None:
+        raise ConformanceError(f"the rows {list(rows)} by themselves have no gradient: a loss of 0 needs one of 0")
     return loss, {row: gradient[at].tolist() for row, at in zip(rows, part.rows, strict=True)}
 
 
@@ -303,6 +309,13 @@ def _expect(holds: bool, name: str, otherwise: str) -> None:
 def _expect_shape(x: Tensor, num_tokens: int, name: str, what: str) -> None:
     right = tuple(x.shape) == (num_tokens,)
     _expect(right, name, f"the {what} must be a tensor of shape [{num_tokens}], found {list(x.shape)}")
+
+
+def _expect_again(found: Tensor, again: Tensor, name: str, what: str) -> None:
+    same = found.shape == again.shape and torch.equal(torch.nan_to_num(found), torch.nan_to_num(again))
+    _expect(
+        same, name, f"the same batch has other {what} the second time: keep nothing between calls, and draw no numbers"
+    )
 
 
 def _expect_close(found: Sequence[float], wanted: Sequence[float], name: str, what: str) -> None:

@@ -1,11 +1,14 @@
 """Functions of a user's own: what is caught before a run begins, and what a good one looks like."""
 
 import dataclasses
+import math
+import pickle
 
 import pytest
 import torch
 
 from rallypoint.algorithms import OwnAdvantage, OwnObjective, PolicyObjective
+from rallypoint.errors import OwnLossError
 from rallypoint.testing import CASES, ConformanceError, check_advantage, check_objective
 from rallypoint.types import Maximum, Mean, Sum
 
@@ -77,21 +80,23 @@ def by_position(tokens):
 LOSSES = {
     "must be a tensor of shape": lambda tokens: (-tokens.advantages * tokens.logprobs).sum(),
     "found NoneType": lambda tokens: (None, {}),
-    "is not finite": lambda tokens: -tokens.advantages * (tokens.logprobs - tokens.rollout_logprobs).exp(),
-    "was modified": in_place,
-    "it has no gradient": lambda tokens: -tokens.advantages,
+    r"returned (nan|inf|-inf) for a token \(logprobs .* of row \d": lambda tokens: (
+        -tokens.advantages * (tokens.logprobs - tokens.rollout_logprobs).exp()
+    ),
+    "modified its argument advantages": in_place,
+    "they have no gradient": lambda tokens: -tokens.advantages,
     "cut into the micro-batches": over_the_micro_batch,
     "in the order": by_position,
     "the metric share is": lambda tokens: (-tokens.ratio * tokens.advantages, {"share": Sum(1.0)}),
     "the metric 'entropy' is one of every update": lambda tokens: (-tokens.ratio, {"entropy": tokens.ratio}),
     "a dictionary of numbers to watch, found list": lambda tokens: (-tokens.ratio, [tokens.ratio]),
-    "the numbers to watch, 'share',": lambda tokens: (-tokens.ratio, {"share": tokens.ratio.mean()}),
+    "the numbers 'share' of .* must be a tensor": lambda tokens: (-tokens.ratio, {"share": tokens.ratio.mean()}),
 }
 
 
 @pytest.mark.parametrize("complaint", LOSSES)
 def test_a_loss_that_breaks_a_rule_is_named_with_the_rule(complaint):
-    with pytest.raises((ValueError, TypeError), match=complaint):
+    with pytest.raises((ValueError, TypeError, ArithmeticError), match=complaint):
         check_objective(OwnObjective(function=LOSSES[complaint]))
 
 
@@ -102,7 +107,7 @@ def scaled_in_place(rewards):
 ADVANTAGES = {
     "must be a tensor of shape": lambda rewards: rewards.scores[:1] * 0.0 + rewards.scores.sum(),
     "is not finite": lambda rewards: rewards.spread(rewards.scores.log()),
-    "was modified": scaled_in_place,
+    "modified its argument token_rewards": scaled_in_place,
     "NaN where no token is trained": lambda rewards: rewards.token_rewards - rewards.token_rewards.nanmean(),
     "have other advantages": lambda rewards: rewards.spread(torch.arange(len(rewards.groups)).double()),
 }
@@ -110,5 +115,25 @@ ADVANTAGES = {
 
 @pytest.mark.parametrize("complaint", ADVANTAGES)
 def test_an_advantage_that_breaks_a_rule_is_named_with_the_rule(complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises((ValueError, ArithmeticError), match=complaint):
         check_advantage(OwnAdvantage(function=ADVANTAGES[complaint], whiten=False))
+
+
+def test_what_fails_later_names_the_function_and_the_sample():
+    """Training has no batch of the suite: the checks of every call are all that stands between it and a bad number."""
+
+    def late(tokens):
+        x = -tokens.ratio * tokens.advantages
+        return torch.where(torch.arange(len(x)) == 5, x * math.inf, x)
+
+    case = CASES["usual"]
+    with pytest.raises(OwnLossError, match=r"late.* returned inf for a token .* of row 1;") as raised:
+        OwnObjective(function=late)(case.tokens())
+    error = pickle.loads(pickle.dumps(raised.value.of_rollout(40, 3)))
+    assert "of sample 3 of prompt 40; divide" in str(error)
+    leaf = torch.tensor(case.logprobs, dtype=torch.float64, requires_grad=True)
+    detached = OwnObjective(function=lambda tokens: -tokens.ratio.detach() * tokens.advantages)
+    with pytest.raises(ValueError, match="they have no gradient; compute them from logprobs"):
+        detached(dataclasses.replace(case.tokens(), logprobs=leaf))
+    with torch.no_grad():  # a row is measured again without gradients, to be named
+        detached(dataclasses.replace(case.tokens(), logprobs=leaf))

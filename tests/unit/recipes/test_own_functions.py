@@ -43,6 +43,39 @@ def raising(tokens):
 
 def logarithm(rewards):
     return rewards.spread(rewards.scores.log())
+
+def as_numpy(tokens):
+    return (-tokens.ratio * tokens.advantages).detach().numpy()
+
+def detached(tokens):
+    return (-tokens.ratio * tokens.advantages).detach()
+
+def sometimes_detached(tokens):
+    good = (tokens.advantages > 0).any()
+    return -tokens.ratio * tokens.advantages if good else torch.zeros_like(tokens.advantages)
+
+def drawing(tokens):
+    return -tokens.ratio * torch.rand(len(tokens.ratio))
+
+def root(tokens):
+    return -tokens.ratio * tokens.advantages + (tokens.ratio - tokens.ratio.detach()).abs().sqrt()
+
+def numbered(tokens):
+    return -tokens.ratio * tokens.advantages, {7: tokens.ratio.detach()}
+
+def leaving(tokens):
+    raise SystemExit("no licence")
+
+class Loss:
+    def __init__(self, tokens): ...
+
+async def waiting(tokens): ...
+
+SEEN = []
+
+def remembering(rewards):
+    SEEN.append(rewards.scores)
+    return rewards.spread(rewards.scores - len(SEEN))
 """
 
 
@@ -94,9 +127,17 @@ def test_a_function_takes_the_place_of_a_name_and_a_name_that_of_a_function(here
 COMPLAINTS = {
     "loss.function=bad.py:summed": r"loss.function='bad.py:summed': .* shape \[18\], one number for each token",
     "loss.function=bad.py:by_micro_batch": r"cut into the micro-batches .* tokens of its own row alone",
-    "loss.function=bad.py:in_place": "the argument advantages was modified; write",
-    "loss.function=bad.py:raising": r"it raised on a batch(?s:.*)bad.py(?s:.*)no attribute 'no_such_field'",
-    "loss.function=bad.py:not_a_number": "not finite",
+    "loss.function=bad.py:in_place": "bad.py:in_place modified its argument advantages; write",
+    "loss.function=bad.py:as_numpy": r"losses of .*bad.py:as_numpy must be a tensor of shape \[18\], .* found ndarray",
+    "loss.function=bad.py:detached": r"bad.py:detached do not depend on tokens.logprobs: .* without detach\(\)",
+    "loss.function=bad.py:sometimes_detached": "do not depend on tokens.logprobs: .* torch.where instead of",
+    "loss.function=bad.py:drawing": "the same batch has other losses the second time: keep nothing",
+    "loss.function=bad.py:root": r"the gradient of the losses of .*bad.py:root by tokens.logprobs is nan for",
+    "loss.function=bad.py:numbered": "numbered watches needs a name, found 7",
+    "loss.function=bad.py:leaving": r"bad.py:leaving raised:(?s:.*)SystemExit: no licence",
+    "advantage.function=bad.py:remembering": "the same batch has other advantages the second time",
+    "loss.function=bad.py:raising": r"bad.py:raising raised:(?s:.*)bad.py(?s:.*)no attribute 'no_such_field'",
+    "loss.function=bad.py:not_a_number": r"returned nan for a token \(logprobs -\d.*\) of row \d; divide by",
     "advantage.function=bad.py:logarithm": "an advantage is not finite",
     "advantage.function=bad.py:by_row": "shape",
     "advantage.function=bad.py:rewards_in_place": "modified",
@@ -113,6 +154,8 @@ def test_what_breaks_a_rule_is_refused_before_anything_is_started(here, override
 REFUSED = {
     ("loss.function=mine.py:my_los",): r"has no function 'my_los'; did you mean 'my_loss'\? \(command line\)",
     ("loss.function=nothing.py:f",): "nothing.py does not exist",
+    ("loss.function=bad.py:Loss",): "expected a plain function, found a class",
+    ("loss.function=bad.py:waiting",): "expected a plain function, found an async function",
     ("loss.function=mine.py:my_loss", "loss.parameters.flor=0.1"): r"takes \(tokens, floor\), but is called with",
     ("loss.function=mine.py:my_loss", "loss.parameters.floor=low"): "it has floor: float, found 'low'",
     ("loss.function=mine.py:my_loss", "loss.parameters.floor=[1]"): r"loss.parameters.floor=\[1\] .* expected names",
