@@ -2,8 +2,8 @@
 
     python benchmarks/rewards.py [--steps 7] [--sleep 0.2] [--processes null 2 16 64 128]
 
-`null` leaves the number to the run. Seconds are medians over the steps after the first two. `reward` is what is
-waited for after the last token.
+`null` leaves the number to the run. Seconds are medians over the steps after the first two; the first one, in which
+most processes are started, has a column of its own. `reward` is what is waited for after the last token.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ STEP = (
 )
 
 
-def measure(folder: Path, name: str, num_steps: int, *overrides: str) -> tuple[float, float, float]:
-    """Return the seconds of a step, and of its phases rollout and reward."""
+def measure(folder: Path, name: str, num_steps: int, *overrides: str) -> tuple[float, float, float, float]:
+    """Return the seconds of the first step, of a later one, and of its phases rollout and reward."""
     keys = [*STEP, f"trainer={{runs_dir: {folder}, name: {name}, num_steps: {num_steps}}}", *overrides]
     loaded = load_checked("digits-grpo", keys)
     made = create_run(loaded)
     train(loaded, made, Silent(), resume=False)
-    steps = [one for one in read_metrics(made.metrics) if "time_s/rollout" in one][2:]
-    rollout, reward = (statistics.median(one[f"time_s/{phase}"] for one in steps) for phase in ("rollout", "reward"))
-    whole = [sum(value for key, value in one.items() if key.startswith("time_s/")) for one in steps]
-    return statistics.median(whole), rollout, reward
+    steps = [one for one in read_metrics(made.metrics) if "time_s/rollout" in one]
+    rollout, reward = (statistics.median(one[f"time_s/{part}"] for one in steps[2:]) for part in ("rollout", "reward"))
+    first, *whole = [sum(value for key, value in one.items() if key.startswith("time_s/")) for one in steps]
+    return first, statistics.median(whole[1:]), rollout, reward
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
         folder = Path(text)
         file = folder / "grader.py"
         file.write_text(GRADER.format(sleep=wanted.sleep))
-        print("| grader | processes | step, s | rollout, s | reward, s |\n|---|---:|---:|---:|---:|")
+        print("| grader | processes | step 1, s | step, s | rollout, s | reward, s |\n|---|---:|---:|---:|---:|---:|")
         cases = [("at once", "at_once", "2")] + [
             (f"sleeps {wanted.sleep:g} s", "sleeps", processes) for processes in wanted.processes
         ]

@@ -24,6 +24,7 @@ BROAD: dict[str, str] = {
     "cluster/ray_cluster.py:start_local": "whatever keeps Ray from starting, nothing of it may stay",
     "cluster/ray_thread.py:_run": "raised again in the thread that asked",
     "cluster/inline.py:_run": "raised again where the result is awaited",
+    "data/files.py:as_os_errors": "file systems of fsspec raise errors of their own, which are no OSErrors",
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/training_engine.py:train": "raised again as soon as the other ranks know",

@@ -79,6 +79,21 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+@contextlib.contextmanager
+def as_os_errors(path: str) -> Iterator[None]:
+    """Let a file system's own errors be OSErrors: S3's of credentials and of connections are none."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no {path}") from error
+    except (OSError, ValueError, csv.Error):  # the last two are of what is in the file
+        raise
+    except Exception as error:
+        if not is_url(path):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 def open_file(path: str) -> BinaryIO:
     """Open a file for reading, wherever it is."""
     if not is_url(path):
@@ -93,8 +108,9 @@ def fingerprint(url: str) -> str:
     """Return what changes when the file of a URL does: its size, and its tag or time as far as they are known there."""
     import fsspec
 
-    system, path = fsspec.core.url_to_fs(url)
-    return str(system.ukey(path))
+    with as_os_errors(url):
+        system, path = fsspec.core.url_to_fs(url)
+        return str(system.ukey(path))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +130,7 @@ class Table:
 def open_table(path: str, label: str, problems: Problems) -> Table | None:
     """Return a file as a table; None, with the problem, when it cannot be opened or is not what its name says."""
     try:
-        with open_file(path) as file:
+        with as_os_errors(path), open_file(path) as file:
             start = file.read(8)
         if problem := _disguise(start, Path(path).suffix):
             problems.add(f"{label}: {problem}")
@@ -177,7 +193,7 @@ def _read_jsonl(path: str, label: str, problems: Problems, start: int) -> Iterat
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers from 1."""
-    with open_file(path) as lines:
+    with as_os_errors(path), open_file(path) as lines:
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if text.strip():
@@ -190,7 +206,13 @@ def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
         if b"\\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except json.JSONDecodeError as error:
-        problems.add(f"{where}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+        begins = line.strip() in (b"[", b"{")
+        hint = (
+            "; a .jsonl file has one whole object a line: `jq -c .` writes it so, `jq -c '.[]'` a list"
+            if begins
+            else ""
+        )
+        problems.add(f"{where}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}")
         return None
     except UnicodeEncodeError as error:
         problems.add(f"{where}: not valid JSON: {error.object[error.start]!r} is half a character")
@@ -228,7 +250,7 @@ def _open_csv(path: str, label: str, problems: Problems) -> Table | None:
         csv.field_size_limit(2**31 - 1)
         number = 1
         try:
-            with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as text:
+            with as_os_errors(path), io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as text:
                 reader = csv.reader(text, strict=True)
                 for fields in reader:
                     yield number, fields
@@ -262,6 +284,7 @@ def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table |
 
     def batches(columns: Sequence[str] | None) -> Iterator[Any]:
         with contextlib.ExitStack() as until:
+            until.enter_context(as_os_errors(path))
             file = until.enter_context(open_file(path))
             if kind == "parquet":
                 table = until.enter_context(pq.ParquetFile(file))
@@ -285,7 +308,7 @@ def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table |
 
     def count() -> int:
         if kind == "parquet":
-            with open_file(path) as file, pq.ParquetFile(file) as table:
+            with as_os_errors(path), open_file(path) as file, pq.ParquetFile(file) as table:
                 return cast("int", table.metadata.num_rows)
         return sum(batch.num_rows for batch in itertools.islice(batches(None), 1, None))
 

@@ -6,7 +6,8 @@ Files are those of a split where the split's name is a word of their path, as Hu
 
     train.jsonl    data/train-00000-of-00002.parquet    main/train/0000.parquet    train/data-00000-of-00001.arrow
 
-A folder without any such word is the split `train`. Of several formats the first of FORMATS is read.
+A folder without any such word is the split `train`. Of a file in several formats the first of FORMATS is read; other
+files of other formats are an error, except on the hub, where nobody can name a file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from rallypoint.data.files import FORMATS, Problems, is_url, suggestion
+from rallypoint.data.files import FORMATS, Problems, as_os_errors, is_url, suggestion
 from rallypoint.data.generators import Generator, check_generator, is_generator
 from rallypoint.data.hub import unreachable
 from rallypoint.errors import DataError
@@ -179,7 +180,15 @@ def choose(names: Iterable[str], dataset: DataSet) -> list[str]:
     elif "train" not in dataset.splits or any(_is_of(name, other) for name in found for other in _WORDS):
         raise DataError(f"{dataset.path} has no split {' or '.join(dataset.splits)}; it has {_listed(found)}")
     formats = [suffix for suffix in FORMATS if any(name.endswith(suffix) for name in found)]
-    found = [name for name in found if name.endswith(formats[0])] if formats else []
+    others = [name for name in found if not name.endswith(formats[0])] if formats else []
+    found = [name for name in found if name not in others]
+    twins = {str(PurePosixPath(name).with_suffix("")) for name in found}
+    alone = [name for name in others if str(PurePosixPath(name).with_suffix("")) not in twins]
+    if alone and not is_hub_name(dataset.path):
+        raise DataError(
+            f"{dataset.path} holds files of several formats, of which only {formats[0]} would be read: "
+            f"{_listed([found[0], *alone])}; name the files in data.train, or leave only those of one format there"
+        )
     if not found:
         raise DataError(f"{dataset.path} holds no {_formats()} file")
     subsets = sorted({_subset(name) for name in found})
@@ -220,10 +229,12 @@ def _remote_files(dataset: DataSet) -> list[str]:
     if problem := _check_url(dataset.path):
         raise DataError(problem)
     try:
-        system, root = fsspec.core.url_to_fs(dataset.path)
-        if not system.isdir(root):
-            return [dataset.path]
-        names = {str(name).removeprefix(root).lstrip("/"): str(name) for name in system.find(root, maxdepth=_DEPTH)}
+        with as_os_errors(dataset.path):
+            system, root = fsspec.core.url_to_fs(dataset.path)
+            if not system.isdir(root):
+                return [dataset.path]
+            found = system.find(root, maxdepth=_DEPTH)
+        names = {str(name).removeprefix(root).lstrip("/"): str(name) for name in found}
         return [str(system.unstrip_protocol(names[name])) for name in choose(names, dataset)]
     except (OSError, ImportError) as error:
         raise DataError(f"{dataset.path} cannot be read: {error}") from error

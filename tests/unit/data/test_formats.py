@@ -88,6 +88,17 @@ def test_a_folder_is_read_by_split_and_subset_as_the_hub_lays_it_out(tmp_path):
         files_of(DataSet(str(tmp_path), subset="main", splits=("validation",)))
 
 
+def test_a_folder_with_files_of_several_formats_is_refused_unless_they_are_the_same_files(tmp_path):
+    (tmp_path / "train.jsonl").write_text(lines(ROWS[:1]))
+    (tmp_path / "train.parquet").write_bytes(b"unread")
+    assert files_of(DataSet(str(tmp_path))) == [str(tmp_path / "train.parquet")]
+    (tmp_path / "more_train.jsonl").write_text(lines(ROWS))
+    said = r"several formats, of which only \.parquet would be read: train\.parquet, more_train\.jsonl; name the files"
+    with pytest.raises(DataError, match=said):
+        files_of(DataSet(str(tmp_path)))
+    assert choose(["a/train.parquet", "b/train.csv"], DataSet("lab/sums")) == ["a/train.parquet"]
+
+
 def test_a_folder_that_datasets_saved_is_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
@@ -140,6 +151,7 @@ BROKEN = {
     "lines called parquet": ("a.parquet", GOOD, "cannot be read as parquet"),
     "lines called arrow": ("a.arrow", GOOD, "cannot be read as arrow"),
     "parquet called lines": ("a.jsonl", TABLE, "is a parquet file: let its name end in"),
+    "a list over several lines": ("a.jsonl", "[\n" + GOOD + "]\n", "line 1: not valid JSON.* one whole object a line"),
     "one list of all rows": ("a.jsonl", "[" + GOOD.strip() + "]\n", "line 1: expected a JSON object, found a list of"),
     "a field too few": ("a.csv", "prompt,ground_truth\n1,2\n1\n", "line 3: expected 2 fields, found 1"),
     "a quote without an end": ("a.csv", 'prompt,ground_truth\n"1,2\n', "line 2: not valid CSV"),

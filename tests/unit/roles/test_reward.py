@@ -60,6 +60,23 @@ def test_a_reward_model_that_sleeps_between_its_turns_says_the_same(worker, batc
     assert worker.memory()["memory_gib"].scalar > 0
 
 
+def test_all_reward_models_of_a_role_sleep_between_its_turns_and_each_says_its_own(tmp_path, batch):
+    folders = {name: make_tiny_reward_model(tmp_path / name, likes=likes) for name, likes in (("a", "7"), ("b", "9"))}
+    models = ", ".join(f"{{name: {name}, path: {folder}}}" for name, folder in folders.items())
+    config = load_config("digits", [f"reward.models=[{models}]", "reward.function=null"]).config
+    spec = WorkerSpec(config, "unread", SharedFolder.marked(tmp_path), None)
+    worker = RewardWorker(WorkerContext("reward", 0, Mesh({"dp_replicate": 1}), 1, "cpu", {}, lambda: None), spec)
+    awake = [worker.scores([batch], model)[0].values for model in range(2)]
+    assert not torch.equal(*awake)
+    weights = [weight for engine in worker.engines for weight in engine.model.parameters()]
+    for weight in weights:
+        weight.data = weight.data.clone()
+    worker.turns.sleep_between(*worker.engines)
+    assert not any(weight.untyped_storage().nbytes() for weight in weights)
+    assert all(torch.equal(worker.scores([batch], model)[0].values, awake[model]) for model in range(2))
+    assert not any(weight.untyped_storage().nbytes() for weight in weights)
+
+
 def test_nothing_of_a_reward_model_can_be_trained(worker):
     assert worker.engine.optimizer is None
     assert not any(weight.requires_grad for weight in worker.engine.model.parameters())
