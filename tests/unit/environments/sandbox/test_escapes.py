@@ -134,6 +134,8 @@ def test_disk_is_limited(sandbox):
     ran = sandbox.run(program, limits=Limits(time_s=TIME_S, files_mib=4))
     assert ran.status == "ok", ran
     assert int(ran.stdout) <= 32, "of 128 KiB in 4 MiB, or none at all"
+    empty = sandbox.run(program.replace("bytes(2**17)", "b''"), limits=Limits(time_s=TIME_S, files_mib=4))
+    assert int(empty.stdout) <= 1024, "of nothing: 256 a MiB"
 
 
 def test_a_program_that_does_not_end_is_ended(sandbox):
