@@ -13,8 +13,8 @@ Without a checkpoint, everything may change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, cast
 
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
@@ -149,14 +149,29 @@ def _rule(key: str) -> str | None:
 def _changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], *, both: Set[str], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys whose values differ, with both values; files that both have are compared by content."""
+    """Yield the keys whose values differ, with both values; files that both have are compared by content instead."""
     for name in dict.fromkeys((*new, *old)):
         key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from _changed_keys(before, after, both=both, prefix=f"{key}.")
-        elif before != after and key not in both:
+        elif (_besides_paths(before) != _besides_paths(after)) if key in both else before != after:
             was = f"was {shown(before)}" if name in old else "no key then"
             yield key, f"{key}={shown(after)} ({was})"
+
+
+def _besides_paths(value: object) -> object:
+    """Return what else is said of files, of those of which something is.
+
+    >>> _besides_paths(["a.jsonl", {"path": "b.jsonl", "weight": 3.0}])
+    [{'weight': 3.0}]
+    """
+    match value:
+        case list() | tuple():
+            return [found for one in cast("Sequence[object]", value) if (found := _besides_paths(one))]
+        case Mapping():
+            return {name: one for name, one in cast("Mapping[str, object]", value).items() if name != "path"}
+        case _:
+            return []
 
 
 def _changed_files(old: Inputs, new: Inputs) -> Iterator[tuple[str, str]]:

@@ -55,6 +55,26 @@ def test_nothing_has_changed_and_nothing_is_said(run: RunFolder):
 
 
 @pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (
+            "[{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]",
+            "[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 1}]",
+        ),
+        ("{path: a.jsonl, stream_rows: 20}", "{path: a.jsonl, stream_rows: 40}"),
+        ("a.jsonl", "{path: a.jsonl, stream_rows: 40}"),
+        ("a.jsonl", "{path: a.jsonl, columns: {prompt: question}}"),
+    ],
+)
+def test_other_weights_windows_or_columns_of_the_same_files_are_refused(material, then, now):
+    run = create_run(load_config("ppo", [*OWN, f"data.train={then}"]))
+    saved(run, 20, config_of(f"data.train={then}"))
+    assert resumed(run, f"data.train={then}").notes == ()
+    with pytest.raises(ResumeError, match=r"data\.train=.* which prompts come next follows from it"):
+        resumed(run, f"data.train={now}")
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("seed=1", r"seed=1 \(was 0\): the order of prompts and every draw follow from it"),
