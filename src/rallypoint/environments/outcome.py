@@ -21,6 +21,7 @@ import math
 import os
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
@@ -274,12 +275,14 @@ def _unwrap(value: object) -> object:
 def _number(value: object) -> float | None:
     """Return a number of any kind as a float; None for what is no number."""
     value = _unwrap(value)
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | Decimal):
         return None
     try:
         return float(value)
     except OverflowError:
         return math.inf
+    except ValueError:  # of a signalling NaN
+        return math.nan
 
 
 def _read_score(value: object, what: str) -> float:

@@ -3,6 +3,7 @@ import math
 import pickle
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -103,6 +104,7 @@ NUMBERS = [
     np.bool_(True),
     torch.tensor(0.5),
     Fraction(1, 4),
+    Decimal("0.25"),
 ]
 
 
@@ -157,6 +159,7 @@ BAD_RESULTS = [
     (object, "the score is type, expected a number"),
     (1j, "the score is complex, expected a number"),
     (math.nan, "the score is nan, expected a finite number"),
+    (Decimal("sNaN"), "the score is nan, expected a finite number"),
     (-math.inf, "the score is -inf, expected a finite number"),
     (1e39, TOO_LARGE.format("the score is 1e+39")),
     (-1e19, TOO_LARGE.format("the score is -1e+19")),
