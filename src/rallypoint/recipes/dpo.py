@@ -29,7 +29,7 @@ class DPO(Recipe):
         """Start the actor; it is its own reference, before the first step."""
         loss = PreferenceLoss(name=setup.config.preference.name, beta=setup.config.preference.beta)
         actor, source = await Actor.create(setup.placement, loss), setup.examples()
-        reference = InitialLogprobs(setup.config, actor, source)
+        reference = InitialLogprobs(setup.config, actor, source, setup.say)
         return cls(config=setup.config, actor=actor, source=source, loss=loss, reference=reference)
 
     async def train_step(self, step: int) -> Metrics:

@@ -6,6 +6,8 @@ so no second model is there; a resumed run reads them back.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,22 @@ from rallypoint.types import Sequences
 _FILE = Path("training") / "initial_logprobs.safetensors"
 """In a checkpoint."""
 _EXAMPLES_PER_CALL = 512
+_TELL_S = 30.0
+"""Seconds between two words on how many examples are done."""
 
 
 class InitialLogprobs:
     """The logprob of every answer that the run will train on, and of those of the validation set."""
 
-    def __init__(self, config: RunConfig, actor: Actor[Any], source: ExampleSource) -> None:
-        self._actor, self._source = actor, source
+    def __init__(
+        self,
+        config: RunConfig,
+        actor: Actor[Any],
+        source: ExampleSource,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._actor, self._source, self._say, self._clock = actor, source, say, clock
         self._wanted = torch.tensor(source.examples_until(config.trainer.num_steps * config.num_examples))
         num_rows = RECIPES[config.recipe].rows_per_example
         self._train = torch.full((int(self._wanted.max()) + 1, num_rows), torch.nan, dtype=torch.float64)
@@ -44,9 +55,14 @@ class InitialLogprobs:
     async def compute(self) -> None:
         """Compute what is not known; the actor must have the weights that the run begins with if something is not."""
         missing = self._wanted[self._train[self._wanted].isnan().any(1)]
+        told, done = self._clock(), 0
         for part in missing.split(_EXAMPLES_PER_CALL) if len(missing) else ():
             found = await self._sums(rows_of(self._source.train, part.tolist()))
             self._train[part] = found.reshape(len(part), -1)
+            done += len(part)
+            if (now := self._clock()) - told >= _TELL_S:
+                told = now
+                self._say(f"the reference has judged {done:,} of {len(missing):,} pairs, before the first step")
         if self._source.validation is not None and self.of_validation is None:
             self.of_validation = await self._sums(self._source.validation)
 
