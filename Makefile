@@ -12,7 +12,9 @@ WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 1}')
 demo: .venv/installed
 	$(BIN)/rally train digits
 
+# The package is compiled once, where Python may not write that by itself, for hundreds of processes import it.
 test: .venv/installed
+	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=15
 
 test-slow: .venv/installed

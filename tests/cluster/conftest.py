@@ -5,12 +5,13 @@ The modules beside these folders start clusters themselves, and a process is in 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
+SHARING = ("groups", "rendezvous")
+
 ResultT = TypeVar("ResultT")
-_CLUSTER = pytest.StashKey[Any]()
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +28,15 @@ def run(loop) -> Callable[[Awaitable[ResultT]], ResultT]:
 
 
 @pytest.fixture(scope="module")
-def local_ray(request, tmp_path_factory):
+def local_ray(request):
     """The cluster of this process. A runtime that is shut down leaves it running."""
     pytest.importorskip("ray")
-    from rallypoint.cluster.ray_cluster import RayCluster
+    from lasting_ray import lasting_ray
 
-    class LastingCluster(RayCluster):
-        def shutdown(self) -> None:
-            """Stay for the next module."""
-
-        end = RayCluster.shutdown
-
-    stash = request.session.stash
-    if _CLUSTER not in stash:
-        logs = tmp_path_factory.mktemp("ray")
-        stash[_CLUSTER] = LastingCluster.start_local(log_folder=logs, object_store_gib=1.2, dashboard=False, say=print)
-    return stash[_CLUSTER]
+    return lasting_ray(request)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    """End the cluster after the last test that may use it."""
-    yield
-    stash = item.session.stash
-    if _CLUSTER in stash and (nextitem is None or nextitem.path.parent.name not in ("groups", "rendezvous")):
-        stash[_CLUSTER].end()
-        del stash[_CLUSTER]
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name in SHARING:
+            item.add_marker("lasting_ray")

@@ -28,7 +28,7 @@ class Joined(RayCluster):
     """The simulated cluster, as one that somebody else started."""
 
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(address=str(cluster.address), namespace="nodes", own=None, silence_s=3, say=print)
+        super().__init__(address=str(cluster.address), namespace="nodes", own=None, silence_s=10, say=print)
 
 
 class Worker:
@@ -71,8 +71,8 @@ class Nodes:
         self.runtime = RayRuntime(
             Joined(self.cluster),
             log_folder=folder,
-            placement_timeout_s=20,
-            silence_s=3,
+            placement_timeout_s=120,
+            silence_s=10,
             preload=(),
             say=self.said.append,
             voice_every_s=0.5,

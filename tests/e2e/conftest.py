@@ -15,6 +15,15 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def share_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all runs in this process the same local Ray, where its start is not what is tested."""
+    if request.node.get_closest_marker("lasting_ray") is not None:
+        from lasting_ray import RayCluster, lasting_ray
+
+        monkeypatch.setattr(RayCluster, "start_local", lambda **_: lasting_ray(request))
+
+
 @pytest.fixture(scope="session")
 def weights_of() -> Callable[[RunFolder], dict[str, str]]:
     """See `tiny_runs.weights_of`."""

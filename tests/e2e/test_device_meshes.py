@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from tiny_runs import Runs
+
+pytestmark = pytest.mark.lasting_ray
 
 ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
 RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
@@ -30,9 +33,9 @@ def assert_close(actual, expected):
         assert (actual[name] - wanted).abs().max() <= 1e-4 * max(1.0, float(wanted.abs().max())), name
 
 
-@pytest.fixture
-def expected(runs) -> dict:
-    return final_weights(runs.run("one process", INLINE, ONE, HEADS))
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict:
+    return final_weights(Runs(tmp_path_factory.mktemp("expected")).run("one process", INLINE, ONE, HEADS))
 
 
 @pytest.mark.parametrize("size", ["tp=2", "sp=2"])

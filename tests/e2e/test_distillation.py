@@ -14,6 +14,8 @@ from rallypoint.recipes.serve import Options, Serving
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 TEACHER = "{hidden_size: 48, num_layers: 2, num_heads: 2, num_key_value_heads: 2, intermediate_size: 96}"
 STUDENT = "{hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 32}"
 FRAME = """\

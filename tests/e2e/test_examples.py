@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forks import ForkedRally
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rallypoint.environments.sandbox import SandboxError, open_sandbox
@@ -20,7 +21,7 @@ FEW = ("trainer.num_steps=2", "rollout.num_prompts=16", "validation.every_steps=
 
 
 def in_folder(folder, *arguments):
-    """Run Python there, show what it printed if it fails, and return it."""
+    """Run Python there, and show what it printed if it fails."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -31,7 +32,14 @@ def in_folder(folder, *arguments):
         check=False,
     )
     assert done.returncode == 0, f"{arguments}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
+
+
+def rally(folder, *arguments):
+    """Run the command line there, and return what it printed."""
+    process = ForkedRally([*arguments], cwd=folder)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, f"{arguments}: exit status {process.returncode}\n{printed}"
+    return printed
 
 
 def rows_of(file):
@@ -56,7 +64,7 @@ def test_the_example_trains_from_the_command_line_and_leaves_a_model_that_transf
     own_model, recipe, runtime
 ):
     keys = (*FEW, f"cluster.runtime={runtime}", f"trainer.name={recipe}")
-    in_folder(own_model, "-m", "rallypoint.cli.main", "train", f"{recipe}.yaml", *keys)
+    rally(own_model, "train", f"{recipe}.yaml", *keys)
     run = own_model / "runs" / recipe
     scores = [row["validation/score"] for row in rows_of(run / "metrics.jsonl") if "validation/score" in row]
     assert len(scores) == 3
@@ -104,7 +112,7 @@ def test_the_example_of_programs_trains_through_a_sandbox_and_says_which(tmp_pat
         shutil.copy(file, tmp_path)
     in_folder(tmp_path, "make.py")
     keys = ("cluster.runtime=inline", "trainer.num_steps=1", "rollout.group_size=4", "trainer.name=code")
-    printed = in_folder(tmp_path, "-m", "rallypoint.cli.main", "train", "grpo.yaml", *keys)
+    printed = rally(tmp_path, "train", "grpo.yaml", *keys)
     assert f"model-written code runs in a sandbox: {sandbox.name}" in " ".join(printed.split())
     rows = rows_of(tmp_path / "runs" / "code" / "metrics.jsonl")
     assert [row["reward/num_scored"] for row in rows if "reward/num_scored" in row] == [16]
@@ -125,9 +133,9 @@ def test_gsm8k_as_it_is_on_the_hub_trains_with_three_lines_for_its_columns(tmp_p
     rows = [{"question": question, "answer": answer} for question, answer in QUESTIONS.items()]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     in_folder(tmp_path, "make_model.py")
-    checked = in_folder(tmp_path, "-m", "rallypoint.cli.main", "check-reward", "grpo.yaml", "--max-rows=3")
+    checked = rally(tmp_path, "check-reward", "grpo.yaml", "--max-rows=3")
     assert re.search(r"right +3 +1\.1 ", checked), checked
     keys = ("cluster.runtime=inline", "trainer.num_steps=1", "rollout={num_prompts: 3, group_size: 4}")
-    in_folder(tmp_path, "-m", "rallypoint.cli.main", "train", "grpo.yaml", *keys, "trainer.name=gsm8k")
+    rally(tmp_path, "train", "grpo.yaml", *keys, "trainer.name=gsm8k")
     found = [row for row in rows_of(tmp_path / "runs" / "gsm8k" / "metrics.jsonl") if "reward/mean" in row]
     assert [(row["reward/num_scored"], row["reward/failed"]) for row in found] == [(12, 0)]

@@ -14,6 +14,8 @@ from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 MODEL = "{hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 32}"
 TINY = f"""\
 model: {{create: {MODEL}}}
@@ -124,13 +126,24 @@ def test_sft_trains_adapters(sft):
 MESHES = [("inline", "{dp_shard: 1}"), ("inline", "{sp: 2}"), ("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")]
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """A run in one process, of each recipe; the first test that compares with it makes it."""
+    made = {}
+
+    def run(runs):
+        recipe = (runs.folder.parent / "mine.yaml").read_text().split()[1]
+        return made.get(recipe) or made.setdefault(recipe, start(runs, "alone"))
+
+    return run
+
+
 @pytest.mark.parametrize(("runtime", "mesh"), MESHES)
-def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, runtime, mesh):
-    alone = start(sft, "alone")
+def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, alone, runtime, mesh):
     cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=30")
     found = start(sft, "cut", *cut, f"actor.mesh={mesh}")
     for name in ("actor/loss", "actor/grad_norm", "validation/loss"):
-        assert column(found, name) == pytest.approx(column(alone, name), rel=2e-5), name
+        assert column(found, name) == pytest.approx(column(alone(sft), name), rel=2e-5), name
 
 
 def test_what_sft_does_not_read_is_refused_on_the_command_line(sft):
@@ -201,12 +214,11 @@ def test_pairs_train_adapters(pairs):
 
 
 @pytest.mark.parametrize(("runtime", "mesh"), MESHES)
-def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, runtime, mesh):
-    alone = start(pairs, "alone")
+def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, alone, runtime, mesh):
     cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=33")
     found = start(pairs, "cut", *cut, f"actor.mesh={mesh}")
     for name in ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss", "validation/margin"):
-        assert column(found, name) == pytest.approx(column(alone, name), rel=1e-4, abs=1e-5), name
+        assert column(found, name) == pytest.approx(column(alone(pairs), name), rel=1e-4, abs=1e-5), name
 
 
 def test_a_pair_must_fit_into_one_micro_batch(pairs):

@@ -3,6 +3,8 @@
 import pytest
 from outsider import Caller
 
+pytestmark = pytest.mark.lasting_ray
+
 ONE = "cluster.pools={main: [1]}"
 SPLIT = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second")
 LONG = "trainer.num_steps=8"
@@ -10,7 +12,7 @@ LONG = "trainer.num_steps=8"
 
 @pytest.mark.parametrize("placement", [(ONE,), SPLIT], ids=["colocated", "split"])
 def test_a_run_that_is_asked_while_it_trains_ends_with_the_same_weights(runs, weights_of, placement):
-    alone = runs.run("alone", *placement, LONG)
+    alone = runs.run("alone", *placement, LONG, "cluster.runtime=inline")
     caller = Caller(runs.folder / "asked", num_half_open=300)
     caller.start()
     asked = runs.run("asked", *placement, LONG, "rollout.serve=0")

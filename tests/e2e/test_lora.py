@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from rallypoint.cli.main import app
 from rallypoint.recipes.use import find_trained
 
+pytestmark = pytest.mark.lasting_ray
+
 INLINE, ONE = "cluster.runtime=inline", "cluster.pools={main: [1]}"
 LORA = "model.lora={rank: 4, alpha: 8}"
 

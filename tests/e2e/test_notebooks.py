@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -30,7 +29,6 @@ def shown(notebook: NotebookNode) -> str:
     return "\n".join(output.get("text") or str(output.get("data")) for output in outputs)
 
 
-@pytest.mark.timeout(240)
 def test_the_notebooks_train_and_read_a_run(tmp_path: Path):
     training = executed("train", tmp_path)
     text = shown(training)

@@ -7,6 +7,8 @@ from docs_blocks import blocks
 
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):

@@ -1,5 +1,9 @@
 """A run's weights are the same whichever way they take to the rollout role."""
 
+import pytest
+
+pytestmark = pytest.mark.lasting_ray
+
 WAYS = ("memory", "broadcast", "folder")
 SHORT, HEADS = "trainer.num_steps=2", "model.create.num_key_value_heads=2"
 

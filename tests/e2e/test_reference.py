@@ -4,6 +4,8 @@ import pytest
 
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 INLINE, ONE = "cluster.runtime=inline", "cluster.pools={main: [1]}"
 MOVING = ("reference.refresh_every_steps=3", "kl.adaptive={target: 1e-4, horizon: 64}", "actor.optimizer.lr=0.03")
 LAYOUTS = {

@@ -13,6 +13,8 @@ from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.use import evaluate, find_trained
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 ALONE = ("recipe=grpo", "advantage.token_discount=null", "reward.function=null")
 

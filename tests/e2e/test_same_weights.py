@@ -4,6 +4,8 @@ import pytest
 
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
 RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
 

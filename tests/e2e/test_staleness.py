@@ -15,6 +15,8 @@ from rallypoint.roles import rollout as role
 from rallypoint.roles.engines import make_engine
 from rallypoint.run import read_metrics
 
+pytestmark = pytest.mark.lasting_ray
+
 SPLIT = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling", "validation.every_steps=10")
 AHEAD = (*SPLIT, "rollout.max_staleness=2", "rollout.max_response_tokens=12", "rollout.min_response_tokens=12")
 AHEAD = (*AHEAD, "cluster.runtime=inline", "checkpoint.every_steps=2")

@@ -48,6 +48,7 @@ def runtime(tmp_path):
             OneNode(cluster), log_folder=tmp_path, placement_timeout_s=60, silence_s=60, preload=(), say=print
         )
     finally:
+        ray.shutdown()
         cluster.shutdown()
 
 

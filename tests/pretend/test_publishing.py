@@ -63,7 +63,7 @@ def published(driver, versions=(1, 2)):
             sink.finish()
         line.close()
 
-    with open_rendezvous("memory", "pretend", lease_s=2) as rendezvous, ThreadPoolExecutor(3) as pool:
+    with open_rendezvous("memory", "pretend", lease_s=10) as rendezvous, ThreadPoolExecutor(3) as pool:
         list(pool.map(run, range(3)))
     for model in models:
         for name, tensor in model.items():

@@ -10,6 +10,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 from rallypoint.cli.main import run
 
@@ -17,17 +18,25 @@ from rallypoint.cli.main import run
 def fork_context() -> ForkServerContext:
     """Return what makes such processes. The process that they come from is started with the first of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.cli.train"])
+    context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.cli.train", "frozen"])
     return context
 
 
 class ForkedRally:
     """The command line in a process of its own, with the methods of `subprocess.Popen`; stdout has stderr too."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], *, cwd: Path | None = None, kill_before: str | None = None) -> None:
+        """Start it.
+
+        Args:
+            arguments: of `rally`.
+            cwd: working directory; by default this process's.
+            kill_before: the process is killed before it renames anything to a path that ends with this.
+        """
         context = fork_context()
         ours, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_be_rally, args=(arguments, theirs, dict(os.environ)), daemon=True)
+        given = (arguments, theirs, dict(os.environ), cwd or Path.cwd(), kill_before)
+        self._process = context.Process(target=_be_rally, args=given, daemon=True)
         self._process.start()
         theirs.close()
         with ours:
@@ -67,7 +76,10 @@ class ForkedRally:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def _be_rally(arguments: list[str], stdout: Connection, environment: dict[str, str]) -> None:
+def _be_rally(
+    arguments: list[str], stdout: Connection, environment: dict[str, str], cwd: Path, kill_before: str | None
+) -> None:
+    os.chdir(cwd)
     for stream in (1, 2):
         os.dup2(stdout.fileno(), stream)
     stdout.close()
@@ -76,7 +88,15 @@ def _be_rally(arguments: list[str], stdout: Connection, environment: dict[str, s
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["rally", *arguments]
+    if kill_before is not None:
+        sys.addaudithook(lambda event, details: _kill_before(kill_before, event, details))
     try:
         run()
     finally:
         atexit._run_exitfuncs()
+
+
+def _kill_before(ending: str, event: str, details: tuple[object, ...]) -> None:
+    """Look at what the interpreter is about to do: it tells of every rename before it is done."""
+    if event == "os.rename" and str(details[1]).endswith(ending):
+        os.kill(os.getpid(), signal.SIGKILL)

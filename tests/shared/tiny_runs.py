@@ -54,9 +54,9 @@ class Runs:
         assert train(load_checked(str(path), more), run, Silent(), resume=True)
         return run
 
-    def start(self, *arguments: str) -> ForkedRally:
-        """Start the command line in a process of its own."""
-        return ForkedRally([*arguments])
+    def start(self, *arguments: str, kill_before: str | None = None) -> ForkedRally:
+        """Start the command line in a process of its own; see `ForkedRally`."""
+        return ForkedRally([*arguments], kill_before=kill_before)
 
     def start_fresh(self, *arguments: str) -> subprocess.Popen[str]:
         """Start the command line in a new interpreter, as a user does."""

@@ -14,13 +14,15 @@ from rallypoint.parallel import DeviceMesh
 def on_mesh():
     """Return a function that runs a call on every rank of a mesh, each in a thread."""
     names = itertools.count()
-    with open_rendezvous("memory", "these tests", lease_s=2) as rendezvous:
+    with open_rendezvous("memory", "these tests", lease_s=20) as rendezvous:
 
         def run(call, **sizes):
             name, size = f"mesh {next(names)}", torch.tensor(list(sizes.values())).prod().item()
+            meshes = []  # kept until all are done: a rank that went could not be connected to
 
             def on_rank(rank):
-                return call(DeviceMesh.connect(rendezvous, name, rank, sizes, timeout_s=20))
+                meshes.append(mesh := DeviceMesh.connect(rendezvous, name, rank, sizes, timeout_s=60))
+                return call(mesh)
 
             with ThreadPoolExecutor(size) as pool:
                 return list(pool.map(on_rank, range(size)))

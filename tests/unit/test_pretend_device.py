@@ -17,17 +17,13 @@ FOR_GPUS = ("test_forward.py", "test_norm.py", "test_sleep.py")
 """Of tests/gpu, those that are small enough for a CPU and need no more of a GPU than that it is not one."""
 
 
-def test_on_the_pretend_device():
-    run(*(path for path in sorted((ROOT / "tests" / "pretend").glob("test_*.py")) if path.name != TRAINING))
+def test_on_the_pretend_device_with_tests_for_gpus():
+    pretend = (path for path in sorted((ROOT / "tests" / "pretend").glob("test_*.py")) if path.name != TRAINING)
+    assert "skipped" not in run(*pretend, *(ROOT / "tests" / "gpu" / name for name in FOR_GPUS))
 
 
 def test_training_on_the_pretend_device():
     run(ROOT / "tests" / "pretend" / TRAINING)
-
-
-def test_tests_for_gpus_run():
-    said = run(*(ROOT / "tests" / "gpu" / name for name in FOR_GPUS))
-    assert "skipped" not in said
 
 
 def run(*files):

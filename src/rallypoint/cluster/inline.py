@@ -137,8 +137,8 @@ class InlineProcess:
                         left.append(submitted[0])
             self._calls.put(None)
         for one in left:
+            _settle(one, error=death(one.invocation))  # first: a call that is cancelled answers, too
             one.cancel()
-            _settle(one, error=death(one.invocation))
 
     def _submit(self, invocation: Invocation, call: Callable[[], Any]) -> InlinePending:
         pending = InlinePending(invocation, self, Future())

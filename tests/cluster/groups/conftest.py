@@ -19,7 +19,7 @@ def runtime(request, tmp_path_factory, loop) -> Iterator[Runtime]:
         from rallypoint.cluster.ray_runtime import RayRuntime
 
         runtime = RayRuntime(
-            cluster, log_folder=logs, placement_timeout_s=20, silence_s=silence_s, preload=(), say=print
+            cluster, log_folder=logs, placement_timeout_s=120, silence_s=silence_s, preload=(), say=print
         )
     else:
         runtime = InlineRuntime(log_folder=logs, silence_s=silence_s, say=print)

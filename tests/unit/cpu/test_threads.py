@@ -23,7 +23,7 @@ def lanes() -> Iterator[Lanes]:
 
 
 def test_jobs_run_at_the_same_time_and_answer_in_their_order(lanes: Lanes) -> None:
-    meeting = threading.Barrier(3, timeout=20)
+    meeting = threading.Barrier(3, timeout=60)
 
     def job(number: int) -> int:
         meeting.wait()
@@ -65,7 +65,7 @@ def test_an_error_waits_until_every_job_has_ended(lanes: Lanes, which: int) -> N
         raise ArithmeticError("of one job")
 
     def other() -> None:
-        assert others_may_end.wait(20)
+        assert others_may_end.wait(60)
         ended.set()
 
     with pytest.raises(ArithmeticError, match="of one job"):

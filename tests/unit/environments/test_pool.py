@@ -289,7 +289,7 @@ def test_an_async_function_may_raise_anything_and_is_asked_again(opened):
 
 def test_of_sixty_calls_six_that_hang_six_that_exit_and_six_that_raise_leave_the_others_right(opened):
     texts = [{0: "hangs", 1: "exits", 2: "sys.exit"}.get(row % 10, "good") for row in range(60)]
-    outcomes = grade(opened(num_processes=4, timeout_s=1.0), texts)
+    outcomes = grade(opened(num_processes=4, timeout_s=2.0), texts)
     kinds = [each.kind if isinstance(each, Failure) else each for each in outcomes]
     expected = {"hangs": "timeout", "exits": "crashed", "sys.exit": "raised", "good": score(1.0)}
     assert kinds == [expected[text] for text in texts]

@@ -87,7 +87,7 @@ def test_an_environment_without_a_whole_marker_or_an_interpreter_is_not_there(en
 
 def test_two_do_not_work_on_it_at_once_even_when_the_first_one_is_killed(environment, python, tmp_path):
     slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nsleep 2\n")
+    slow.write_text("#!/bin/sh\nsleep 15\n")
     slow.chmod(0o755)
     code = f"""
 from pathlib import Path

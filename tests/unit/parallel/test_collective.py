@@ -21,9 +21,14 @@ def ranks(rendezvous):
     meetings = itertools.count()
 
     def run(size, call):
-        meeting = f"meeting {next(meetings)}"
+        meeting, groups = f"meeting {next(meetings)}", []
+
+        def on_rank(rank):
+            groups.append(group := connect(rendezvous, meeting, rank, size))  # kept until all are connected, and done
+            return call(group)
+
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(lambda rank: call(connect(rendezvous, meeting, rank, size)), range(size)))
+            return list(pool.map(on_rank, range(size)))
 
     return run
 

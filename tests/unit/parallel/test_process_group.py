@@ -25,7 +25,7 @@ def groups(rendezvous):
     """Three ranks, connected."""
 
     def rank_of(rank):
-        return meet(rendezvous, "meeting", rank=rank, world_size=3, timeout_s=20)
+        return meet(rendezvous, "meeting", rank=rank, world_size=3, timeout_s=60)
 
     with ThreadPoolExecutor(3) as pool:
         groups = list(pool.map(rank_of, range(3)))
@@ -51,7 +51,7 @@ def test_a_group_listens_nowhere_but_on_the_address_that_it_was_given(rendezvous
         groups = list(
             pool.map(
                 lambda rank: meet(
-                    rendezvous, "elsewhere", rank=rank, world_size=2, timeout_s=20, address=f"127.0.0.{2 + rank}"
+                    rendezvous, "elsewhere", rank=rank, world_size=2, timeout_s=60, address=f"127.0.0.{2 + rank}"
                 ),
                 range(2),
             )
@@ -87,7 +87,7 @@ def test_loopback_between_two_machines_is_refused_instead_of_waited_for(rendezvo
     rendezvous.rooms.renew("meeting", "elsewhere")
     rendezvous.rooms.transact("meeting", lambda room: room.join(elsewhere, 2))
     with ThreadPoolExecutor(1) as pool:
-        here = pool.submit(meet, rendezvous, "meeting", rank=0, world_size=2, timeout_s=20)
+        here = pool.submit(meet, rendezvous, "meeting", rank=0, world_size=2, timeout_s=60)
         room = rendezvous.rooms.wait("meeting", 0, 20)
         while not room.assembled:
             room = rendezvous.rooms.wait("meeting", room.news, 20)
@@ -102,7 +102,7 @@ def test_what_the_rendezvous_refuses_is_refused(rendezvous):
         while not rendezvous.rooms.transact("meeting", lambda room: room).seats:
             pass
         with pytest.raises(WorldSizeError):
-            meet(rendezvous, "meeting", rank=0, world_size=2, timeout_s=20)
+            meet(rendezvous, "meeting", rank=0, world_size=2, timeout_s=60)
         assert first.exception()
 
 
@@ -110,4 +110,4 @@ def test_a_device_that_torch_has_no_collectives_for_is_refused_with_those_that_i
     with pytest.raises(
         PlacementError, match=r"no collectives for devices of type 'warp'; it has backends for gloo \(cpu\)"
     ):
-        meet(rendezvous, "meeting", rank=0, world_size=2, timeout_s=20, device="warp")
+        meet(rendezvous, "meeting", rank=0, world_size=2, timeout_s=60, device="warp")

@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 def colocated(on_mesh, folder):
     """Return a function that makes processes of an actor that is cut in some way."""
     until = []
-    with open_rendezvous("memory", "devices", lease_s=2) as rendezvous:
+    with open_rendezvous("memory", "devices", lease_s=10) as rendezvous:
 
         def make(driver, *, dtype="float32", num_rollout=None, **sizes):
             def load(mesh):

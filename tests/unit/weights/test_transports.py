@@ -53,7 +53,7 @@ def blank():
 class Company:
     """A line of threads: actor ranks 0..R-1, then rollout ranks; with `shared`, the first rollout rank is rank 0."""
 
-    def __init__(self, rendezvous, join, num_roots, num_takers, *, shared=False, timeout_s=20.0, name="weights"):
+    def __init__(self, rendezvous, join, num_roots, num_takers, *, shared=False, timeout_s=60.0, name="weights"):
         self.sources = [source(parts) for parts in cuts(num_roots)]
         members = [Participant(rank, 0 if shared and rank == 0 else None) for rank in range(num_roots)]
         members += [Participant(None, rank) for rank in range(int(shared), num_takers)]
@@ -97,7 +97,7 @@ class Company:
 
 @pytest.fixture
 def rendezvous():
-    with open_rendezvous("memory", "these tests", lease_s=2) as rendezvous:
+    with open_rendezvous("memory", "these tests", lease_s=10) as rendezvous:
         yield rendezvous
 
 

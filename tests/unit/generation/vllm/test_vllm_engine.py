@@ -234,7 +234,7 @@ def test_what_a_failed_rollout_leaves_are_the_others(engine, world):
 
 
 def test_a_server_that_has_work_and_does_none_is_given_up(make_engine, world):
-    engine = make_engine(silence_s=0.3)
+    engine = make_engine(silence_s=2.0)
     world.misbehave.append(hang)
     request = request_of(4)
     request_id = engine.submit(request)
@@ -397,9 +397,9 @@ def test_an_adapter_is_named_once_to_every_server_and_asked_for_from_then_on(mak
 
 
 def test_a_server_that_nobody_asked_for_long_is_not_taken_for_silent(make_engine, world):
-    engine = make_engine(silence_s=0.3)
+    engine = make_engine(silence_s=2.0)
     list(stream(engine, request_of(1)))
-    time.sleep(0.5)
+    time.sleep(2.1)
 
     def slowly(server, answer):
         time.sleep(0.15)
