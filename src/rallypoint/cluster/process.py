@@ -152,6 +152,8 @@ class WorkerProcess:
         self._workers: dict[str, Any] = {}
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._insisting: threading.Thread | None = None
         self._progress = 0
         self._running: Invocation | None = None
         self._thread = 0
@@ -223,22 +225,23 @@ class WorkerProcess:
             if number in self._cancelled:
                 return
             self._cancelled.add(number)
-        if self._stop(number):
-            threading.Thread(target=self._insist, args=(number,), daemon=True).start()
+            if self._stop(number):
+                self._insisting = threading.Thread(target=self._insist, args=(number,), daemon=True)
+                self._insisting.start()
 
     def _insist(self, number: int) -> None:
         """Stop a call until it ends: Python drops what is raised in a destructor or a weak reference's callback."""
-        while self._stop(number):
-            time.sleep(_INSIST_S)
+        with self._lock:
+            while self._stop(number):
+                self._ended.wait(_INSIST_S)
 
     def _stop(self, number: int) -> bool:
-        """Raise in a call unless it is ending; return whether it is under way."""
-        with self._lock:
-            if self._running is None or self._running.number != number:
-                return False
-            if not _handles_cancellation(self._thread):
-                _raise_in(self._thread, _CancelledError)
-            return True
+        """Raise in a call unless it is ending; return whether it is under way. The caller holds the lock."""
+        if self._running is None or self._running.number != number:
+            return False
+        if not _handles_cancellation(self._thread):
+            _raise_in(self._thread, _CancelledError)
+        return True
 
     def _tick(self) -> None:
         self._progress += 1
@@ -254,6 +257,10 @@ class WorkerProcess:
             return self._work(invocation, work)
         except _CancelledError:
             raise CallCancelledError(str(invocation)) from None
+        finally:
+            if (insisting := self._insisting) is not None:  # it ends at once, and must not outlive the call
+                insisting.join()
+                self._insisting = None
 
     def _work(self, invocation: Invocation, work: Callable[[], ResultT]) -> ResultT:
         """Record the call, execute it, and turn an exception into an error that can cross processes."""
@@ -273,6 +280,7 @@ class WorkerProcess:
                 self._running = None
                 self._cancelled.discard(invocation.number)
                 _raise_in(threading.get_ident(), None)  # a cancellation that came too late must not hit the next call
+                self._ended.notify_all()
             self._tick()
 
 
