@@ -80,6 +80,8 @@ SHIPPED: dict[str, str] = {
     "judge": f"{_HERE}.judge:judge",
 }
 """Module and function of every reward that ships, by its name; docs/reward.md says what each does."""
+_CHECKS: dict[str, str] = {"regex": f"{_HERE}.form:regex_problem"}
+"""Module and function that say what is wrong with a shipped reward's parameters, beyond their names."""
 _NEEDS: dict[str, tuple[str, str]] = {
     "math": ("math_verify", "math"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
@@ -100,7 +102,8 @@ def check_reward_spec(spec: str, parameters: Mapping[str, object] | None = None)
     if spec in SHIPPED:
         if spec in _NEEDS and importlib.util.find_spec(_NEEDS[spec][0]) is None:
             return f"it needs the package {_NEEDS[spec][0]}; {how_to_install(_NEEDS[spec][1])}"
-        return _find_signature_problem(spec, own_signature(_import_shipped(spec)), parameters or {})
+        problem = _find_signature_problem(spec, own_signature(_imported(SHIPPED[spec])), parameters or {})
+        return problem or (_imported(_CHECKS[spec])(parameters or {}) if spec in _CHECKS else None)
     try:
         signature = written_signature(*_split(spec))
     except UserCodeError as error:
@@ -121,14 +124,14 @@ def load_reward(spec: str, parameters: Mapping[str, object] | None = None) -> Re
         RewardError: there is no such file or function, the file raises while it is imported, or the function
             cannot be called with (data_source, solution_str, ground_truth, extra_info) and the parameters.
     """
-    function = _import_shipped(spec) if spec in SHIPPED else _load_own(spec)
+    function = _imported(SHIPPED[spec]) if spec in SHIPPED else _load_own(spec)
     if problem := _find_signature_problem(spec, own_signature(function), parameters or {}):
         raise RewardError(problem)
     return cast("RewardFunction", functools.partial(function, **parameters) if parameters else function)
 
 
-def _import_shipped(spec: str) -> Callable[..., object]:
-    module, _, name = SHIPPED[spec].partition(":")
+def _imported(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

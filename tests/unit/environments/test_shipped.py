@@ -61,7 +61,21 @@ table(
     ("#### 7 eggs", "7", 1),
     ("#### " + "9" * 100_000, "7", 0),
     ("#### 7" * 10_000, "7", 1),
+    ("#### 7/2", "3.5", 1),
+    ("#### 7/2", "7", 0),
+    ("#### 7/0", "7", 0),
+    ("#### 1e3", "1000", 1),
+    ("#### 1e" + "9" * 100, "7", 0),
+    ("#### 7e is no power", "7", 1),
+    ("#### \u22125", "-5", 1),
+    ("#### -$7", "-7", 1),
+    ("#### 12,5,7", "1257", 0),
+    ("#### 12,5", "125", 0),
+    ("#### 1234,567", "1234567", 0),
+    ("#### $1,234,567.5", "1234567.5", 1),
+    ("#### 7, or so", "7", 1),
 )
+table("gsm8k", ("from 1,234 to 1/2", "0.5", 1), flexible=True)
 table("gsm8k", ("it is 3, no, 7.", "7", 1), ("no number", "7", 0), ("#### 1, or 7", "7", 0), flexible=True)
 table(
     "math",
@@ -113,6 +127,41 @@ table(
     ("A\nB\nC\nD", "D", 1),
     ("The answer is Z", "B", 0),
     ("The answer is " * 5_000, "B", 0),
+    ("answer is **(B)** because A is wrong", "B", 1),
+    (r"\boxed{\textbf{(B)}}", "B", 1),
+    (r"\boxed{\textbf{(B)}\ 12}", "B", 1),
+    (r"Final Answer: \boxed{\text{(B)}}", "B", 1),
+    (r"\boxed{B: Paris}", "B", 1),
+    (r"\boxed{A, B}", "A", 0),
+    (r"\boxed{Boston}", "B", 0),
+    ("<answer>B. Paris</answer>", "B", 1),
+    ("The answer is $B$", "B", 1),
+    (r"The answer is \(B\).", "B", 1),
+    ('The answer is "B".', "B", 1),
+    ("The answer is a whale.", "A", 0),
+    ("Answer: A whale.", "A", 0),
+    ("The answer is I think hard to find", "I", 0),
+    ("The answer is a.", "A", 1),
+    ("The answer is A because whales are mammals", "A", 1),
+    ("The answer I would choose is (B)", "B", 1),
+    ("The answer to question 3 is B", "B", 1),
+    ("The answer is therefore option B, not A", "B", 1),
+    ("The answer is not A but B", "B", 1),
+    ("The answer is not A", "A", 0),
+    ("The answer cannot be determined", "A", 0),
+    ("The answer is a bit hard to find, but B", "B", 1),
+    ("The correct answer is: B) Paris", "B", 1),
+    ("My answer: B. I hope this helps", "B", 1),
+    ("Option A is wrong, so the answer is option B", "B", 1),
+    ("Choice B is wrong. I choose A.", "A", 1),
+    ("I'd go with (B)", "B", 1),
+    ("I choose a whale", "A", 0),
+    ("Option B is correct, option C is wrong", "B", 1),
+    ("Option B is wrong", "B", 0),
+    ("#### B", "B", 1),
+    ("- **B**", "B", 1),
+    ("I", "I", 1),
+    ("answer " * 5_000, "B", 0),
 )
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 table(
@@ -282,5 +331,10 @@ def test_a_ground_truth_that_cannot_be_read_is_an_error_that_shows_it(name, para
 def test_what_a_reward_that_ships_needs_is_said_before_anything_starts():
     assert check_reward_spec("regex") == "regex needs the parameter 'pattern': set reward.parameters={pattern: ...}"
     assert check_reward_spec("regex", {"pattern": "x"}) is None
+    problem = (
+        "the pattern '<think>(.*</think>' is no regular expression: missing ), unterminated subpattern at position 7"
+    )
+    assert problem in str(check_reward_spec("regex", {"pattern": "<think>(.*</think>"}))
+    assert "expected text for pattern, found 12; put it in quotes" in str(check_reward_spec("regex", {"pattern": 12}))
     assert "has no parameter 'patern'; did you mean 'pattern'?" in str(check_reward_spec("regex", {"patern": "x"}))
     assert "did you mean 'gsm8k'?" in str(check_reward_spec("gsm8"))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 from typing import Any
 
-_NUMBER = re.compile(r"[-+]?\$?(?:\d[\d,]*(?:\.\d*)?|\.\d+)")
+_NUMBER = re.compile(r"[-+]?\$?(?:\d(?:[\d,]*\d)?(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+|/\d+)?")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,]).*")
+_MINUS = str.maketrans("\u2212\uff0d", "--")
 
 
 def exact(
@@ -97,14 +99,51 @@ def _last_box(text: str) -> str:
     return text[max(text.rfind("\\boxed"), 0) :]
 
 
-_LETTER = r"\(?\**([A-Za-z])\**\)?(?![A-Za-z'])"
-_CHOICES = (
-    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}"),
-    re.compile(r"<answer>\s*\(?([A-Za-z])\)?[\s.:)]*</answer>", re.IGNORECASE),
-    re.compile(rf"(?i:answer|choice|option)(?:\s+(?i:is|would be))?\s*[:=]?\s*{_LETTER}"),
-    re.compile(r"^\s*\(?\**([A-Za-z])\**\)?[.:)]?\s*$", re.MULTILINE),
-    re.compile(r"^\s*\(?([A-Za-z])[.:)]\s"),
+_MARKED = r"[(\[]\s*(?P<{0}_marked>[A-Za-z])\s*[)\]]"
+_ALONE = (
+    r"(?P<{0}_plain>[B-HJ-Z])(?![\w'’])"
+    r"|(?P<{0}_word>[AIa-z])(?=\s*(?:[.,;:!?)\n]|$|(?:because|since|as|for|due|and|or|but|which|is|by)\b))"
 )
+"""A letter that may be a word, as in "a whale" and "I think", counts only where the sentence ends or begins anew."""
+_SAID = (
+    r"\s*(?:not\s+[(\[]?[A-Za-z][)\]]?,?\s+but\s+)?(?:(?i:therefore|thus|then|clearly|indeed|probably|likely)\s+)?"
+    r"(?:(?i:the\s+)?(?i:option|choice|letter|answer)\s+)?"
+)
+
+
+def _letter(name: str) -> str:
+    return f"(?:{_MARKED}|{_ALONE})".format(name)
+
+
+_IS = r"(?i:is|was|are|be)"
+_CHOICES = (
+    re.compile(r"\\boxed\s*\{\s*[(\[]?(?P<boxed>[A-Za-z])(?:[)\].:][^}]*|\s*)\}"),
+    re.compile(r"(?i:<answer>)\s*[(\[]?(?P<tagged>[A-Za-z])(?:[)\].:][^<]*|\s*)(?i:</answer>)"),
+    re.compile(
+        rf"\b(?i:answer|choice|option|letter)\b(?:[^.\n:=?!]{{0,60}}?\b{_IS}\b\s*:?|\s*[:=]){_SAID}{_letter('named')}"
+        r"|\b(?:I|i|We|we)(?:['’]\w+|\s+would|\s+will|\s+must)?\s+(?i:choose|chose|pick|select|go\s+with)"
+        rf"{_SAID}{_letter('chosen')}"
+        rf"|(?<![\w'’]){_letter('judged')}\s+{_IS}\s+(?i:the\s+)?(?i:correct|right|best|true)\b"
+    ),
+    re.compile(r"^[ \t#>-]*[(\[]?(?P<line>[A-Za-z])[)\]]?[.:)]?[ \t]*\r?$", re.MULTILINE),
+    re.compile(r"^\s*[(\[]?(?P<first>[A-Za-z])[\].:)]\s"),
+    re.compile(rf"\b(?i:answer|choice|option)\s+{_letter('weak')}(?!\s+{_IS}\s+(?i:not|wrong|incorrect|false)\b)"),
+    re.compile(r"(?<!\bnot )(?<![\w'’])(?:[(\[](?P<last_marked>[A-Za-z])[)\]]|(?P<last>[A-HJ-Z]))[\s.!]*$"),
+)
+"""How an answer is said, the surest first; of a form the last one counts."""
+_DRESS = re.compile(r"\\(?:text|math|bf|rm)[a-z]*\s*\{([^{}]*)\}")
+_ORNAMENT = re.compile(r"[*`$\"“”]|\\[()\[\]]|__")
+
+
+def _undressed(text: str) -> str:
+    r"""Return a text without what only makes it bold, upright or a formula.
+
+    >>> _undressed(r"**So** $\boxed{\textbf{(B)}}$")
+    'So \\boxed{(B)}'
+    """
+    while (plain := _DRESS.sub(r"\1", text)) != text:
+        text = plain
+    return _ORNAMENT.sub("", text)
 
 
 def multiple_choice(
@@ -117,6 +156,9 @@ def multiple_choice(
 ) -> float:
     r"""Compare the chosen letter with the true one, as in `\boxed{B}`, `<answer>B</answer>`, "the answer is (B)", "B".
 
+    Bold type, `$` and `\text{}` are read through. "A", "I" and small letters may be words: bare, they count only where
+    the sentence ends or turns, as in "The answer is A, because".
+
     Args:
         data_source: ignored.
         solution_str: the response; the last letter in the first of these forms that it has counts.
@@ -127,9 +169,9 @@ def multiple_choice(
     truth = letters[ground_truth] if isinstance(ground_truth, int) else str(ground_truth).strip().strip("().").upper()
     if truth not in letters or len(truth) != 1:
         raise ValueError(f"multiple_choice: expected a letter of {letters} or its number, found {ground_truth!r}")
-    end = solution_str[-4000:]
+    end = _undressed(solution_str[-4000:])
     for form in _CHOICES:
-        found = [letter.upper() for letter in form.findall(end)]
+        found = [str(said[said.lastgroup or 0]).upper() for said in form.finditer(end)]
         if chosen := [letter for letter in found if letter in letters]:
             return float(chosen[-1] == truth)
     return 0.0
@@ -176,13 +218,17 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def _number_in(text: str) -> Decimal | None:
-    """Return the first number of a text.
+    """Return the first number of a text; commas are part of it where they divide thousands.
 
-    >>> _number_in(" $1,234.50 in all"), _number_in("none")
-    (Decimal('1234.50'), None)
+    >>> _number_in(" $1,234.50 in all"), _number_in("7/2"), _number_in("1e3"), _number_in("12,5,7"), _number_in("none")
+    (Decimal('1234.50'), Decimal('3.5'), Decimal('1E+3'), None, None)
     """
-    found = _NUMBER.search(text[:200])
+    found = _NUMBER.search(text[:200].translate(_MINUS))
+    number = found[0].replace("$", "") if found else ""
+    if "," in number and not _THOUSANDS.fullmatch(number):
+        return None
+    whole, _, divisor = number.replace(",", "").partition("/")
     try:
-        return Decimal(found[0].replace(",", "").replace("$", "")) if found else None
-    except InvalidOperation:
+        return Decimal(whole) / Decimal(divisor) if divisor else Decimal(whole)
+    except DecimalException:
         return None

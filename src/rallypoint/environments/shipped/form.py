@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -61,6 +61,22 @@ def regex(
     """
     form = re.compile(pattern, re.DOTALL)
     return float(bool((form.fullmatch if whole else form.search)(solution_str.strip())))
+
+
+def regex_problem(parameters: Mapping[str, object]) -> str | None:
+    """Say why a pattern cannot be used.
+
+    >>> regex_problem({"pattern": "(a"})
+    "regex: the pattern '(a' is no regular expression: missing ), unterminated subpattern at position 0"
+    """
+    pattern = parameters["pattern"]
+    if not isinstance(pattern, str):
+        return f"regex: expected text for pattern, found {pattern!r}; put it in quotes"
+    try:
+        re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError) as error:  # the second of a repetition that is too large
+        return f"regex: the pattern {pattern!r} is no regular expression: {error}"
+    return None
 
 
 def length(
