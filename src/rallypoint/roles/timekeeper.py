@@ -6,6 +6,7 @@ slower than others. Must not know: what a batch is made of. The clock is passed 
 
 from __future__ import annotations
 
+import collections
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,8 @@ from rallypoint.types import Mean, Metrics
 
 _MUCH_SLOWER = 10.0
 """Times as long as most others take."""
+_STEPS_BEFORE = 8
+"""Steps that tell how long a group usually takes, where too few of the newest have ended."""
 
 
 class Timekeeper:
@@ -30,6 +33,7 @@ class Timekeeper:
         self._clock, self._write = clock, write
         self._began = self._loaded = self._asked = clock()
         self._taken: float | None = None
+        self._took_before: collections.deque[list[float]] = collections.deque(maxlen=_STEPS_BEFORE)
 
     def loaded(self) -> None:
         """Take note that new weights were loaded."""
@@ -70,6 +74,7 @@ class Timekeeper:
             ),
         )
         self._write(times)
+        self._took_before.append(_seconds(groups))
         interval = max(1e-9, self._taken - before)
         return Metrics(
             {
@@ -79,17 +84,32 @@ class Timekeeper:
         )
 
     def slowest(self, groups: Sequence[GroupUnderWay]) -> str | None:
-        """Say which group a step waits for; None unless most others took a small part of its time."""
-        took = [each.times.scored - each.times.admitted for each in groups if each.times.scored is not None]
+        """Say which group a step waits for; None unless others took a small part of its time.
+
+        They are most groups of the step, or, while too few of it have ended, those of earlier steps. In the first step
+        there are none, and then no group that has ended may have taken more.
+        """
         left = [each for each in groups if each.times.scored is None]
-        if not left or len(took) < len(left):
+        took, before = _seconds(groups), [seconds for step in self._took_before for seconds in step]
+        if not left or not (took or before):
             return None
-        oldest, usual = min(left, key=lambda each: each.times.admitted), statistics.median(took)
+        if len(took) >= len(left):
+            usual, of_whom = statistics.median(took), "most others took"
+        elif before:
+            usual, of_whom = statistics.median(before), "most of earlier steps took"
+        else:
+            usual, of_whom = max(took), "those that have ended took at most"
+        oldest = min(left, key=lambda each: each.times.admitted)
         waited = self._clock() - oldest.times.admitted
         if waited <= _MUCH_SLOWER * usual:
             return None
         doing = f"sampled by rank {oldest.rank} of rollout" if oldest.times.sampled is None else "scored"
         return (
             f"the step waits for {len(left)} of {len(groups)} prompts: {oldest.name}, prompt {oldest.index} of the "
-            f"run, has been under way for {waited:.0f} s and is being {doing}; most others took {usual:.1f} s"
+            f"run, has been under way for {waited:.0f} s and is being {doing}; {of_whom} {usual:.1f} s"
         )
+
+
+def _seconds(groups: Sequence[GroupUnderWay]) -> list[float]:
+    """Return how long those groups took that are scored."""
+    return [each.times.scored - each.times.admitted for each in groups if each.times.scored is not None]
