@@ -10,6 +10,8 @@ the one that sampled, and sg: no gradient:
     mixed             the mean of the last two
 
 The gradients are those of the divergences in expectation over the student's samples (arXiv 2306.13649, 2601.02780).
+rho = student / old * old / sampler. The first factor is what this update has moved; the second is the weight of the
+corrections, and 1 without any: right where the policy at the start of the update is the one that sampled.
 With the teacher's likeliest tokens, reverse, forward and mixed are sums over these instead, see `top_divergence`.
 """
 
@@ -39,7 +41,7 @@ class DistillationLoss:
     objective: PolicyObjective
     """Of `policy_gradient`."""
     corrections: tuple[Correction, ...] = ()
-    """Weights of tokens for the gap between sampler and trainer, likewise."""
+    """Weights of tokens for the gap between sampler and trainer, of every loss that reads the sampled token."""
 
     def denominator(self, batch: DistilledBatch, /) -> float:
         """Return the number of trained tokens that a teacher has judged; without one the sum is 0, too."""
@@ -60,17 +62,17 @@ class DistillationLoss:
         watched = Metrics(
             {"teacher_kl": Mean(float(gap), num_judged), "teacher_judged": Mean(num_judged, float(len(judged)))}
         )
+        tokens = PolicyTokens(
+            logprobs=logprobs,
+            old_logprobs=old,
+            rollout_logprobs=inputs.at_tokens(rows.rollout_logprobs),
+            advantages=teacher - old,
+            loss_mask=judged,
+            rows=inputs.at_tokens(rows.row_of_token),
+            num_rows=len(rows),
+        )
+        correction = correct(self.corrections, tokens)[0] if self.corrections else None
         if self.name == "policy_gradient":
-            tokens = PolicyTokens(
-                logprobs=logprobs,
-                old_logprobs=old,
-                rollout_logprobs=inputs.at_tokens(rows.rollout_logprobs),
-                advantages=teacher - old,
-                loss_mask=judged,
-                rows=inputs.at_tokens(rows.row_of_token),
-                num_rows=len(rows),
-            )
-            correction = correct(self.corrections, tokens)[0] if self.corrections else None
             total = self.objective(tokens, correction=correction).sum
         elif rows.top_tokens is not None and rows.top_logprobs is not None:
             assert outputs.beside is not None, "`ActorWorker.forward` asks for them"
@@ -81,6 +83,7 @@ class DistillationLoss:
             watched = merge(watched, Metrics({"teacher_mass": Mean(mass, num_judged)}))
         else:
             ratio = (logprobs.detach() - old).exp()
+            ratio = ratio if correction is None else ratio * correction
             lost = {
                 name: kl_penalty(logprobs, teacher, estimator) for name, estimator in _ESTIMATORS[self.name].items()
             }
@@ -96,7 +99,8 @@ def top_divergence(name: DistillationName, student: Tensor, teacher: Tensor) -> 
     The mass of the others counts as that of one class, which makes this a lower bound of the divergence over the whole
     vocabulary, 0 if and only if the two agree in every class, and equal to it where K is the vocabulary. Without that
     class a student could leave the K tokens altogether to please a reverse KL. A mass below 1e-5, which float32 hardly
-    tells from the sum of the others, counts as 1e-5. No ratio weighs it: nothing here depends on the token sampled.
+    tells from the sum of the others, counts as 1e-5. No ratio weighs it: given what stands before a token, nothing here
+    depends on the token sampled, so it has no bias whoever sampled it.
 
     >>> teacher = torch.tensor([[0.5, 0.25]]).log()  # and 0.25 elsewhere
     >>> top_divergence("reverse", torch.tensor([[0.25, 0.25]]).log(), teacher) / torch.tensor(2.0).log()

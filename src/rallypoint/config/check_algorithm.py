@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,32 +10,39 @@ from rallypoint.config.fields import Problem
 from rallypoint.config.sections.algorithms import (
     ClipConfig,
     ClipCovConfig,
+    CorrectionConfig,
     DecoupledConfig,
+    DPPOConfig,
     GSPOConfig,
     IcePopConfig,
+    ImportanceSamplingConfig,
+    KLMaskConfig,
     MaskConfig,
+    OffPolicyMaskConfig,
+    TISConfig,
 )
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import RunConfig
 
 
+_MOST_WEIGHT = 100.0
+"""A bound of old / rollout above it bounds nothing: it is far beyond what a few steps move a token that is sampled."""
+_FAR = 700.0
+"""Nats that `exp` can take."""
+_IN_BOUNDS = f"at most {_MOST_WEIGHT:g}"
+
+
 def check_correction(config: RunConfig) -> Iterator[Problem]:
-    """Yield corrections that count a gap twice, and bounds that leave nothing."""
-    weighs = [item.name for item in config.correction if item.name in {"tis", "icepop"}]
-    loss = config.loss
+    """Yield corrections of a policy loss that count a gap twice, or leave an older sampler's as it is."""
+    yield from _sound(config)
+    weighs, loss = _weighing(config), config.loss
     instead = "loss.name=clip" if loss.name == "decoupled" else "loss.anchor=old"
-    anchored = loss.name == "decoupled" or getattr(loss, "anchor", "old") == "rollout"
-    if len(weighs) > 1:
-        yield Problem(
-            ("correction",),
-            f"correction has {' and '.join(weighs)}, and each weighs tokens with old / rollout: that counts the gap "
-            "twice; expected one of them, others may be masks",
-        )
+    anchored = _is_anchored(config)
     if weighs and anchored:
         yield Problem(
             ("correction", "loss"),
-            f"correction has {weighs[0]}, but loss.name={loss.name} is weighed back to the sampler already: that "
+            f"correction has {weighs[0].name}, but loss.name={loss.name} is weighed back to the sampler already: that "
             f"counts the gap twice; expected masks only, or {instead}",
         )
     masks = [item for item in config.correction if isinstance(item, IcePopConfig | MaskConfig)]
@@ -46,13 +54,46 @@ def check_correction(config: RunConfig) -> Iterator[Problem]:
             "are masked still count; expected a mask of rows such as `{name: mask, level: geometric}`, a weight such "
             "as `{name: tis}`, or loss.name=clip",
         )
+    if config.rollout.max_staleness and not (weighs and anchored):
+        yield from (_unbounded if anchored else _uncorrected)(config)
+
+
+def check_taught_correction(config: RunConfig) -> Iterator[Problem]:
+    """Yield the same of a student's losses: that of the teacher, and the policy loss where there is one."""
+    teachers = config.teachers
+    if teachers.loss == "policy_gradient" or teachers.reward_coef:
+        yield from check_correction(config)
+    else:
+        yield from _sound(config)
+    if teachers.loss == "policy_gradient":
+        return
+    if teachers.top_k is not None:
+        if config.correction and not teachers.reward_coef:
+            yield Problem(
+                ("correction", "teacher.top_k"),
+                f"correction has no effect with teacher.loss={teachers.loss} and teacher.top_k={teachers.top_k}: the "
+                "loss of a place does not depend on the token that was sampled there; leave it out",
+            )
+        return
     staleness = config.rollout.max_staleness
-    if staleness and not anchored and not config.correction:
+    if staleness and not any(_most_weight(item) <= _MOST_WEIGHT for item in _weighing(config)):
+        with_rewards = " loss.name=clip" if teachers.reward_coef and _is_anchored(config) else ""
         yield Problem(
-            ("rollout.max_staleness", "loss.name", "correction"),
-            f"rollout.max_staleness={staleness} trains on rollouts of older weights, which loss.name={loss.name} takes "
-            "for its own: such runs collapse; expected loss.name=decoupled, loss.name=dppo, or "
-            "'correction=[{name: tis, cap: 2.0}]'",
+            ("rollout.max_staleness", "teacher.loss", "correction"),
+            f"rollout.max_staleness={staleness} trains on tokens that older weights have sampled, and with "
+            f"teacher.loss={teachers.loss} their gradient is that of no divergence unless each is weighed back to its "
+            f"sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]'{with_rewards}, "
+            "teacher.loss=policy_gradient, or a teacher.top_k, which needs none",
+        )
+
+
+def _sound(config: RunConfig) -> Iterator[Problem]:
+    """Yield two weights of one gap, and bounds that leave nothing."""
+    if len(weighs := _weighing(config)) > 1:
+        yield Problem(
+            ("correction",),
+            f"correction has {' and '.join(item.name for item in weighs)}, and each weighs tokens with old / rollout: "
+            "that counts the gap twice; expected one of them, others may be masks",
         )
     for item in config.correction:
         if isinstance(item, IcePopConfig | MaskConfig) and item.low >= item.high:
@@ -60,6 +101,68 @@ def check_correction(config: RunConfig) -> Iterator[Problem]:
                 ("correction",),
                 f"correction: {item.name} has low={item.low:g} and high={item.high:g}; expected low below high",
             )
+
+
+def _is_anchored(config: RunConfig) -> bool:
+    """Whether the policy loss is weighed back to the sampler by itself."""
+    return config.loss.name == "decoupled" or getattr(config.loss, "anchor", "old") == "rollout"
+
+
+def _weighing(config: RunConfig) -> list[TISConfig | IcePopConfig]:
+    return [item for item in config.correction if isinstance(item, TISConfig | IcePopConfig)]
+
+
+def _most_weight(item: CorrectionConfig) -> float:
+    """Return the largest old / rollout that a correction leaves, of a token or of its row."""
+    match item:
+        case TISConfig():
+            return item.cap
+        case IcePopConfig() | MaskConfig():
+            return item.high
+        case KLMaskConfig():
+            return math.exp(min(item.max_kl, _FAR))
+        case OffPolicyMaskConfig():
+            return math.exp(min(item.delta, _FAR))
+
+
+def _uncorrected(config: RunConfig) -> Iterator[Problem]:
+    """Yield a loss that takes tokens of older weights for its own, whatever they are."""
+    staleness, loss = config.rollout.max_staleness, config.loss
+    if any(_most_weight(item) <= _MOST_WEIGHT for item in config.correction):
+        return
+    found = "and there is no correction"
+    if config.correction:
+        listed = ", ".join(f"{item.name} of up to {_most_weight(item):g}" for item in config.correction)
+        found = f"and correction leaves everything as it is ({listed}, where a bound is {_IN_BOUNDS})"
+    yield Problem(
+        ("rollout.max_staleness", "loss.name", "correction"),
+        f"rollout.max_staleness={staleness} trains on rollouts of older weights, which loss.name={loss.name} takes "
+        f"for its own, {found}: such runs collapse; expected loss.name=decoupled, loss.name=dppo, or "
+        "'correction=[{name: tis, cap: 2.0}]'",
+    )
+
+
+def _unbounded(config: RunConfig) -> Iterator[Problem]:
+    """Yield a loss that weighs tokens back to the sampler by any number, so that a few decide a step."""
+    staleness, loss = config.rollout.max_staleness, config.loss
+    match loss:
+        case DecoupledConfig():
+            name, most, instead = "loss.max_weight", loss.max_weight, "loss.max_weight=5"
+        case DPPOConfig():
+            name, most, instead = "loss.max_ratio", loss.max_ratio, "loss.max_ratio=20"
+        case ImportanceSamplingConfig():
+            name, most, instead = "loss.name", None, "loss.name=decoupled, loss.name=dppo"
+        case _:
+            return
+    masks = [item for item in config.correction if isinstance(item, MaskConfig) and item.level == "token"]
+    if (most is None or most > _MOST_WEIGHT) and not any(item.high <= _MOST_WEIGHT for item in masks):
+        value = loss.name if name == "loss.name" else "null" if most is None else f"{most:g}"
+        yield Problem(
+            (name, "rollout.max_staleness", "correction"),
+            f"{name}={value} lets a token weigh anything, and with rollout.max_staleness={staleness} old / rollout of "
+            f"a few can decide a step; expected a bound of {_IN_BOUNDS}: {instead}, or a mask by token such as "
+            "'correction=[{name: mask, high: 10}]'",
+        )
 
 
 def check_kl(config: RunConfig) -> Iterator[Problem]:

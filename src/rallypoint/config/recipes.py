@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rallypoint.config.check_algorithm import check_clipping, check_correction, check_kl
+from rallypoint.config.check_algorithm import check_clipping, check_correction, check_kl, check_taught_correction
 from rallypoint.config.fields import Problem
 
 if TYPE_CHECKING:
@@ -289,6 +289,6 @@ declare(
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=("advantage", "loss", "correction", "aggregation"),
         watched=(("actor/teacher_kl", "teacher kl"), *WATCHED[:2]),
-        checks=(_check_teacher, _check_prompts, check_clipping, check_correction),
+        checks=(_check_teacher, _check_prompts, check_clipping, check_taught_correction),
     )
 )

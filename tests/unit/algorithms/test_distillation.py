@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rallypoint.algorithms import CrossEntropy, DistillationLoss, LossInputs, LossStreams, TokenOutputs
+from rallypoint.algorithms.corrections import TIS, IcePop
 from rallypoint.algorithms.distillation import top_divergence
 from rallypoint.algorithms.policy_losses import Clip
 from rallypoint.types import DistilledBatch, merge, offsets_from_lengths
@@ -15,8 +16,9 @@ CLIP = Clip(clip_low=0.2, clip_high=0.2, dual_clip=None)
 VOCABULARY = 7
 
 
-def batch_of(teacher, old=None, lengths=None):
-    """Return rows of one context token and trained ones, with what a teacher says of these."""
+def batch_of(teacher, old=None, lengths=None, sampler=None):
+    """Return rows of one context token and trained ones, with what a teacher says of these; `old` sampled them, if no
+    `sampler` is given."""
     lengths = lengths or [1] * len(teacher)
     mask = torch.tensor([place > 0 for length in lengths for place in range(length + 1)])
 
@@ -31,7 +33,7 @@ def batch_of(teacher, old=None, lengths=None):
         loss_mask=mask,
         prompt_index=torch.arange(len(lengths)),
         sample_index=torch.zeros(len(lengths), dtype=torch.int64),
-        rollout_logprobs=spread(torch.zeros(len(teacher)) if old is None else old),
+        rollout_logprobs=spread(next((one for one in (sampler, old) if one is not None), torch.zeros(len(teacher)))),
         old_logprobs=None if old is None else spread(old),
         reference_logprobs=None,
         advantages=spread(torch.ones(len(teacher))),
@@ -72,6 +74,70 @@ def test_the_expected_gradient_is_that_of_the_divergence(name, moved):
     torch.testing.assert_close(
         found, wanted, rtol=0.1 if moved and name == "policy_gradient" else 1e-9, atol=1e-2 if moved else 1e-12
     )
+
+
+@pytest.mark.parametrize("name", ["policy_gradient", "reverse", "forward", "mixed"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_with_a_correction_the_expected_gradient_is_that_of_the_divergence_though_older_weights_sampled(name, moved):
+    generator = torch.Generator().manual_seed(3)
+    logits, others, update, older = torch.randn(4, VOCABULARY, dtype=torch.float64, generator=generator)
+    begun = logits + 0.05 * update if moved else logits.clone()
+    logits.requires_grad_()
+    student, teacher = logits.log_softmax(0), others.log_softmax(0)
+    old, sampler = begun.log_softmax(0).detach(), (begun + older).log_softmax(0).detach()
+    (wanted,) = torch.autograd.grad(divergence(name, student, teacher), logits, retain_graph=True)
+    found = {}
+    for corrections in ((), (TIS(level="token", cap=100.0),), (IcePop(low=0.0, high=100.0),)):
+        loss, found[corrections] = DistillationLoss(name=name, objective=CLIP, corrections=corrections), 0.0
+        for token in range(VOCABULARY):
+            at = slice(token, token + 1)
+            batch = batch_of(teacher[at], old[at], sampler=sampler[at])
+            total, _ = run(loss, student[at], batch, is_on_policy=not moved)
+            (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
+            found[corrections] += sampler[token].exp() * gradient
+    without, *corrected = found.values()
+    for one in corrected:
+        torch.testing.assert_close(
+            one, wanted, rtol=0.1 if moved and name == "policy_gradient" else 1e-9, atol=1e-2 if moved else 1e-12
+        )
+    assert (without - wanted).abs().max() > 0.05, "this sampler is far enough to tell"
+
+
+@pytest.mark.parametrize("name", ["reverse", "forward", "mixed"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_corrected_divergence_is_that_of_loops_over_tokens_with_its_gradient(name, level):
+    generator = torch.Generator().manual_seed(7)
+    lengths, num = [3, 1, 4], 8
+    new, old, sampler, teacher = -torch.rand(4, num, dtype=torch.float64, generator=generator) * 3
+    teacher[5] = torch.nan
+    batch = batch_of(teacher, old, lengths, sampler)
+    loss = DistillationLoss(name=name, objective=CLIP, corrections=(TIS(level=level, cap=1.5),))
+
+    def by_tokens(now):
+        """Return the loss, whose ratio stays that of `new`: it has no gradient."""
+        found, first = 0.0, 0
+        for length in lengths:
+            row = [t for t in range(first, first + length) if not math.isnan(teacher[t])]
+            of_row = sum(float(old[t] - sampler[t]) for t in row)
+            for t in row:
+                gap = float(old[t] - sampler[t]) if level == "token" else of_row
+                weight = math.exp(float(new[t] - old[t])) * min(math.exp(gap), 1.5)
+                d = now[t] - float(teacher[t])
+                lost = {"reverse": d * d / 2, "forward": math.exp(-d) - 1 + d}
+                lost["mixed"] = (lost["reverse"] + lost["forward"]) / 2
+                found += weight * lost[name]
+            first += length
+        return found
+
+    leaf = new.clone().requires_grad_()
+    total, _ = run(loss, leaf, batch, is_on_policy=False)
+    assert float(total.detach()) == pytest.approx(by_tokens(new.tolist()), rel=1e-12)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    for t in range(num):
+        up, down = (
+            [x + (step if place == t else 0.0) for place, x in enumerate(new.tolist())] for step in (1e-6, -1e-6)
+        )
+        assert float(gradient[t]) == pytest.approx((by_tokens(up) - by_tokens(down)) / 2e-6, abs=1e-8)
 
 
 def test_rows_without_a_teacher_have_no_part_in_sum_denominator_and_gradient():

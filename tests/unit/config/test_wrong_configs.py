@@ -65,6 +65,46 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "rollout.max_staleness=1 loss.name=gspo",
         ("rollouts of older weights", "loss.name=gspo", "loss.name=decoupled", "correction=[{name: tis, cap: 2.0}]"),
     ),
+    "staleness: a mask that masks nothing": (
+        'rollout.max_staleness=1 loss.name=clip correction=[{"name":"mask","level":"token","low":0,"high":1e9}]',
+        ("correction leaves everything as it is (mask of up to 1e+09, where a bound is at most 100)", "cap: 2.0}]'"),
+    ),
+    "staleness: a mask of rows that masks nothing": (
+        'rollout.max_staleness=1 loss.name=clip correction=[{"name":"kl_mask","max_kl":1e4}]',
+        ("correction leaves everything as it is (kl_mask of up to", "correction=[{name: tis, cap: 2.0}]"),
+    ),
+    "staleness: a weight without a bound": (
+        'rollout.max_staleness=1 loss.name=clip correction=[{"name":"tis","cap":1e9}]',
+        ("correction leaves everything as it is (tis of up to 1e+09", "correction=[{name: tis, cap: 2.0}]"),
+    ),
+    "staleness: a loss of any weight": (
+        "rollout.max_staleness=4 loss.name=importance_sampling loss.anchor=rollout",
+        ("loss.name=importance_sampling lets a token weigh anything", "loss.name=decoupled", "{name: mask, high: 10"),
+    ),
+    "staleness: the usual loss without its bound": (
+        "rollout.max_staleness=1 loss.max_weight=null",
+        ("loss.max_weight=null lets a token weigh anything", "a bound of at most 100: loss.max_weight=5, or a mask"),
+    ),
+    "staleness: a bound that bounds nothing": (
+        "rollout.max_staleness=1 loss.name=dppo loss.max_ratio=1e9",
+        ("loss.max_ratio=1e+09 lets a token weigh anything", "loss.max_ratio=20"),
+    ),
+    "staleness: a teacher and older samplers": (
+        "recipe=opd teacher.path=t teacher.loss=reverse rollout.max_staleness=4",
+        ("with teacher.loss=reverse their gradient is that of no divergence", "correction=[{name: tis, cap: 2.0}]'"),
+    ),
+    "staleness: a teacher and a mask": (
+        'recipe=opd teacher.path=t teacher.loss=mixed rollout.max_staleness=4 correction=[{"name":"mask"}]',
+        ("with teacher.loss=mixed their gradient is that of no divergence", "teacher.loss=policy_gradient, or a teac"),
+    ),
+    "staleness: a teacher, rewards and their loss": (
+        "recipe=opd teacher.path=t teacher.loss=forward teacher.reward_coef=1 rollout.max_staleness=1",
+        ("'correction=[{name: tis, cap: 2.0}]' loss.name=clip, teacher.loss=policy_gradient",),
+    ),
+    "fit: a correction of nothing sampled": (
+        'recipe=opd teacher.path=t teacher.loss=reverse teacher.top_k=4 correction=[{"name":"tis"}]',
+        ("correction has no effect with teacher.loss=reverse and teacher.top_k=4", "leave it out"),
+    ),
     "staleness: a window that leaves no room": (
         "rollout.max_staleness=1 rollout.window=200",
         ("rollout.window=200", "expected at most 9 with rollout.max_staleness=1, or rollout.max_staleness=25"),
@@ -502,6 +542,35 @@ def test_a_wrong_config_is_refused_with_key_value_and_remedy(files: Path, case: 
 def test_the_right_configs_beside_them_are_accepted(files: Path):
     assert load_checked("base.yaml").config.seed == 0
     assert load_checked("base.yaml", OWN).config.model.path == "model"
+
+
+SPLIT = ("cluster.pools={main:[1],sampling:[1]}", "rollout.placement.pool=sampling", "rollout.max_staleness=4")
+TAUGHT = ("recipe=opd", "teacher.path=model")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        (),
+        ("loss.name=dppo",),
+        ("loss.name=cispo", "loss.anchor=rollout"),
+        ("loss.name=importance_sampling", "loss.anchor=rollout", "correction=[{name: mask, high: 10}]"),
+        ("loss.max_weight=null", "correction=[{name: mask, high: 100}]"),
+        ("loss.name=clip", "correction=[{name: icepop}]"),
+        ("loss.name=clip", "correction=[{name: mask, level: geometric}]"),
+        ("loss.name=clip", "correction=[{name: kl_mask}]"),
+        ("loss.name=gspo", "correction=[{name: off_policy_mask}, {name: tis}]"),
+        TAUGHT,
+        (*TAUGHT, "teacher.loss=reverse", "correction=[{name: tis}]"),
+        (*TAUGHT, "teacher.loss=forward", "correction=[{name: icepop}, {name: mask}]"),
+        (*TAUGHT, "teacher.loss=mixed", "teacher.top_k=4"),
+        (*TAUGHT, "teacher.loss=mixed", "teacher.top_k=4", "teacher.reward_coef=1", "advantage.name=grpo"),
+        (*TAUGHT, "teacher.loss=reverse", "teacher.reward_coef=1", "loss.name=clip", "correction=[{name: tis}]",
+         "advantage.name=grpo"),
+    ],
+)  # fmt: skip
+def test_losses_that_are_weighed_back_to_an_older_sampler_within_bounds_are_accepted(files: Path, own: tuple[str, ...]):
+    assert load_checked("base.yaml", [*SPLIT, *own]).config.rollout.max_staleness == 4
 
 
 def test_all_the_problems_of_a_config_are_reported_together(files: Path):
