@@ -41,6 +41,7 @@ BROAD: dict[str, str] = {
     "recipes/own_functions.py:check_own_functions": "the user's function may raise anything; all problems are listed",
     "user_code.py:__call__": "the user's function may raise anything; it is named, with its own traceback",
     "user_code.py:_run": "the user's module may raise anything while it is imported",
+    "environments/deadline.py:_settle": "raised again where the result is awaited",
     "environments/pool.py:_work": "raised again where the answer is awaited",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }

@@ -34,7 +34,7 @@ from rallypoint.errors import RewardError
 
 _LOAD_TIMEOUT_S = 120.0
 """Seconds that importing a user's file may take; large libraries take tens of them on a cold disk."""
-_GRACE_S = 0.5
+GRACE_S = 0.5
 """Seconds by which a process is ended later than its deadline, at which an async function is cancelled."""
 _STALL_S = 10
 """Seconds that an answer may stand still when a part of it has come."""
@@ -107,7 +107,7 @@ class Child:
         self._num_calls += 1
         try:
             self._channel.send_bytes(pickle.dumps(calls))
-            answer = self._receive(self._work.timeout_s + _GRACE_S)
+            answer = self._receive(self._work.timeout_s + GRACE_S)
         except (EOFError, OSError):
             died = self._death()
             return [Failure("crashed", f"the process of the reward function {died}", self.end())] * len(calls), None
@@ -157,7 +157,7 @@ class Child:
     def _death(self) -> str:
         """Say how a process ended that has closed its connection."""
         try:
-            status = self._process.wait(_GRACE_S)
+            status = self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             return "closed its connection to the driver"
         if status >= 0:
@@ -167,7 +167,7 @@ class Child:
 
     def _where(self) -> str:
         """Have a process that hangs say where it is."""
-        give_up, before = time.monotonic() + _GRACE_S, ""
+        give_up, before = time.monotonic() + GRACE_S, ""
         self._process.send_signal(DUMP_SIGNAL)
         while time.monotonic() < give_up:
             time.sleep(_LOOK_S / 10)

@@ -13,15 +13,27 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, get_args
 
+from rallypoint.environments.child import GRACE_S
+from rallypoint.environments.deadline import BoundedThread
 from rallypoint.environments.futures import dealt, joined
 from rallypoint.environments.given import GIVEN, how_to_give, is_given
-from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores, call_reward, too_large
+from rallypoint.environments.outcome import (
+    DeadlineError,
+    Failure,
+    Outcome,
+    RewardCall,
+    Scores,
+    call_reward,
+    raised,
+    timed_out,
+    too_large,
+)
 from rallypoint.environments.pool import Busy, Pool, units
 from rallypoint.environments.reward import RewardFunction, Scope, Wants, load_reward, no_function, wants_of
 from rallypoint.environments.worker import Wait, Work
@@ -113,15 +125,20 @@ def _copied(call: RewardCall) -> RewardCall:
 class Waiting:
     """A function in threads of this process: one that only waits for a network, or that no process can be sent.
 
-    No deadline ends a call: requests to a network have their own. Nobody waits for the threads at the end.
+    A call that hangs is left behind at its deadline: its thread goes on, and what it returns is thrown away. Nobody
+    waits for the threads at the end.
     """
 
-    def __init__(
-        self, function: RewardFunction, num_threads: int, wait: Callable[[Awaitable[object]], object] | None = None
-    ) -> None:
-        """Take note of the function, and of what awaits its results if it is async."""
+    def __init__(self, function: RewardFunction, num_threads: int, timeout_s: float = math.inf) -> None:
+        """Take note of the function.
+
+        Args:
+            function: to be called.
+            num_threads: calls at once.
+            timeout_s: of one call; infinite where the function keeps a deadline itself.
+        """
         self.wants = wants_of(function)
-        self._function, self._wait = function, wait
+        self._function, self._timeout_s = function, timeout_s
         self._asked: SimpleQueue[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         self._busy: dict[int, Busy] = {}
@@ -143,15 +160,16 @@ class Waiting:
         return outcomes
 
     def _work(self) -> None:
-        own = threading.get_ident()
+        own, call = threading.get_ident(), _Bounded(self._function, self.wants, self._timeout_s)
         while (asked := self._asked.get()) is not None:
             answer, calls = asked
             if self._is_closed:
                 answer.cancel()
             elif answer.set_running_or_notify_cancel():
                 self._busy[own] = Busy(calls[0].name)
-                answer.set_result(call_reward(self._function, [*map(_copied, calls)], self.wants, self._wait))
+                answer.set_result(call([*map(_copied, calls)]))
                 del self._busy[own]
+        call.close()
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
         """See `Grader.complain`."""
@@ -163,6 +181,33 @@ class Waiting:
         self._is_closed = True
         for _ in self._threads:
             self._asked.put(None)
+
+
+class _Bounded:
+    """A function in a thread of its own, and in another one after a call that took too long."""
+
+    def __init__(self, function: RewardFunction, wants: Wants, timeout_s: float) -> None:
+        self._function, self._wants, self._timeout_s = function, wants, timeout_s
+        self._thread: BoundedThread | None = None
+        self._wait = Wait(timeout_s)
+
+    def __call__(self, calls: Sequence[RewardCall]) -> list[Outcome]:
+        if self._thread is None:
+            self._thread, self._wait = BoundedThread(), Wait(self._timeout_s)
+        ask = functools.partial(call_reward, self._function, calls, self._wants, self._wait)
+        try:
+            done = self._thread.do(ask, self._timeout_s + GRACE_S)
+        except DeadlineError as error:
+            self._thread = None
+            return [timed_out(self._timeout_s, error.where)] * len(calls)
+        if (error := done.exception()) is not None:  # SystemExit, KeyboardInterrupt: it is this rollout's
+            return [raised(error)] * len(calls)
+        return done.result()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._thread is not None:
+            self._thread.leave()
 
 
 class Several:
@@ -241,16 +286,26 @@ def _open(one: RewardFunctionConfig, settings: RewardConfig, log: Path | None) -
     if one.function == "digits":
         return Inline(load_reward(one.function, one.parameters))
     if one.function == "judge":
-        function = load_reward(one.function, one.parameters)
-        return Waiting(function, one.parameters.get("concurrency", 16))
+        return _open_judge(one, settings.timeout_s)
     given = GIVEN.get(one.function)
     if is_given(one.function) and given is None:
         raise RewardError(how_to_give(one.function))
     if given is not None and given.code is None:
-        return Waiting(functools.partial(given.function, **one.parameters), 1, Wait(settings.timeout_s))
+        return Waiting(functools.partial(given.function, **one.parameters), 1, settings.timeout_s)
     code = given.code if given else None
     work = Work(one.function, one.parameters, settings.timeout_s, settings.max_calls, settings.max_memory_gib, code)
     return Pool(work, num_processes=settings.num_processes, log=log)
+
+
+def _open_judge(one: RewardFunctionConfig, timeout_s: float) -> Grader:
+    attempt_s = one.parameters.get("timeout_s")
+    if attempt_s is not None and attempt_s > timeout_s:
+        raise RewardError(
+            f"the judge's timeout_s={attempt_s:g}, of one attempt, is more than reward.timeout_s={timeout_s:g}, of all "
+            f"attempts together; set reward.timeout_s={attempt_s:g} or more"
+        )
+    function = load_reward(one.function, {"deadline_s": timeout_s, **one.parameters})
+    return Waiting(function, one.parameters.get("concurrency", 16))
 
 
 def probe_rewards(settings: RewardConfig) -> str | None:

@@ -263,8 +263,8 @@ def _functions_here(config: RunConfig) -> Iterator[str]:
     for spec in config.reward.named_functions.values():
         if spec in GIVEN and GIVEN[spec].code is None:
             yield (
-                f"the reward function {spec.removeprefix('@')} runs on a thread beside the loop, where no deadline "
-                f"ends a call: it cannot be sent to a process ({GIVEN[spec].why_here})"
+                f"the reward function {spec.removeprefix('@')} runs on a thread beside the loop, where a call "
+                f"that hangs goes on after its deadline: it cannot be sent to a process ({GIVEN[spec].why_here})"
             )
 
 

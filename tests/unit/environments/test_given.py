@@ -1,8 +1,10 @@
 """Reward functions that Python gives: by name, by column, in processes and beside the loop."""
 
+import asyncio
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -15,7 +17,6 @@ from rallypoint.environments.grader import Waiting, open_grader
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
 from rallypoint.environments.pool import Pool
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.environments.worker import Wait
 from rallypoint.errors import RewardError
 
 CALL = RewardCall(
@@ -44,7 +45,7 @@ def called(function: Callable[..., object], call: RewardCall = CALL) -> object:
     """Call a function as a run does, but in this process."""
     with giving(function) as spec:
         given = GIVEN[spec].function
-        grader = Waiting(given, 1, Wait(30.0))
+        grader = Waiting(given, 1, 30.0)
         with contextlib.closing(grader):
             grader.load()
             outcomes = grader.submit([call])
@@ -135,6 +136,59 @@ def test_an_async_function_beside_the_loop_is_awaited():
         return float(lock.acquire(blocking=False))
 
     assert called(reward) == Scores((0.0, 1.0), {})
+
+
+async def sleeps(hanging: threading.Event) -> None:
+    while not hanging.is_set():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_beside_the_loop_that_hangs_is_left_behind_at_its_deadline(is_async: bool):
+    hanging = threading.Event()  # no process can be sent it
+
+    def reward(completion: str) -> float:
+        if completion == "12":
+            hanging.wait(600)
+        return 1.0
+
+    async def also(completion: str) -> float:
+        if completion == "blocks":
+            hanging.wait(600)
+        if completion == "12":
+            await sleeps(hanging)
+        return 1.0
+
+    calls = [dataclasses.replace(CALL, solution_str=text) for text in ("12", "7", "blocks", "7")]
+    with giving(also if is_async else reward) as spec:
+        grader = open_grader(RewardConfig(function=spec, timeout_s=1.0))
+        with contextlib.closing(grader):
+            grader.load()
+            outcomes = [future.result(60) for future in grader.submit(calls)]
+    hanging.set()
+    right = Scores((0.0, 1.0), {})
+    assert [one if isinstance(one, Scores) else one.kind for one in outcomes] == [
+        "timeout",
+        right,
+        "timeout" if is_async else right,
+        right,
+    ]
+    assert isinstance(outcomes[0], Failure)
+    assert "longer than reward.timeout_s=1 s" in outcomes[0].reason
+    assert (", in sleeps" if is_async else ", in reward") in outcomes[0].traceback
+
+
+def test_a_function_beside_the_loop_that_exits_costs_one_rollout():
+    lock = threading.Lock()
+
+    def reward(completion: str) -> float:
+        return sys.exit(3) if lock.acquire(blocking=False) else 1.0
+
+    with asking(reward) as ask:
+        failed = ask(CALL)
+        assert isinstance(failed, Failure)
+        assert (failed.kind, failed.reason) == ("raised", "the reward function raised SystemExit: 3")
+        assert ask(CALL) == Scores((0.0, 1.0), {})
 
 
 def test_the_data_that_a_function_beside_the_loop_is_given_are_copies():

@@ -10,9 +10,10 @@ import pytest
 
 from rallypoint.config import RewardConfig
 from rallypoint.environments.grader import open_grader
-from rallypoint.environments.outcome import Failure, RewardCall, Scores
+from rallypoint.environments.outcome import DeadlineError, Failure, RewardCall, Scores
 from rallypoint.environments.reward import check_reward_spec
 from rallypoint.environments.shipped.judge import Cache, Endpoint, JudgeError, Rate, read_number, read_verdict
+from rallypoint.errors import RewardError
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -27,13 +28,24 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.together is not None:
             self.server.together.wait(60)
         status, headers = refusals or (200, {})
-        reply = text.rpartition("reply ")[2].partition("\n")[0]
+        reply = self.server.replies.pop(0) if self.server.replies else text.rpartition("reply ")[2].partition("\n")[0]
         body = json.dumps({"choices": [{"message": {"content": reply}}]} if status == 200 else {"error": "busy"})
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(body.encode()))}).items():
             self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body.encode())
+        if not text.startswith("drip a header"):
+            self.end_headers()
+        if text.startswith("drip"):
+            self.drip()
+        else:
+            self.wfile.write(body.encode())
+
+    def drip(self):
+        """Send a byte now and then, until the test is over."""
+        with contextlib.suppress(OSError):
+            while not self.server.is_over.wait(0.02):
+                self.wfile.write(b" ")
+                self.wfile.flush()
 
     def log_message(self, *_):
         pass
@@ -43,9 +55,11 @@ class Handler(BaseHTTPRequestHandler):
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.asked, server.refusals, server.lock, server.together = [], [], threading.Lock(), None
+    server.replies, server.is_over, server.daemon_threads = [], threading.Event(), True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     yield server
+    server.is_over.set()
     server.shutdown()
     server.server_close()
 
@@ -63,9 +77,10 @@ def call(text, question="2 + 2?"):
     )
 
 
-def score(server, texts, **parameters):
+def score(server, texts, deadline_s=60.0, **parameters):
     """Score responses through the grader of a run."""
-    settings = RewardConfig(function="judge", parameters={"url": server.url, "model": "m", "retries": 0, **parameters})
+    parameters = {"url": server.url, "model": "m", "retries": 0, **parameters}
+    settings = RewardConfig(function="judge", timeout_s=deadline_s, parameters=parameters)
     with contextlib.closing(open_grader(settings)) as grader:
         grader.load()
         return [future.result(60) for future in grader.submit([call(text) for text in texts])]
@@ -111,8 +126,54 @@ def test_replies_are_kept_on_disk(server, tmp_path):
     for _ in range(2):
         assert score(server, ["reply 1", "reply 2"], cache=cache, concurrency=1)[1] == Scores((0.2,), {})
     again = Endpoint(server.url, None, 0, 60.0, cache=Cache(cache))  # as after a restart
-    assert again.ask(server.asked[0][2]) == "1"
+    assert again.ask(server.asked[0][2], str) == "1"
     assert len(server.asked) == 2
+
+
+def test_a_reply_without_a_score_is_not_kept_and_asked_for_again(server, tmp_path):
+    cache = str(tmp_path / "judge.sqlite")
+    (failed,) = score(server, ["reply fine"], cache=cache)
+    assert isinstance(failed, Failure)
+    server.replies = ["", "8"]
+    (failed,) = score(server, ["reply fine"], cache=cache)
+    assert isinstance(failed, Failure)
+    assert score(server, ["reply fine"], cache=cache) == [Scores((0.8,), {})]
+    assert len(server.asked) == 3
+
+
+def test_a_kept_reply_that_has_no_score_now_is_asked_for_again(server, tmp_path):
+    cache = str(tmp_path / "judge.sqlite")
+    assert score(server, ["reply 7"], cache=cache) == [Scores((0.7,), {})]
+    server.replies = ["yes"]
+    parameters = {"cache": cache, "scores": {"yes": 1}}
+    assert score(server, ["reply 7"], **parameters) == score(server, ["reply 7"], **parameters) == [Scores((1.0,), {})]
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("part", ["header", "body"])
+def test_an_endpoint_that_sends_a_byte_now_and_then_is_waited_for_until_the_deadline(server, part):
+    parameters = {"template": "{response}", "timeout_s": 0.2}
+    (found,) = score(server, [f"drip a {part}"], deadline_s=0.2, **parameters)
+    assert isinstance(found, Failure)
+    assert (found.kind, found.traceback) == ("timeout", f"{server.url}: no whole answer within 0.2 s, 1 times")
+    assert "longer than reward.timeout_s=0.2 s" in found.reason
+    failed = score(server, [f"drip a {part}"], deadline_s=60.0, **parameters)[0]
+    assert failed.reason.endswith(f"{server.url}: no whole answer within 0.2 s, 1 times")
+
+
+def test_all_attempts_and_pauses_together_have_one_deadline(server):
+    server.refusals, slept = [(503, {}), (429, {"Retry-After": "40"}), (429, {"Retry-After": "40"})], []
+    bounded = Endpoint(server.url, None, 9, 60.0, sleep=slept.append, deadline_s=60.0)
+    with pytest.raises(DeadlineError) as error:
+        bounded.ask({"messages": [{"content": "reply 1"}]}, str)
+    assert (slept, error.value.timeout_s) == ([1.0, 40.0], 60.0)
+    assert error.value.where.endswith('status 429: {"error": "busy"}, 3 times')
+
+
+def test_an_attempt_may_not_take_longer_than_all_of_them():
+    settings = RewardConfig(function="judge", parameters={"url": "u", "model": "m", "timeout_s": 90})
+    with pytest.raises(RewardError, match=r"set reward\.timeout_s=90 or more"):
+        open_grader(settings)
 
 
 def endpoint(server, retries, slept):
@@ -122,24 +183,24 @@ def endpoint(server, retries, slept):
 def test_a_busy_endpoint_is_asked_again_after_a_pause_and_as_long_as_it_says(server):
     server.refusals = [(503, {}), (429, {"Retry-After": "7"}), (500, {})]
     slept = []
-    assert endpoint(server, 3, slept).ask({"messages": [{"content": "reply ok"}]}) == "ok"
+    assert endpoint(server, 3, slept).ask({"messages": [{"content": "reply ok"}]}, str) == "ok"
     assert slept == [1.0, 7.0, 4.0]
 
 
 def test_an_endpoint_that_stays_busy_or_refuses_is_an_error_with_its_words(server):
     server.refusals = [(503, {})] * 3
     with pytest.raises(JudgeError, match=r'status 503: {"error": "busy"}, 3 times'):
-        endpoint(server, 2, []).ask({"messages": [{"content": "x"}]})
+        endpoint(server, 2, []).ask({"messages": [{"content": "x"}]}, str)
     server.refusals, slept = [(401, {})], []
     with pytest.raises(JudgeError, match="status 401"):
-        endpoint(server, 2, slept).ask({"messages": [{"content": "x"}]})
+        endpoint(server, 2, slept).ask({"messages": [{"content": "x"}]}, str)
     assert slept == []
 
 
 def test_an_endpoint_that_is_not_there_is_an_error(server):
     gone = Endpoint("http://127.0.0.1:9/v1", None, 1, 5.0, sleep=lambda _: None)
     with pytest.raises(JudgeError, match=r"http://127.0.0.1:9/v1: URLError: .*refused.*, 2 times"):
-        gone.ask({"messages": [{"content": "x"}]})
+        gone.ask({"messages": [{"content": "x"}]}, str)
 
 
 def test_requests_are_spaced_by_the_rate():

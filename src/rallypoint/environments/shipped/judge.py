@@ -6,10 +6,13 @@ rate and the cache.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import http.client
 import json
+import math
 import os
 import re
 import sqlite3
@@ -20,6 +23,9 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rallypoint.environments.deadline import within
+from rallypoint.environments.outcome import DeadlineError
 
 AnswerT = TypeVar("AnswerT")
 
@@ -61,6 +67,7 @@ def judge(
     per_minute: float | None = None,
     retries: int = 4,
     timeout_s: float = 60.0,
+    deadline_s: float = math.inf,
     cache: str | None = None,
 ) -> float:
     """Return the score that a model gives a response.
@@ -85,17 +92,21 @@ def judge(
         per_minute: the most requests a minute.
         retries: after the first attempt, where the endpoint is busy or gone.
         timeout_s: of one attempt.
-        cache: SQLite file that keeps replies, for equal questions.
+        deadline_s: of all attempts and pauses, without the waits of `per_minute`; a run gives `reward.timeout_s`.
+        cache: SQLite file that keeps replies which have a score, for equal questions.
 
     Raises:
-        JudgeError: there is no reply after all attempts, or it has no score.
+        JudgeError, DeadlineError: there is no reply after all attempts, or it has no score; or there is none in time.
     """
-    endpoint = opened(url, key, per_minute, retries, timeout_s, cache)
+    endpoint = opened(url, key, per_minute, retries, timeout_s, deadline_s, cache)
     question = messages[-1]["content"] if messages else ""
     asked = fill(template, {"question": question, "truth": str(ground_truth), "response": solution_str})
-    request = {"model": model, "messages": [{"role": "user", "content": asked}]}
-    reply = endpoint.ask(request | {"temperature": temperature, "max_tokens": max_tokens})
-    return read_verdict(reply, scores) if scores else (read_number(reply, least, most) - least) / (most - least)
+    request = {"model": model, "messages": [{"role": "user", "content": asked}], "temperature": temperature}
+
+    def read(reply: str) -> float:
+        return read_verdict(reply, scores) if scores else (read_number(reply, least, most) - least) / (most - least)
+
+    return endpoint.ask(request | {"max_tokens": max_tokens}, read)
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
@@ -181,26 +192,32 @@ class Endpoint:
     api_key: str | None
     retries: int
     timeout_s: float
+    """Seconds of one attempt, to the last byte of its answer."""
     rate: Rate | None = None
     cache: Cache | None = None
     sleep: Callable[[float], None] = time.sleep
+    deadline_s: float = math.inf
+    """Seconds of all attempts and the pauses between them."""
 
-    def ask(self, request: Mapping[str, object]) -> str:
-        """Return the text of the reply.
+    def ask(self, request: Mapping[str, object], read: Callable[[str], AnswerT]) -> AnswerT:
+        """Return what can be read in the text of the reply; only a reply that could be read is kept.
 
         Raises:
-            JudgeError: there is none after all attempts, or the request was refused.
+            JudgeError: there is none after all attempts, or the request was refused; or what `read` raises.
+            DeadlineError: there is none in time.
         """
         body = json.dumps(request, sort_keys=True)
         question = hashlib.sha256(f"{self.url} {body}".encode(errors="surrogatepass")).hexdigest()
         if self.cache is not None and (known := self.cache.get(question)) is not None:
-            return known
+            with contextlib.suppress(JudgeError):  # it was asked for another kind of score
+                return read(known)
         reply = self.post(
             "/chat/completions", body, lambda answer: str(answer["choices"][0]["message"]["content"] or "")
         )
+        found = read(reply)
         if self.cache is not None:
             self.cache.put(question, reply)
-        return reply
+        return found
 
     def post(self, path: str, body: str | None, read: Callable[[Any], AnswerT]) -> AnswerT:
         """Return what can be read from the JSON that answers a request.
@@ -212,22 +229,31 @@ class Endpoint:
 
         Raises:
             JudgeError: there is no answer after all attempts, or the request was refused.
+            DeadlineError: there is none in time.
         """
-        problem = ""
+        problem, left_s = "", self.deadline_s
         for attempt in range(self.retries + 1):
             if self.rate is not None:
                 self.rate.wait()
-            found, problem, pause_s = self._attempt(path, body, read)
+            began = time.monotonic()
+            found, problem, pause_s = self._attempt(path, body, read, min(self.timeout_s, left_s))
+            left_s -= time.monotonic() - began
             if found:
                 return found[0]
             if pause_s is None:
                 raise JudgeError(f"{self.url}: {problem}")
+            problem = f"{problem}, {attempt + 1} times"
             if attempt < self.retries:
-                self.sleep(max(pause_s, min(2.0**attempt, 30.0)))
-        raise JudgeError(f"{self.url}: {problem}, {self.retries + 1} times")
+                pause_s = max(pause_s, min(2.0**attempt, 30.0))
+                left_s -= pause_s
+            if left_s <= 0:
+                raise DeadlineError(self.deadline_s, f"{self.url}: {problem}")
+            if attempt < self.retries:
+                self.sleep(pause_s)
+        raise JudgeError(f"{self.url}: {problem}")
 
     def _attempt(
-        self, path: str, body: str | None, read: Callable[[Any], AnswerT]
+        self, path: str, body: str | None, read: Callable[[Any], AnswerT], timeout_s: float
     ) -> tuple[list[AnswerT], str, float | None]:
         """Return the answer, or why there is none and the seconds to wait at least; None if trying again is no use."""
         headers = {"Content-Type": "application/json"}
@@ -235,22 +261,38 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else body.encode(errors="replace")
         asked = urllib.request.Request(f"{self.url.rstrip('/')}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=self.timeout_s) as answer:
-                return [read(json.load(answer))], "", 0.0
-        except urllib.error.HTTPError as error:
-            told = error.read(300).decode(errors="replace")
-            after = error.headers.get("Retry-After", "0")
-            may_pass = error.code in (408, 409, 425, 429) or error.code >= 500
-            pause_s = min(float(after), 120.0) if after.replace(".", "", 1).isdigit() else 0.0
-            return [], f"status {error.code}: {told}", pause_s if may_pass else None
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        try:  # a socket's timeout is that of one read: a server that sends a byte now and then would be read for ever
+            return within(timeout_s, lambda: _exchange(asked, read, timeout_s))
+        except DeadlineError:
+            return [], f"no whole answer within {timeout_s:.3g} s", 0.0
+        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
             return [], f"{type(error).__name__}: {error}", 0.0
+
+
+def _exchange(
+    asked: urllib.request.Request, read: Callable[[Any], AnswerT], timeout_s: float
+) -> tuple[list[AnswerT], str, float | None]:
+    """Return what `Endpoint._attempt` does."""
+    try:
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
+            return [read(json.load(answer))], "", 0.0
+    except urllib.error.HTTPError as error:
+        told = error.read(300).decode(errors="replace")
+        after = error.headers.get("Retry-After", "0")
+        may_pass = error.code in (408, 409, 425, 429) or error.code >= 500
+        pause_s = min(float(after), 120.0) if after.replace(".", "", 1).isdigit() else 0.0
+        return [], f"status {error.code}: {told}", pause_s if may_pass else None
 
 
 @functools.cache
 def opened(
-    url: str, key: str | None, per_minute: float | None, retries: int, timeout_s: float, cache: str | None
+    url: str,
+    key: str | None,
+    per_minute: float | None,
+    retries: int,
+    timeout_s: float,
+    deadline_s: float,
+    cache: str | None,
 ) -> Endpoint:
     """Return an endpoint; the same one for all that ask it in this process.
 
@@ -260,4 +302,5 @@ def opened(
     if key is not None and not os.environ.get(key):
         raise JudgeError(f"the environment variable {key} is not set; it should hold the judge's API key")
     rate = Rate(per_minute, time.monotonic, time.sleep) if per_minute else None
-    return Endpoint(url, os.environ[key] if key else None, retries, timeout_s, rate, Cache(cache) if cache else None)
+    api_key, kept = os.environ[key] if key else None, Cache(cache) if cache else None
+    return Endpoint(url, api_key, retries, timeout_s, rate, kept, deadline_s=deadline_s)

@@ -1,0 +1,82 @@
+"""Work that is waited for until a deadline and no longer, in a thread that is left behind then.
+
+Must not know: what the work is. A thread cannot be ended: what hangs goes on, and its result is thrown away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import TypeVar
+
+from rallypoint.environments.outcome import DeadlineError, is_ours
+
+ResultT = TypeVar("ResultT")
+
+
+class BoundedThread:
+    """A thread that does one piece of work after another; nobody waits for it at the end of the program."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], ResultT], timeout_s: float) -> Future[ResultT]:
+        """Return what work came to, or raised.
+
+        Raises:
+            DeadlineError: it took too long; the thread takes no more.
+        """
+        done: Future[ResultT] = Future()
+        self._asked.put(lambda: _settle(done, work))
+        wait([done], min(timeout_s, threading.TIMEOUT_MAX))
+        if not done.done():
+            where = self._where()
+            self.leave()
+            raise DeadlineError(timeout_s, where)
+        return done
+
+    def leave(self) -> None:
+        """Let it end with the work under way."""
+        self._asked.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._asked.get()) is not None:
+            work()
+
+    def _where(self) -> str:
+        """Return the traceback of the user's frames in the work under way."""
+        frames = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+        users = itertools.dropwhile(lambda one: is_ours(one.filename) or one.filename == threading.__file__, frames)
+        lines = "".join(traceback.format_list(list(users))).rstrip()
+        return f"Traceback (most recent call last):\n{lines}" if lines else ""
+
+
+def within(timeout_s: float, work: Callable[[], ResultT]) -> ResultT:
+    """Return what work comes to, done in a thread of its own.
+
+    >>> within(60.0, lambda: 6 * 7)
+    42
+
+    Raises:
+        DeadlineError: it took too long.
+    """
+    thread = BoundedThread()
+    try:
+        return thread.do(work, timeout_s).result()
+    finally:
+        thread.leave()
+
+
+def _settle(done: Future[ResultT], work: Callable[[], ResultT]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
+        done.set_exception(error)
