@@ -22,7 +22,8 @@ from rallypoint.config.sections.material import (
 )
 from rallypoint.config.sections.sampling import RolloutConfig
 from rallypoint.config.source import COMMAND_LINE, describe, read, shipped_recipes, to_yaml
-from rallypoint.config.tree import RunConfig, row_limit, unread_sections, why_unread
+from rallypoint.config.tree import RunConfig, row_limit
+from rallypoint.config.unread import unread_sections, why_unread
 
 __all__ = [
     "COMMAND_LINE",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rallypoint.config.check_placement import placement_contradictions
-from rallypoint.config.fields import Problem, shown, values_of
+from rallypoint.config.fields import Problem, shown
 from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE, MOST_VLLM_RANK
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.sections.material import LoRAConfig, path_of, weight_of
 from rallypoint.config.shape import shape_of
-from rallypoint.config.source import COMMAND_LINE
-from rallypoint.config.tree import RunConfig, row_limit, unread_sections, why_unread
+from rallypoint.config.tree import RunConfig, row_limit
+from rallypoint.config.unread import without_effect
 
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims that vLLM's attention takes on CPUs."""
@@ -31,21 +31,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _created_model(config)
     yield from _lora(config)
     yield from placement_contradictions(config)
-    yield from _without_effect(config, origins)
-
-
-def _without_effect(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield keys that were set by hand, for this run, and that nothing reads; in a file they may wait for their day."""
-    unread, values = unread_sections(config), dict(values_of(config))
-    for name, origin in origins.items():
-        setting = why_unread(unread, name)
-        if origin == COMMAND_LINE and setting is not None and name in values:
-            readers = [spec.name for spec in RECIPES.values() if spec.reads(name.split(".")[0])]
-            instead = f", or set recipe={' or '.join(readers)}" if readers and setting.startswith("recipe=") else ""
-            yield Problem(
-                (name, setting.split("=")[0]),
-                f"{name}={shown(values[name])} has no effect: with {setting} nothing reads it; leave it out{instead}",
-            )
+    yield from without_effect(config, origins)
 
 
 def _either_or(config: RunConfig) -> Iterator[Problem]:

@@ -55,6 +55,8 @@ class RecipeSpec:
     """What a person wants to see of a validation."""
     checks: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = ()
     """Contradictions between keys that would be wrong in this recipe."""
+    unread: Callable[[RunConfig], dict[str, str]] | None = None
+    """Keys of its sections that a run with other settings does not read: each with the setting that makes it so."""
 
     def reads(self, name: str) -> bool:
         """Whether it reads a section that not all recipes read."""
@@ -227,6 +229,16 @@ def _check_teacher(config: RunConfig) -> Iterator[Problem]:
         yield from _check_advantage(config)
 
 
+def _unread_without_rewards(config: RunConfig) -> dict[str, str]:
+    """Return what weighs rewards, where a teacher alone says what is learned."""
+    teachers = config.teachers
+    if teachers.reward_coef:
+        return {}
+    alone, divergence = f"teacher.reward_coef={teachers.reward_coef:g}", f"teacher.loss={teachers.loss}"
+    unread = {"advantage": alone, "aggregation": alone, "actor.entropy_coef": alone, "reward.overlong": alone}
+    return unread if teachers.loss == "policy_gradient" else {**unread, "loss": divergence}
+
+
 declare(
     RecipeSpec(
         name="ppo",
@@ -290,5 +302,6 @@ declare(
         sections=("advantage", "loss", "correction", "aggregation"),
         watched=(("actor/teacher_kl", "teacher kl"), *WATCHED[:2]),
         checks=(_check_teacher, _check_prompts, check_clipping, check_taught_correction),
+        unread=_unread_without_rewards,
     )
 )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, model_validator
 
 from rallypoint.config.fields import Section, key, named_section, named_sections, section
-from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName, unread_by
+from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName
 from rallypoint.config.sections.algorithms import (
     AdvantageConfig,
     AggregationName,
@@ -154,7 +154,8 @@ class RunConfig(Section):
 
     def __getstate__(self) -> dict[Any, Any]:
         """Return what is pickled: with the roles and sections of a recipe that other processes have not declared."""
-        return {**super().__getstate__(), "spec": dataclasses.replace(RECIPES[self.recipe], page="", checks=())}
+        spec = RECIPES[self.recipe]
+        return {**super().__getstate__(), "spec": dataclasses.replace(spec, page="", checks=(), unread=None)}
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         spec: RecipeSpec = state["spec"]
@@ -362,36 +363,3 @@ def row_limit(config: RunConfig) -> tuple[tuple[str, ...], str]:
     return ("data.max_prompt_tokens", "rollout.max_response_tokens"), (
         f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_response_tokens={rollout.max_response_tokens}"
     )
-
-
-_OF_PROMPTS = (
-    "data.columns",
-    "data.max_prompt_tokens",
-    "actor.entropy_coef",
-    "validation.temperature",
-    "validation.num_samples",
-    "checks",
-)
-_OF_FILES = ("data.max_row_tokens", "data.num_examples")
-"""Keys that only recipes with prompts read, and only those that train on files as they are."""
-
-
-def unread_sections(config: RunConfig) -> dict[str, str]:
-    """Return the sections and keys that nothing reads in this run, each with the setting that makes it so."""
-    unread = dict.fromkeys(unread_by(config.recipe), f"recipe={config.recipe}")
-    others = _OF_PROMPTS if config.trains_on_files else _OF_FILES
-    unread |= dict.fromkeys(others, f"recipe={config.recipe}")
-    if RECIPES[config.recipe].reads("teacher"):
-        unread["rollout.mask_truncated"] = f"recipe={config.recipe}"  # a teacher judges each token, cut off or not
-    if config.trainer.num_epochs is not None:
-        unread["trainer.num_steps"] = f"trainer.num_epochs={config.trainer.num_epochs}"
-    if config.kl is None:
-        unread["reference"] = "kl=null"
-    if not config.reward.all_models:
-        unread |= dict.fromkeys(("reward.placement", "reward.mesh"), "reward.path=null")
-    return unread
-
-
-def why_unread(unread: Mapping[str, str], name: str) -> str | None:
-    """Return the setting because of which nothing reads a key, by what `unread_sections` found; None if it is read."""
-    return next((setting for part, setting in unread.items() if f"{name}.".startswith(f"{part}.")), None)

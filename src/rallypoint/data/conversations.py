@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
 
@@ -37,7 +37,8 @@ _FORMS: dict[Kind, tuple[tuple[str, ...], ...]] = {
 """Columns of each form, the one that is looked for first in front."""
 _ELSEWHERE = {
     "messages": ("conversations", "conversation", "dialog", "turns"),
-    "completion": ("response", "output", "answer", "solution", "target", "text"),
+    "prompt": ("instruction", "question", "query", "problem", "input"),
+    "completion": ("response", "output", "answer", "solution", "target"),
     "chosen": ("preferred", "win", "better", "response_chosen", "answer_chosen"),
     "rejected": ("dispreferred", "lose", "worse", "response_rejected", "answer_rejected"),
 }
@@ -153,21 +154,32 @@ class _Columns:
         for form in _FORMS[kind]:
             if {self.theirs(own) for own in form} <= set(names):
                 return form
-        # The form of which most is there, or was named, is the one that was meant.
-        there = {own for own in _COLUMNS if self.theirs(own) in names} | {*self._theirs}
-        meant = max(_FORMS[kind], key=lambda form: len(set(form) & there))
-        missing = next(own for own in meant if self.theirs(own) not in names)
+        # The form of which most is there, was named, or has the name of other data sets, is the one that was meant.
         strangers = [name for name in names if name not in _COLUMNS]
+        likely = {
+            own: one for own, known in _ELSEWHERE.items() if (one := next(filter(strangers.__contains__, known), None))
+        }
+        there = {own for own in _COLUMNS if self.theirs(own) in names} | {*self._theirs, *likely}
+        meant = max(_FORMS[kind], key=lambda form: len(set(form) & there))
+        missing, *others = [own for own in meant if self.theirs(own) not in names]
         if (theirs := self._theirs.get(missing)) is not None:
             hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
             problems.add(f"{where}: column '{theirs}', which {self._key}.{missing} names, is missing{hint}")
             return None
         hint = suggestion(missing, strangers)
-        if not hint and (other := next((name for name in _ELSEWHERE.get(missing, ()) if name in names), None)):
-            hint = f"; {other!r} may be it: set {self._key}.{missing}={other}"
+        if not hint and missing in likely:
+            hint = self._renamed({own: likely[own] for own in (missing, *others) if own in likely}, names)
         forms = " or ".join(" and ".join(map(repr, form)) for form in _FORMS[kind])
         problems.add(f"{where}: column '{missing}' is missing{hint or f'; expected {forms}, found {quoted(names)}'}")
         return None
+
+    def _renamed(self, likely: Mapping[str, str], names: Sequence[str]) -> str:
+        """Say by which keys the columns of another data set are read as ours."""
+        keys = " ".join(f"{self._key}.{own}={name}" for own, name in likely.items())
+        hint = f"; {' and '.join(map(repr, likely.values()))} may be {'it' if len(likely) == 1 else 'them'}: set {keys}"
+        if likely.get("prompt") == "instruction" and "input" in names:
+            hint += "; column 'input' is not read then: write what it says into 'instruction' first"
+        return hint
 
 
 def _read_conversation(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:

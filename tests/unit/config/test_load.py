@@ -211,7 +211,8 @@ def test_roles_follow_from_the_recipe_and_from_kl(here: Path):
     assert list(load(*grpo).config.roles) == ["actor", "rollout", "reference"]
     assert list(load(*grpo, "kl=null").config.roles) == ["actor", "rollout"]
     no_model = dict.fromkeys(("reward.placement", "reward.mesh"), "reward.path=null")
-    of_files = ("data.max_row_tokens", "data.num_examples", "preference", "teacher")
+    of_files = ["data.max_row_tokens", "data.num_examples", "preference", "teacher"]
+    of_files += [f"data.columns.{name}" for name in ("messages", "completion", "chosen", "rejected")]
     assert unread_sections(load().config) == no_model | dict.fromkeys(of_files, "recipe=ppo")
     assert unread_sections(load(*grpo, "kl=null").config) == {
         "critic": "recipe=grpo", "reference": "kl=null", **no_model, **dict.fromkeys(of_files, "recipe=grpo"),

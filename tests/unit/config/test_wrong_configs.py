@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
 from rallypoint.recipes.preflight import load_checked
 
@@ -409,6 +410,42 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "recipe=opd teacher.path=t loss.name=clip_cov",
         ("loss.name=clip_cov chooses tokens by the rewards", "recipe=opd learns from a teacher"),
     ),
+    "no effect: entropy beside a teacher": (
+        "recipe=opd teacher.path=t actor.entropy_coef=0.5",
+        ("actor.entropy_coef=0.5 has no effect: with teacher.reward_coef=0 nothing reads it; leave it out",),
+    ),
+    "no effect: an advantage and an aggregation beside a teacher": (
+        "recipe=opd teacher.path=t aggregation=sequence advantage.name=rloo",
+        ("aggregation='sequence' has no effect", "advantage.name='rloo' has no effect"),
+    ),
+    "no effect: a policy loss beside a divergence": (
+        "recipe=opd teacher.path=t teacher.loss=forward loss.clip_low=0.1",
+        ("loss.clip_low=0.1 has no effect: with teacher.loss=forward nothing",),
+    ),
+    "no effect: what is asked of no server": (
+        "recipe=opd teacher.path=t teacher.served.timeout_s=5",
+        ("teacher.served.timeout_s=5.0 has no effect: with teacher.path='t' nothing",),
+    ),
+    "no effect: a mesh of teachers that others serve": (
+        "recipe=opd teacher.by_source.math=http://host/v1 teacher.mesh.tp=2",
+        ("teacher.mesh.tp=2 has no effect: with teacher.by_source={math: 'http://host/v1'} nothing",),
+    ),
+    "no effect: an empty section": (
+        "recipe=opd teacher.path=t kl={}",
+        ("kl={} has no effect: with recipe=opd nothing reads it; leave it out, or set recipe=ppo or grpo",),
+    ),
+    "no effect: a name inside of a key": (
+        "recipe=grpo teacher.by_source.math=t",
+        ("teacher.by_source={math: 't'} has no effect", "or set recipe=opd"),
+    ),
+    "no effect: columns of other data": (
+        "recipe=grpo data.columns.chosen=better",
+        ("data.columns.chosen='better' has no effect", "or set recipe=reward_model or dpo"),
+    ),
+    "no effect: what a reader of other keys has": (
+        "recipe=sft data.generate=null data.train=good.jsonl actor.entropy_coef=0.1",
+        ("actor.entropy_coef=0.1 has no effect: with recipe=sft nothing reads it; leave it out, or set recipe=ppo or",),
+    ),
     "fit: policy gradient of many updates": (
         "loss.name=policy_gradient actor.num_mini_batches=2",
         ("first optimizer step", "loss.name=clip"),
@@ -571,6 +608,22 @@ TAUGHT = ("recipe=opd", "teacher.path=model")
 )  # fmt: skip
 def test_losses_that_are_weighed_back_to_an_older_sampler_within_bounds_are_accepted(files: Path, own: tuple[str, ...]):
     assert load_checked("base.yaml", [*SPLIT, *own]).config.rollout.max_staleness == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "columns"),
+    [
+        ("sft", ("messages=talk",)),
+        ("sft", ("prompt=instruction", "completion=output")),
+        ("reward_model", ("chosen=better", "rejected=worse")),
+        ("dpo", ("prompt=question", "chosen=better", "rejected=worse")),
+        ("grpo", ("prompt=question", "ground_truth=answer")),
+    ],
+)
+def test_the_columns_of_every_kind_of_data_can_be_named_on_the_command_line(recipe: str, columns: tuple[str, ...]):
+    found = load_config(recipe, [f"data.columns.{column}" for column in columns], draft=True).config.data.columns
+    assert found is not None
+    assert found.named == dict(column.split("=") for column in columns)
 
 
 def test_all_the_problems_of_a_config_are_reported_together(files: Path):

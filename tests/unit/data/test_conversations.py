@@ -84,6 +84,12 @@ def test_what_two_whole_conversations_begin_with_is_context(tmp_path):
         ("conversations", {"messages": [ASKED, {"role": "bot", "content": "4"}]}, "messages[1].role: expected one of"),
         ("conversations", {"messages": [ASKED, {"role": "assistant"}]}, "messages[1]: expected 'content', found"),
         ("conversations", {"prompt": "2+2", "completion": [ASKED]}, "ends with a turn of the assistant, found 'user'"),
+        (
+            "conversations",
+            {"instruction": "Add.", "input": "2+2", "output": "4"},
+            "'instruction' and 'output' may be them: set data.columns.prompt=instruction "
+            "data.columns.completion=output; column 'input' is not read then: write what it says into 'instruction'",
+        ),
         ("pairs", {"prompt": "2+2", "chosen": "4"}, "column 'rejected' is missing"),
         ("pairs", {"prompt": "2+2", "chosen": "4", "rejected": "4"}, "expected another answer than that in 'chosen'"),
         ("pairs", {"chosen": "4", "rejected": "5"}, "column chosen: expected messages that begin with the user's"),
