@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -18,7 +19,14 @@ def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int
     console = Console(highlight=False)
     config = load_named(recipe, overrides).config
     with console.status("") as status:
-        report = check(config, max_rows=max_rows, say=lambda text: status.update(escape(text)))
+
+        def say(text: str) -> None:
+            if console.is_terminal:
+                status.update(escape(text))
+            else:
+                print(text, file=sys.stderr)
+
+        report = check(config, max_rows=max_rows, say=say)
     functions = ", ".join(one.function for one in config.reward.all_functions)
     console.print(f"[bold]{escape(functions)}[/]: right answers are the ground truth {escape(report.form)}")
     console.print(_table(report))

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,6 +51,11 @@ class Grader(Protocol):
     @property
     def wants(self) -> Wants:
         """What the function is called with; known once it was loaded."""
+        ...
+
+    @property
+    def num_at_once(self) -> int:
+        """Calls that may be under way at once; others wait for one of them."""
         ...
 
     def load(self) -> None:
@@ -94,6 +100,11 @@ class Inline:
     def __init__(self, function: RewardFunction) -> None:
         self.wants = wants_of(function)
         self._function = function
+
+    @property
+    def num_at_once(self) -> int:
+        """See `Grader.num_at_once`: it makes no call wait."""
+        return sys.maxsize
 
     def load(self) -> None:
         """It is there."""
@@ -143,6 +154,11 @@ class Waiting:
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         self._busy: dict[int, Busy] = {}
         self._is_closed = False
+
+    @property
+    def num_at_once(self) -> int:
+        """See `Grader.num_at_once`."""
+        return len(self._threads)
 
     def load(self) -> None:
         """See `Grader.load`; a second time starts nothing."""
@@ -227,6 +243,11 @@ class Several:
         scopes: tuple[Scope, ...] = get_args(Scope)
         widest = max(scopes.index(wants.scope) for wants in all_wants)
         return Wants(scopes[widest], tuple({name: None for wants in all_wants for name in wants.more}))
+
+    @property
+    def num_at_once(self) -> int:
+        """See `Grader.num_at_once`."""
+        return min(grader.num_at_once for grader in self._graders.values())
 
     def load(self) -> None:
         """See `Grader.load`."""

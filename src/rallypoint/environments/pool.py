@@ -124,6 +124,11 @@ class Pool:
         self._num_starting, self._most_starting = 0, 1
         self._busy: dict[Child, Busy] = {}
 
+    @property
+    def num_at_once(self) -> int:
+        """See `Grader.num_at_once`; it grows with a function that mostly waits."""
+        return self._width.now
+
     def load(self) -> None:
         """Start the first process, which says whether the function can be called at all."""
         with self._loading:  # several batches may be scored at once

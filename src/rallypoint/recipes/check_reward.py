@@ -12,8 +12,10 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from rallypoint.config import RunConfig
 from rallypoint.data import Example, load_dataset, make_digits
@@ -37,6 +39,11 @@ SHOWN_ROWS = 10
 _NUM_FORM_ROWS = 8
 """Rows by which the form is chosen."""
 _HUGE = 200_000
+_MOST_TIMEOUTS = 2
+"""Calls of a kind that may take too long before it is ended."""
+_HANGING_KINDS = 2
+"""Kinds of which no call comes back before the check is given up."""
+_SAY_EVERY_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +53,9 @@ class Kind:
     name: str
     outcomes: tuple[Outcome, ...]
     seconds: tuple[float, ...]
-    """What each call took, alone in one process."""
+    """What each call took."""
+    num_left: int = 0
+    """Answers that were not tried any more, because too many calls took too long."""
 
     @property
     def scores(self) -> list[float]:
@@ -57,6 +66,11 @@ class Kind:
     def failures(self) -> list[Failure]:
         """Of the others."""
         return [each for each in self.outcomes if isinstance(each, Failure)]
+
+    @property
+    def hangs(self) -> bool:
+        """Whether no call came back in time."""
+        return not self.scores and all(each.kind == "timeout" for each in self.failures)
 
     @property
     def mean(self) -> float:
@@ -87,7 +101,7 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
         say: told what is tried.
 
     Raises:
-        RewardError: the run has no reward function, or it cannot be loaded.
+        RewardError: the run has no reward function, or it cannot be loaded, or no call of it ends.
         DataError: the data cannot be read.
         ModelError: the tokenizer cannot be read.
     """
@@ -97,15 +111,18 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
     tokenizer, _, _ = read_models(config)
     texts = TokenTexts(tokenizer)
     encode = functools.cache(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
-    alone = config.reward.model_copy(update={"num_processes": 1})
-    grader = open_grader(alone)
+    grader = open_grader(config.reward)
     try:
         grader.load()
+        kinds: list[Kind] = []
 
         def ask(name: str, answers: Sequence[tuple[Example, str]]) -> Kind:
-            say(f"{name}: {len(answers)} answers")
-            tried = [_ask(grader, example, text, encode, texts) for example, text in answers]
-            return Kind(name, tuple(outcome for outcome, _ in tried), tuple(seconds for _, seconds in tried))
+            calls = (_call(grader.wants.more, example, text, encode, texts) for example, text in answers)
+            kinds.append(Trial(grader, name, len(answers), say).run(calls))
+            if len(kinds) == _HANGING_KINDS and all(kind.hangs for kind in kinds):
+                told = kinds[0].failures[0]
+                raise RewardError(f"no call came back, the check is given up: {told.reason}\n{told.traceback}".rstrip())
+            return kinds[-1]
 
         some = examples[:_NUM_FORM_ROWS]
         forms = {name: ask(f"the truth {name}", [(one, written(one, name)) for one in some]) for name in FORMS}
@@ -165,7 +182,7 @@ def judged(config: RunConfig, examples: Sequence[Example], form: str, kinds: Seq
     best = max(right.scores, default=-math.inf)
     low = [
         (example, outcome.reason if isinstance(outcome, Failure) else f"scores {math.fsum(outcome.token_scores):g}")
-        for example, outcome in zip(examples, right.outcomes, strict=True)
+        for example, outcome in zip(examples[: len(right.outcomes)], right.outcomes, strict=True)
         if isinstance(outcome, Failure) or math.fsum(outcome.token_scores) < best - 1e-9
     ]
     return Report(form, tuple(kinds), tuple(low), tuple(_worries(config, right, others, len(low), best)))
@@ -180,6 +197,12 @@ def _worries(config: RunConfig, right: Kind, others: Sequence[Kind], num_low: in
             f"{num_low} of {len(right.outcomes)} right answers score below the maximum, {best:g}: their rows cannot be "
             "learnt as they are, unless the answer has to be written in a way that was not tried"
         )
+    for kind in (right, *others):
+        if kind.num_left:
+            yield (
+                f"{_MOST_TIMEOUTS} or more answers {kind.name!r} took longer than reward.timeout_s="
+                f"{config.reward.timeout_s:g}, so {kind.num_left} others were not tried"
+            )
     for kind in others:
         if kind.scores and max(kind.scores) >= best and kind.name not in _MAY_BE_RIGHT:
             yield f"the answer {kind.name!r} scores {max(kind.scores):g}, as much as a right one"
@@ -197,17 +220,62 @@ def _worries(config: RunConfig, right: Kind, others: Sequence[Kind], num_low: in
         yield f"an answer {slowest[1]!r} took {slowest[0]:.1f} s, of reward.timeout_s={config.reward.timeout_s:g}"
 
 
-def _ask(
-    grader: Grader,
+class Trial:
+    """Answers of one kind through the reward, as many at once as it may be asked about."""
+
+    def __init__(self, grader: Grader, name: str, num_calls: int, say: Callable[[str], None]) -> None:
+        """Take note of the kind's name and the number of its answers."""
+        self._grader, self._name, self._num_calls, self._say = grader, name, num_calls, say
+        self._asked: list[Future[Outcome]] = []
+        self._took: dict[int, float] = {}
+        """Seconds of each call that has ended, by its number."""
+        self._ended: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self._num_timeouts = 0
+
+    def run(self, calls: Iterable[RewardCall]) -> Kind:
+        """Return what became of the calls; after two that took too long no other is begun."""
+        self._say(f"{self._name}: {self._num_calls} answers")
+        for number, call in enumerate(calls):
+            while len(self._asked) - len(self._took) >= self._grader.num_at_once:
+                self._take()
+            if self._num_timeouts >= _MOST_TIMEOUTS:
+                break
+            self._begin(number, call)
+        while len(self._took) < len(self._asked):
+            self._take()
+        outcomes = tuple(each.result() for each in self._asked)
+        seconds = tuple(self._took[number] for number in range(len(outcomes)))
+        return Kind(self._name, outcomes, seconds, self._num_calls - len(outcomes))
+
+    def _begin(self, number: int, call: RewardCall) -> None:
+        began = time.perf_counter()
+        (asked,) = self._grader.submit([call])
+        self._asked.append(asked)
+        asked.add_done_callback(lambda _: self._ended.put((number, time.perf_counter() - began)))
+
+    def _take(self) -> None:
+        """Wait for the end of a call, and say now and then how far it is."""
+        try:
+            number, seconds = self._ended.get(timeout=_SAY_EVERY_S)
+        except Empty:
+            late = f", {self._num_timeouts} took too long" if self._num_timeouts else ""
+            self._say(f"{self._name}: {len(self._took)} of {self._num_calls} answers{late}")
+            return
+        self._took[number] = seconds
+        outcome = self._asked[number].result()
+        self._num_timeouts += isinstance(outcome, Failure) and outcome.kind == "timeout"
+
+
+def _call(
+    more: Sequence[str],
     example: Example,
     text: str,
     encode: Callable[[str], tuple[int, ...]],
     texts: Callable[[Sequence[int]], Sequence[str]],
-) -> tuple[Outcome, float]:
-    """Return what becomes of an answer, and the seconds that it took."""
+) -> RewardCall:
+    """Return what the reward is asked about an answer."""
     token_ids = encode(text) or (0,)  # a response has a token: the one that ends it
-    more = grader.wants.more
-    call = RewardCall(
+    return RewardCall(
         name=example.name,
         data_source=example.data_source,
         solution_str=text,
@@ -219,6 +287,3 @@ def _ask(
         logprobs=(0.0,) * len(token_ids) if "logprobs" in more else (),
         messages=tuple({"role": one.role, "content": one.content} for one in example.prompt),
     )
-    began = time.perf_counter()
-    (outcome,) = grader.submit([call])
-    return outcome.result(), time.perf_counter() - began

@@ -56,7 +56,7 @@ def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.asked, server.refusals, server.lock, server.together = [], [], threading.Lock(), None
     server.replies, server.is_over, server.daemon_threads = [], threading.Event(), True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     yield server
     server.is_over.set()

@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+from concurrent.futures import Future
 
 import pytest
 
 from rallypoint.cli.check_reward import check_reward as command
 from rallypoint.config import load_config
 from rallypoint.data import Example, Message
+from rallypoint.environments.outcome import Failure, Scores
+from rallypoint.environments.reward import Wants
 from rallypoint.errors import RewardError
-from rallypoint.recipes.check_reward import check_reward, written, wrong_answers
+from rallypoint.recipes.check_reward import Trial, check_reward, judged, written, wrong_answers
 from rallypoint.recipes.use import Trained, evaluate
 
 REWARDS = """
+import os, pathlib, time
+
 def sound(data_source, solution_str, ground_truth, extra_info=None):
     _, mark, answer = solution_str.rpartition("####")
     return float(bool(mark) and answer.strip() == ground_truth)
@@ -35,6 +40,16 @@ def exits(data_source, solution_str, ground_truth, extra_info=None):
         os._exit(0)
     return float(solution_str == ground_truth)
 
+def hangs(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(600)
+
+def meets(data_source, solution_str, ground_truth, extra_info=None):
+    here = pathlib.Path(__file__).parent
+    (here / f"{os.getpid()}.there").touch()
+    while len([*here.glob("*.there")]) < 2:
+        time.sleep(0.01)
+    return float(solution_str == ground_truth)
+
 def by_length(data_source, solution_str, ground_truth, extra_info=None, *, token_ids, tokens, messages, logprobs):
     assert len(token_ids) == len(tokens) == len(logprobs) and messages[-1]["role"] == "user"
     return float(solution_str == ground_truth)
@@ -46,14 +61,14 @@ ROWS = [{"prompt": f"{n} + 1?", "ground_truth": str(n + 1)} for n in range(10, 1
 def checked(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
 
-    def check(function, rows=ROWS):
+    def check(function, rows=ROWS, *keys, say=lambda _: None):
         data = tmp_path / "train.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         spec = f"{tmp_path}/rewards.py:{function}"
         config = load_config(
-            "digits-grpo", ["data.generate=null", f"data.train={data}", f"reward.function={spec}"]
+            "digits-grpo", ["data.generate=null", f"data.train={data}", f"reward.function={spec}", *keys]
         ).config
-        return check_reward(config, max_rows=64, say=lambda _: None)
+        return check_reward(config, max_rows=64, say=say)
 
     return check
 
@@ -84,6 +99,43 @@ WORRIES = {
 @pytest.mark.parametrize("function", WORRIES)
 def test_a_reward_that_can_be_gamed_or_fails_is_worried_about(checked, function):
     assert any(WORRIES[function] in worry for worry in checked(function).worries)
+
+
+def test_a_function_of_which_no_call_ends_is_given_up(checked):
+    said = []
+    with pytest.raises(RewardError, match=r"no call came back, .*reward\.timeout_s=0\.2 s[\s\S]*in hangs"):
+        checked("hangs", ROWS, "reward.timeout_s=0.2", "reward.num_processes=2", say=said.append)
+    kinds = [text for text in said if text.endswith(": 6 answers")]
+    assert kinds == ["the truth as it is: 6 answers", "the truth after ####: 6 answers"]
+
+
+class Answering:
+    """A grader of a function that has answered before anybody looks."""
+
+    wants, num_at_once = Wants(), 2
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+
+    def submit(self, calls):
+        done = Future()
+        done.set_result(self.outcomes.pop(0))
+        return [done for _ in calls]
+
+
+def test_a_kind_of_answers_is_ended_after_two_calls_that_take_too_long():
+    right, late = Scores((1.0,), {}), Failure("timeout", "the reward function took longer")
+    kind = Trial(Answering(right, late, late, right), "right", 6, lambda _: None).run([None] * 6)
+    assert (kind.outcomes, len(kind.seconds), kind.num_left) == ((right, late, late, right), 4, 2)
+    config = load_config("digits-grpo", []).config
+    examples = [Example(f"a:{row}", "lab", (Message("user", "f?"),), "", "1", {}) for row in range(6)]
+    report = judged(config, examples, "as it is", [kind])
+    assert [example.name for example, _ in report.low] == ["a:1", "a:2"]
+    assert report.worries[1].startswith("2 or more answers 'right' took longer than reward.timeout_s=60, so 2 others")
+
+
+def test_answers_are_tried_at_once_where_the_run_asks_at_once(checked):
+    assert checked("meets", ROWS, "reward.num_processes=2").worries == ()
 
 
 def test_a_function_is_given_what_it_names(checked):
