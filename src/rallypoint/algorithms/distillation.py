@@ -88,7 +88,9 @@ class DistillationLoss:
                 name: kl_penalty(logprobs, teacher, estimator) for name, estimator in _ESTIMATORS[self.name].items()
             }
             total = torch.where(judged, ratio * sum(lost.values()) / len(lost), 0.0).sum(dtype=torch.float64)
-        return total, merge(watched, Metrics({"loss": Mean(float(total.detach()), num_judged)}))
+        watched = merge(watched, Metrics({"loss": Mean(float(total.detach()), num_judged)}))
+        # Without a judged token there is nothing to say of them but that: a mean of nothing is no number.
+        return total, watched if num_judged else Metrics({"teacher_judged": watched["teacher_judged"]})
 
 
 def top_divergence(name: DistillationName, student: Tensor, teacher: Tensor) -> Tensor:

@@ -203,6 +203,10 @@ def _read_pair(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) ->
         chosen, rejected = answers
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
         prompt, num = (), sum(1 for _ in alike)
+        if num < min(map(len, answers)) and {answer[num].role for answer in answers} & {"system", "user"}:
+            said = f"the same messages as in 'chosen' up to an answer of the assistant, found another message {num}"
+            wrong.append(("rejected", f"expected {said}"))
+            return ()
     elif any(are_whole):
         wrong.append(("rejected", "expected whole conversations in both of 'chosen' and 'rejected', or in none"))
         return ()

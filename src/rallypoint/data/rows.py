@@ -13,6 +13,8 @@ ends a response; what the template writes behind that, such as a line break, is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -74,6 +76,14 @@ class EncodedRows:
         first, num = example * self.rows_per_example, self.rows_per_example
         parts = [slice(*self.offsets[row : row + 2].tolist()) for row in range(first, first + num)]
         return EncodedExample(self.names[example], tuple((self.tokens[part], self.is_trained[part]) for part in parts))
+
+    def digests(self) -> Iterator[bytes]:
+        """Yield a digest of each example, the same for examples whose tokens and masks are equal."""
+        bounds = self.offsets[:: self.rows_per_example].tolist()
+        lengths = np.diff(self.offsets).reshape(-1, self.rows_per_example)
+        for example, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            parts = lengths[example], self.tokens[start:stop], self.is_trained[start:stop]
+            yield hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=16).digest()
 
     @property
     def max_tokens(self) -> int:

@@ -174,6 +174,13 @@ RULES: tuple[Rule, ...] = (
         unless_taught=True,
     ),
     Rule(
+        name="actor/teacher_judged",
+        words="no teacher",
+        below=(1e-9, -math.inf),
+        advice="nobody judged this step: see teacher.by_source, or feedback",
+        reason="a share of the trained tokens; with none the teacher's loss is 0, and the step taught nothing",
+    ),
+    Rule(
         name="critic/explained_variance",
         words="critic blind",
         below=(0.0, -1.0),
@@ -203,7 +210,7 @@ def health(scalars: Mapping[str, float]) -> tuple[Health, ...]:
     Scalars that are missing are fine: GRPO has no critic.
     """
     findings = [_not_finite(name, scalars[name]) for name in MUST_BE_FINITE if _is_odd(scalars.get(name))]
-    reward, is_taught = scalars.get("reward/mean", math.nan), "actor/teacher_kl" in scalars
+    reward, is_taught = scalars.get("reward/mean", math.nan), "actor/teacher_judged" in scalars
     for rule in RULES:
         value = scalars.get(rule.name, math.nan)
         level, is_excused = rule.level(value), reward >= rule.unless_reward or (is_taught and rule.unless_taught)

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,14 +35,13 @@ from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.plan import make_plan
+from rallypoint.recipes.data_notes import Training, check_sources, repetitions, say_fates
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models
 from rallypoint.recipes.own_functions import check_own_functions
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
-
-Training: TypeAlias = EncodedPrompts | EncodedRows | StreamedPrompts | StreamedRows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
         DataError: a data set has bad rows, or prompts that are too long.
         ModelError: the model folder, that of the reward model, or a tokenizer of theirs cannot be used.
         RewardError: the reward function cannot be loaded.
-        ConfigError: a loss or an advantage of one's own breaks a rule.
+        ConfigError: a loss or an advantage of one's own breaks a rule; or no row is of the source of a teacher.
     """
     quiet_transformers()
     if (problem := probe_rewards(config.reward)) is not None:
@@ -191,6 +189,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     else:
         train = found.encode(config, data_sets(config, "data.train"), notes.append, max_rows)
     validation = found.encode(config, held_out, notes.append, max_rows) if held_out else None
+    check_sources(config, train)
     notes += repetitions(config, train, validation)
     return dataclasses.replace(found, train=train, validation=validation, notes=tuple(notes))
 
@@ -348,48 +347,3 @@ def _described(name: str, data: Training | None, config: RunConfig) -> str:
     whole = f"the first {len(data):,} {what} alone were read" if data.is_part else f"{len(data):,} {what}"
     most = config.data.max_row_tokens if config.trains_on_files else config.data.max_prompt_tokens
     return f"{name:13}  {whole}, the longest of {data.max_tokens:,} tokens ({key}={most})"
-
-
-def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str], None]) -> None:
-    """Say which prompts, or rows, were too long."""
-    of_rows = isinstance(found, EncodedRows)
-    what, cut = ("examples", "cut at their end") if of_rows else ("prompts", "cut at their beginning")
-    for names, fate in ((found.dropped, "dropped"), (found.truncated, cut)):
-        if names:
-            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-            say(f"{len(names)} {what} are longer than {most} tokens and were {fate}: {shown}")
-
-
-def repetitions(
-    config: RunConfig,
-    train: Training,
-    validation: EncodedPrompts | EncodedRows | None,
-) -> Iterator[str]:
-    """Yield notes on what occurs twice in the data or a step, or in training and validation."""
-    if isinstance(train, EncodedRows) and len(train) < config.num_examples and not train.is_part:
-        yield (
-            f"a step takes data.num_examples={config.num_examples} examples, and the data have only {len(train)}: "
-            f"every step trains on them {-(-config.num_examples // len(train))} times; lower data.num_examples, or add "
-            "data"
-        )
-    if not isinstance(train, EncodedPrompts):
-        return
-    wanted, repeats = config.rollout.num_prompts, train.repeats()
-    if repeats and config.data.generate is None:  # a small task is repeated on purpose
-        (first, again), others = repeats[0], sum(one.ground_truth != before.ground_truth for before, one in repeats)
-        yield (
-            f"{len(repeats):,} of {len(train.examples):,} prompts stand there before: the first is {again.name}, the "
-            f"same as {first.name}" + (f"; {others:,} of them with another ground truth" if others else "")
-        )
-    if train.num_distinct < wanted and not train.is_part:
-        yield (
-            f"a step takes rollout.num_prompts={wanted} prompts, and the data have only {train.num_distinct:,} that "
-            f"differ: every step samples the same ones {-(-wanted // train.num_distinct)} times; lower "
-            "rollout.num_prompts and raise rollout.group_size, or add data"
-        )
-    if isinstance(validation, EncodedPrompts) and (shared := set(validation.token_ids) & set(train.token_ids)):
-        num_rows = sum(ids in shared for ids in validation.token_ids)
-        yield (
-            f"{num_rows:,} of {len(validation.examples):,} validation prompts are trained on too: validation/score "
-            "will say more than is true"
-        )

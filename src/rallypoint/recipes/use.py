@@ -22,7 +22,7 @@ from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
 from rallypoint.models import ModelShard
-from rallypoint.recipes.material import say_fates
+from rallypoint.recipes.data_notes import say_fates
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.roles.sampling import sampling_params

@@ -153,6 +153,18 @@ def test_rows_without_a_teacher_have_no_part_in_sum_denominator_and_gradient():
         assert metrics.scalars()["teacher_kl"] == pytest.approx(0.25)
 
 
+def test_a_part_without_a_teacher_says_nothing_of_the_gap_and_takes_none_away():
+    logprobs = torch.tensor([-0.5, -0.7], dtype=torch.float64, requires_grad=True)
+    for name in ("policy_gradient", "reverse"):
+        loss = DistillationLoss(name=name, objective=CLIP)
+        total, alone = run(loss, logprobs, batch_of(torch.full((2,), torch.nan, dtype=torch.float64)))
+        assert (float(total.detach()), alone.scalars()) == (0.0, {"teacher_judged": 0.0})
+        _, other = run(loss, logprobs, batch_of(torch.tensor([-1.0, torch.nan], dtype=torch.float64)))
+        whole = merge(alone, other).scalars()
+        assert whole == {**other.scalars(), "teacher_judged": 0.25}
+        assert not any(map(math.isnan, whole.values()))
+
+
 def test_every_stream_is_a_mean_of_its_own_however_rows_are_cut():
     said = torch.tensor([-1.0, -2.0, torch.nan, torch.nan, -0.5], dtype=torch.float64)
     batch = batch_of(said, lengths=[2, 2, 1])

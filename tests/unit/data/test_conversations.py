@@ -90,6 +90,11 @@ def test_what_two_whole_conversations_begin_with_is_context(tmp_path):
             "'instruction' and 'output' may be them: set data.columns.prompt=instruction "
             "data.columns.completion=output; column 'input' is not read then: write what it says into 'instruction'",
         ),
+        (
+            "pairs",
+            {"chosen": [ASKED, ANSWERED], "rejected": [{"role": "user", "content": "3+3"}, WRONG]},
+            "expected the same messages as in 'chosen' up to an answer of the assistant, found another message 0",
+        ),
         ("pairs", {"prompt": "2+2", "chosen": "4"}, "column 'rejected' is missing"),
         ("pairs", {"prompt": "2+2", "chosen": "4", "rejected": "4"}, "expected another answer than that in 'chosen'"),
         ("pairs", {"chosen": "4", "rejected": "5"}, "column chosen: expected messages that begin with the user's"),

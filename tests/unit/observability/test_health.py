@@ -58,6 +58,7 @@ def test_missing_scalars_are_fine_because_not_every_algorithm_has_a_critic() -> 
         ("kl/reference_mean", 5.0, "watch", "far from reference"),
         ("reward/std", 0.0, "bad", "rewards all equal"),
         ("actor/without_signal", 0.6, "watch", "groups without signal"),
+        ("actor/teacher_judged", 0.0, "watch", "no teacher"),
         ("actor/loss", math.nan, "bad", "actor/loss not finite"),
         ("critic/grad_norm", math.inf, "bad", "critic/grad_norm not finite"),
     ],
@@ -82,7 +83,7 @@ def test_a_policy_that_is_right_may_be_certain() -> None:
 def test_a_student_of_a_teacher_needs_no_rewards() -> None:
     without = {"reward/mean": 0.0, "reward/std": 0.0, "actor/without_signal": 1.0, "reward/flat_steps": 200.0}
     assert {item.words for item in health(without)} == {"rewards all equal", "groups without signal", "not learning"}
-    assert [item.words for item in health({**without, "actor/teacher_kl": 0.3})] == ["healthy"]
+    assert [item.words for item in health({**without, "actor/teacher_judged": 0.3})] == ["healthy"]
 
 
 def test_a_value_on_the_threshold_is_not_beyond_it() -> None:

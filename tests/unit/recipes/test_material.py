@@ -1,13 +1,16 @@
 """What is compared before a model is used: its sizes with its tokenizer and with the rows of a run."""
 
+import dataclasses
+
 import pytest
 from tiny_models import make_tiny_model
 
 from rallypoint.config import load_config
-from rallypoint.data import Example, Message, encode_prompts, make_digits_tokenizer
-from rallypoint.errors import ModelError
+from rallypoint.data import Conversation as Talk
+from rallypoint.data import Conversations, Example, Message, encode_prompts, encode_rows, make_digits_tokenizer
+from rallypoint.errors import ConfigError, ModelError
 from rallypoint.model_files.locate import read_config
-from rallypoint.recipes.material import repetitions
+from rallypoint.recipes.data_notes import check_sources, repetitions
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import Conversation, Trained
@@ -109,6 +112,50 @@ def test_repeated_prompts_with_other_answers_are_counted_and_distinct_ones_are_n
     [said] = notes_on(["1=1", "2=2", "1=3", "3=3", "2=2"])
     assert "2 of 5 prompts stand there before: the first is train.jsonl:3, the same as train.jsonl:1; 1 of them" in said
     assert notes_on(["1=1", "2=2", "3=3"]) == []
+
+
+def rows_of(*texts):
+    """Return conversations, or pairs where a text has three parts, as token ids."""
+    said = [text.split("=") for text in texts]
+    examples = tuple(
+        tuple(Talk((Message("user", asked), Message("assistant", answer)), 1) for answer in answers)
+        for asked, *answers in said
+    )
+    given = Conversations(tuple(f"talks.jsonl:{place + 1}" for place in range(len(texts))), examples)
+    tokenizer = make_digits_tokenizer()
+    return encode_rows(tokenizer, given, stop_tokens=(tokenizer.eos_token_id,), max_row_tokens=64)
+
+
+def test_conversations_and_pairs_that_occur_twice_or_are_validated_on_are_counted():
+    config = load_config("sft", ["model.path=m", "data.train=a.jsonl", "data.num_examples=2"]).config
+    assert list(repetitions(config, rows_of("1=1", "1=2", "2=1"), rows_of("2=2"))) == []
+    assert list(repetitions(config, rows_of("1=1", "2=2", "1=1", "1=1"), rows_of("2=2", "3=3"))) == [
+        "2 of 4 examples stand there before: the first is talks.jsonl:3, the same as talks.jsonl:1",
+        "1 of 2 validation examples are trained on too: validation/loss will say more than is true",
+    ]
+    pairs = load_config("dpo", ["model.path=m", "data.train=a.jsonl", "data.num_examples=2"]).config
+    assert list(repetitions(pairs, rows_of("1=2=3", "1=3=2", "1=23=3"), rows_of("1=2=33"))) == []
+    _, again = repetitions(pairs, rows_of("1=2=3", "1=2=3"), rows_of("1=2=3"))
+    assert again.endswith("validation/score will say more than is true")
+
+
+def test_a_teacher_of_a_source_that_no_prompt_is_of_is_refused_with_the_sources_that_are_there():
+    def check(train, *keys):
+        check_sources(load_config("opd", ["model.path=m", "data.train=a.jsonl", *keys]).config, train)
+
+    train = encoded("1=1", "2=2")
+    math = dataclasses.replace(
+        train, examples=tuple(dataclasses.replace(e, data_source="math") for e in train.examples)
+    )
+    check(math, "teacher.by_source={math: t}")
+    check(math, "teacher.path=t")
+    with pytest.raises(
+        ConfigError, match=r"by_source\.maths='t': no prompt of data\.train has data_source 'maths'; did"
+    ):
+        check(math, "teacher.by_source={maths: t}")
+    with pytest.raises(ConfigError, match=r"'xyz'; there are 'math'"):
+        check(math, "teacher.by_source={xyz: t, math: t}", "teacher.path=t")
+    check(dataclasses.replace(math, is_part=True), "teacher.by_source={xyz: t}")  # the rest may have it
 
 
 def test_validation_prompts_that_are_trained_on_are_counted():

@@ -1,0 +1,99 @@
+"""What there is to say of the rows of a run: which were too long, which occur twice, which no teacher judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from rallypoint.config import RECIPES, RunConfig
+from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
+from rallypoint.data.files import suggestion
+from rallypoint.errors import ConfigError
+
+Training: TypeAlias = EncodedPrompts | EncodedRows | StreamedPrompts | StreamedRows
+
+
+def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str], None]) -> None:
+    """Say which prompts, or rows, were too long."""
+    of_rows = isinstance(found, EncodedRows)
+    what, cut = ("examples", "cut at their end") if of_rows else ("prompts", "cut at their beginning")
+    for names, fate in ((found.dropped, "dropped"), (found.truncated, cut)):
+        if names:
+            shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            say(f"{len(names)} {what} are longer than {most} tokens and were {fate}: {shown}")
+
+
+def repetitions(
+    config: RunConfig,
+    train: Training,
+    validation: EncodedPrompts | EncodedRows | None,
+) -> Iterator[str]:
+    """Yield notes on what occurs twice in the data or a step, or in training and validation."""
+    if isinstance(train, EncodedRows) and len(train) < config.num_examples and not train.is_part:
+        yield (
+            f"a step takes data.num_examples={config.num_examples} examples, and the data have only {len(train)}: "
+            f"every step trains on them {-(-config.num_examples // len(train))} times; lower data.num_examples, or add "
+            "data"
+        )
+    if isinstance(train, EncodedRows):
+        yield from _repeated_rows(config, train, validation)
+    if not isinstance(train, EncodedPrompts):
+        return
+    wanted, repeats = config.rollout.num_prompts, train.repeats()
+    if repeats and config.data.generate is None:  # a small task is repeated on purpose
+        (first, again), others = repeats[0], sum(one.ground_truth != before.ground_truth for before, one in repeats)
+        yield (
+            f"{len(repeats):,} of {len(train.examples):,} prompts stand there before: the first is {again.name}, the "
+            f"same as {first.name}" + (f"; {others:,} of them with another ground truth" if others else "")
+        )
+    if train.num_distinct < wanted and not train.is_part:
+        yield (
+            f"a step takes rollout.num_prompts={wanted} prompts, and the data have only {train.num_distinct:,} that "
+            f"differ: every step samples the same ones {-(-wanted // train.num_distinct)} times; lower "
+            "rollout.num_prompts and raise rollout.group_size, or add data"
+        )
+    if isinstance(validation, EncodedPrompts) and (shared := set(validation.token_ids) & set(train.token_ids)):
+        num_rows = sum(ids in shared for ids in validation.token_ids)
+        yield (
+            f"{num_rows:,} of {len(validation.examples):,} validation prompts are trained on too: validation/score "
+            "will say more than is true"
+        )
+
+
+def _repeated_rows(
+    config: RunConfig, train: EncodedRows, validation: EncodedPrompts | EncodedRows | None
+) -> Iterator[str]:
+    """Yield the same of conversations and pairs, which are equal if all their tokens are."""
+    firsts: dict[bytes, str] = {}
+    pairs = [(firsts.setdefault(key, name), name) for key, name in zip(train.digests(), train.names, strict=True)]
+    if repeats := [(first, name) for first, name in pairs if first != name]:
+        first, again = repeats[0]
+        yield (
+            f"{len(repeats):,} of {len(train):,} examples stand there before: the first is {again}, the same as {first}"
+        )
+    if isinstance(validation, EncodedRows) and (num := sum(key in firsts for key in validation.digests())):
+        yield (
+            f"{num:,} of {len(validation):,} validation examples are trained on too: "
+            f"validation/{RECIPES[config.recipe].validated} will say more than is true"
+        )
+
+
+def check_sources(config: RunConfig, train: Training) -> None:
+    """Refuse teachers of sources that no prompt is of: without a teacher a prompt is sampled for nothing.
+
+    Raises:
+        ConfigError: teacher.by_source names some.
+    """
+    teachers = config.teachers
+    if not RECIPES[config.recipe].reads("teacher") or not isinstance(train, EncodedPrompts) or train.is_part:
+        return
+    there = train.sources
+    if strangers := [source for source in teachers.by_source if source not in there]:
+        found, more = ", ".join(map(repr, there[:8])), " ..." if len(there) > 8 else ""
+        raise ConfigError(
+            tuple(
+                f"teacher.by_source.{source}={teachers.by_source[source]!r}: no prompt of data.train has data_source "
+                f"{source!r}{suggestion(source, there)}; there are {found}{more}"
+                for source in strangers
+            )
+        )
