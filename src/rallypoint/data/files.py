@@ -131,7 +131,7 @@ def open_table(path: str, label: str, problems: Problems) -> Table | None:
     """Return a file as a table; None, with the problem, when it cannot be opened or is not what its name says."""
     try:
         with as_os_errors(path), open_file(path) as file:
-            start = file.read(8)
+            start = file.read(len(_LFS))
         if problem := _disguise(start, Path(path).suffix):
             problems.add(f"{label}: {problem}")
             return None
@@ -161,7 +161,10 @@ def check_dataset_rows(path: str) -> str | None:
     return problems.shown[0] if table is None else None
 
 
+_LFS = b"version https://git-lfs.github.com/spec/"
 _MAGIC = {
+    _LFS: "is a pointer of Git LFS in place of the data: fetch them with `git lfs pull` in its repository",
+    b"\xfd7zXZ\x00": "is compressed with xz: decompress it first (unxz)",
     b"\x1f\x8b": "is compressed with gzip: decompress it first (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd: decompress it first (unzstd)",
     b"BZh": "is compressed with bzip2: decompress it first (bunzip2)",
@@ -175,7 +178,7 @@ _MAGIC = {
 
 def _disguise(start: bytes, suffix: str) -> str | None:
     """Return what a file is instead, by its first bytes; None if they tell nothing."""
-    if suffix in (".parquet", ".arrow") and not start.startswith((b"\x1f\x8b", b"PK")):
+    if suffix in (".parquet", ".arrow") and not start.startswith((_LFS, b"\xfd7zXZ\x00", b"\x1f\x8b", b"PK")):
         return None  # pyarrow says it
     return next((what for magic, what in _MAGIC.items() if start.startswith(magic)), None)
 
@@ -270,11 +273,17 @@ def _open_csv(path: str, label: str, problems: Problems) -> Table | None:
 
     total = problems.total
     _, names = next(lines(), (1, list[str]()))
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        problems.add(f"{label}, line 1: the column {twice[0]!r} is there {names.count(twice[0])} times")
+    if problem := _twice(names):
+        problems.add(f"{label}, line 1: {problem}")
     if problems.total > total:
         return None
     return Table(tuple(names), "line", rows, lambda: sum(1 for _, fields in lines() if fields) - 1)
+
+
+def _twice(columns: Sequence[str]) -> str | None:
+    """Say which column is there more than once; only its last values would be read."""
+    twice = next((name for name, count in Counter(columns).items() if count > 1), None)
+    return None if twice is None else f"the column {twice!r} is there {columns.count(twice)} times"
 
 
 def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table | None:
@@ -303,7 +312,7 @@ def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table |
                 skipped = min(max(start - first, 0), batch.num_rows)
                 yield from enumerate(batch.slice(skipped).to_pylist(), first + skipped)
                 first += batch.num_rows
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             problems.add(_unreadable(label, kind, error))
 
     def count() -> int:
@@ -313,7 +322,11 @@ def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table |
         return sum(batch.num_rows for batch in itertools.islice(batches(None), 1, None))
 
     try:
-        return Table(tuple(next(batches(None)).names), "row", rows, count)
+        names = tuple(next(batches(None)).names)
+        if problem := _twice(names):
+            problems.add(f"{label}: {problem}")
+            return None
+        return Table(names, "row", rows, count)
     except (pa.ArrowException, OSError) as error:
         problems.add(_unreadable(label, kind, error))
         return None

@@ -98,13 +98,19 @@ def check_dataset_path(path: str | Path) -> str | None:
         listed = any(_is_data(one) for one in _local_files(file))
         return None if listed else f"{path} is a folder that holds no {_formats()} file"
     if not file.exists():
-        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        missing = "file" if file.parent.is_dir() else f"folder {file.parent}"
-        return f"{path} does not exist (no such {missing}){suggestion(file.name, siblings)}"
+        return _missing(path, file)
     if file.suffix not in FORMATS:
         hint = _INSTEAD.get(file.suffix, "")
         return f"{path}: expected a file that ends in {_formats()}{hint}, found {file.suffix or 'no ending'}"
     return f"{path} is empty (0 bytes)" if file.stat().st_size == 0 else None
+
+
+def _missing(path: str | Path, file: Path) -> str:
+    if file.is_symlink():
+        return f"{path} is a link to {file.readlink()}, which does not exist"
+    siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+    missing = "file" if file.parent.is_dir() else f"folder {file.parent}"
+    return f"{path} does not exist (no such {missing}){suggestion(file.name, siblings)}"
 
 
 def _check_url(url: str) -> str | None:

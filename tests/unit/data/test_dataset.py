@@ -262,6 +262,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "train").write_text("x")
     (tmp_path / "train.jsonl.gz").write_text("x")
     (tmp_path / "zero.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
     write_jsonl(tmp_path / "blank.jsonl", ["", ""])
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "norows.parquet")
     problems = {
@@ -270,6 +271,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
         "train.json": "ends in .parquet, .arrow, .jsonl or .csv (write one JSON object a line), found .json",
         "train.jsonl.gz": "ends in .parquet, .arrow, .jsonl or .csv (decompress it first), found .gz",
         "train": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found no ending",
+        "link.jsonl": "link.jsonl is a link to gone.jsonl, which does not exist",
         "zero.jsonl": "zero.jsonl is empty (0 bytes)",
         "blank.jsonl": "blank.jsonl has no rows",
         "norows.parquet": "norows.parquet has no rows",
@@ -279,7 +281,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
     for name, problem in problems.items():
         assert problem in refusal(tmp_path / name)
     together = refusal(*(tmp_path / name for name in problems))
-    assert together.startswith("10 problems in the data:")
+    assert together.startswith("11 problems in the data:")
     assert all(problem in together for problem in problems.values())
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import lzma
 
 import fsspec
 import pyarrow as pa
@@ -26,7 +27,10 @@ def texts(dataset):
 
 
 def arrow(path, rows, kind=pa.ipc.new_stream):
-    table = pa.Table.from_pylist(rows)
+    write_arrow(path, pa.Table.from_pylist(rows), kind)
+
+
+def write_arrow(path, table, kind=pa.ipc.new_stream):
     with kind(str(path), table.schema) as writer:
         writer.write_table(table)
 
@@ -132,6 +136,10 @@ def row(**changes):
 
 
 GOOD, TABLE = row(), pa.Table.from_pylist(ROWS)
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+DOUBLE = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"]), pa.array(["3"])], ["prompt", "prompt", "ground_truth"])
+KEYS = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["n", "n"])
+NESTED = pa.table({"prompt": ["1"], "ground_truth": ["2"], "extra_info": KEYS})
 BROKEN = {
     "null for a prompt": ("a.jsonl", GOOD + row(prompt=None), "line 2, column prompt: expected a list of messages"),
     "null for an answer": ("a.jsonl", GOOD + row(ground_truth=None), "line 2, column ground_truth: expected the right"),
@@ -147,6 +155,10 @@ BROKEN = {
     "no UTF-8 in a table": ("a.csv", b"prompt,ground_truth\n\xff,1\n", "not valid UTF-8"),
     "UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "is UTF-16: write it in UTF-8"),
     "gzip under another name": ("a.jsonl", gzip.compress(GOOD.encode()), "is compressed with gzip"),
+    "xz under another name": ("a.jsonl", lzma.compress(GOOD.encode()), r"is compressed with xz: .* \(unxz\)"),
+    "xz called parquet": ("a.parquet", lzma.compress(GOOD.encode()), "is compressed with xz"),
+    "a pointer of Git LFS": ("a.jsonl", POINTER, "is a pointer of Git LFS in place of the data: .*`git lfs pull`"),
+    "a pointer of Git LFS called parquet": ("a.parquet", POINTER, "is a pointer of Git LFS"),
     "gzip called parquet": ("a.parquet", gzip.compress(GOOD.encode()), "is compressed with gzip"),
     "lines called parquet": ("a.parquet", GOOD, "cannot be read as parquet"),
     "lines called arrow": ("a.arrow", GOOD, "cannot be read as arrow"),
@@ -156,6 +168,9 @@ BROKEN = {
     "a field too few": ("a.csv", "prompt,ground_truth\n1,2\n1\n", "line 3: expected 2 fields, found 1"),
     "a quote without an end": ("a.csv", 'prompt,ground_truth\n"1,2\n', "line 2: not valid CSV"),
     "a name twice": ("a.csv", "prompt,prompt\n1,2\n", "the column 'prompt' is there 2 times"),
+    "a column twice": ("a.parquet", DOUBLE, r"a\.parquet: the column 'prompt' is there 2 times"),
+    "a column of arrow twice": ("a.arrow", DOUBLE, r"a\.arrow: the column 'prompt' is there 2 times"),
+    "a key of an object twice": ("a.parquet", NESTED, "cannot be read as parquet, .*duplicate field names"),
     "a key twice": ("a.jsonl", '{"prompt": "1", "prompt": "2"}\n', "line 1: .* the key 'prompt' is there 2 times"),
     "no messages": ("a.jsonl", row(prompt=[]), "column prompt: expected a list of messages or text"),
     "a role of its own": (
@@ -175,7 +190,9 @@ BROKEN = {
 def test_a_broken_file_is_an_error_that_names_file_row_and_column(tmp_path, kind):
     name, content, problem = BROKEN[kind]
     path = tmp_path / name
-    if isinstance(content, pa.Table):
+    if isinstance(content, pa.Table) and name.endswith(".arrow"):
+        write_arrow(path, content)
+    elif isinstance(content, pa.Table):
         pq.write_table(content, path)
     else:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
