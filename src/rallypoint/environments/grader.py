@@ -41,7 +41,7 @@ from rallypoint.environments.worker import Wait, Work
 from rallypoint.errors import RewardError
 
 if TYPE_CHECKING:
-    from rallypoint.config import RewardConfig
+    from rallypoint.config import RewardConfig, RolloutConfig
     from rallypoint.config.sections.material import RewardFunctionConfig
 
 
@@ -329,7 +329,29 @@ def _open_judge(one: RewardFunctionConfig, timeout_s: float) -> Grader:
     return Waiting(function, one.parameters.get("concurrency", 16))
 
 
-def probe_rewards(settings: RewardConfig) -> str | None:
+_PARTS_OF_STEPS = (
+    ("rollout.window", "set rollout.window=1"),
+    ("rollout.over_sampling", "leave out rollout.over_sampling"),
+    ("rollout.dynamic_sampling", "leave out rollout.dynamic_sampling, or set it to 0"),
+)
+"""Keys with which the prompts that are sampled and scored together are not those of a step; and what to do."""
+
+
+def scope_problem(wants: Wants, rollout: RolloutConfig) -> str | None:
+    """Say why a function of a whole step would be given something else; None if it would not."""
+    values = (rollout.window, rollout.over_sampling, rollout.dynamic_sampling)
+    is_parted = (rollout.window > 1, rollout.over_sampling is not None, bool(rollout.dynamic_sampling))
+    for (name, remedy), value, is_one in zip(_PARTS_OF_STEPS, values, is_parted, strict=True):
+        if wants.scope == "batch" and is_one:
+            return (
+                "a reward function that names the argument `groups` is called once with all responses of a step, but "
+                f"with {name}={value} the prompts that are scored together are not those of a step; {remedy}, or score "
+                "each prompt's responses by themselves: without `groups` the function is called once for each prompt"
+            )
+    return None
+
+
+def probe_rewards(settings: RewardConfig, rollout: RolloutConfig) -> str | None:
     """Say why a reward function cannot be used; None if all can. Each is imported in a process of its own.
 
     Nothing that a user's file does at its import can harm this process: it may raise, hang or exit.
@@ -338,6 +360,6 @@ def probe_rewards(settings: RewardConfig) -> str | None:
     try:
         with contextlib.closing(open_grader(once, Path(os.devnull))) as grader:
             grader.load()
+            return scope_problem(grader.wants, rollout)
     except RewardError as error:
         return str(error)
-    return None

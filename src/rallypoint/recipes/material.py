@@ -171,11 +171,12 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     Raises:
         DataError: a data set has bad rows, or prompts that are too long.
         ModelError: the model folder, that of the reward model, or a tokenizer of theirs cannot be used.
-        RewardError: the reward function cannot be loaded.
+        RewardError: the reward function cannot be loaded, or is one of a whole step, which this config does not score
+            at once.
         ConfigError: a loss or an advantage of one's own breaks a rule; or no row is of the source of a teacher.
     """
     quiet_transformers()
-    if (problem := probe_rewards(config.reward)) is not None:
+    if (problem := probe_rewards(config.reward, config.rollout)) is not None:
         raise RewardError(problem)
     check_own_functions(config)
     tokenizer, stops, limits = read_models(config)

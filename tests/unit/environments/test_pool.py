@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.config import RewardConfig
+from rallypoint.config import RewardConfig, RolloutConfig
 from rallypoint.environments.grader import Inline, Several, open_grader, probe_rewards
 from rallypoint.environments.outcome import Failure, RewardCall, Scores
 from rallypoint.environments.pool import Pool, Width
@@ -407,13 +407,29 @@ IMPORTS = [
 @pytest.mark.parametrize(("text", "problem"), IMPORTS)
 def test_a_file_that_cannot_be_imported_is_a_problem_and_harms_nobody(tmp_path, text, problem):
     (tmp_path / "rewards.py").write_text(text)
-    assert problem in probe_rewards(RewardConfig(function=f"{tmp_path}/rewards.py:f"))
+    assert problem in probe_rewards(RewardConfig(function=f"{tmp_path}/rewards.py:f"), RolloutConfig())
 
 
 def test_probing_finds_nothing_wrong_with_what_can_be_used(rewards):
-    assert probe_rewards(RewardConfig(function="digits")) is None
-    assert probe_rewards(RewardConfig(function=f"{rewards}:waits")) is None
-    assert "did you mean 'digits'?" in probe_rewards(RewardConfig(function="digit"))
+    assert probe_rewards(RewardConfig(function="digits"), RolloutConfig()) is None
+    assert probe_rewards(RewardConfig(function=f"{rewards}:waits"), RolloutConfig()) is None
+    assert "did you mean 'digits'?" in probe_rewards(RewardConfig(function="digit"), RolloutConfig())
+
+
+PARTED = [
+    ({"window": 3}, "with rollout.window=3 the prompts .*; set rollout.window=1, or"),
+    ({"over_sampling": 8}, "with rollout.over_sampling=8 the prompts .*; leave out rollout.over_sampling, or"),
+    ({"dynamic_sampling": 2}, "with rollout.dynamic_sampling=2 the prompts .*; leave out rollout.dynamic_sampling,"),
+]
+
+
+@pytest.mark.parametrize(("keys", "problem"), PARTED)
+def test_a_function_of_a_whole_step_is_refused_where_what_is_scored_at_once_is_no_step(rewards, keys, problem):
+    whole, group = (RewardConfig(function=f"{rewards}:{name}") for name in ("of_batch", "of_group"))
+    rollout = RolloutConfig(max_staleness=1, **keys)
+    assert re.search(problem, probe_rewards(whole, rollout))
+    assert probe_rewards(whole, RolloutConfig(max_staleness=1, dynamic_sampling=0)) is None
+    assert probe_rewards(group, rollout) is None
 
 
 def test_a_file_that_changed_for_the_worse_stops_the_scoring_when_it_is_needed_again(opened, rewards):
