@@ -10,8 +10,9 @@ from rallypoint.data.conversations import Conversation, Conversations, NamedExam
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.generators import Generator, is_generator
+from rallypoint.data.legible import Legibility
 from rallypoint.data.locate import DataSet, check_dataset_path
-from rallypoint.data.prompts import EncodedPrompts, encode_prompts
+from rallypoint.data.prompts import EncodedPrompts, encode_legible, encode_prompts
 from rallypoint.data.rows import EncodedExample, EncodedRows, encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
@@ -29,6 +30,7 @@ __all__ = [
     "Example",
     "Generator",
     "JSONValue",
+    "Legibility",
     "Message",
     "Mixture",
     "NamedExample",
@@ -39,6 +41,7 @@ __all__ = [
     "Windows",
     "check_dataset_path",
     "decoder",
+    "encode_legible",
     "encode_prompts",
     "encode_rows",
     "is_generator",

@@ -35,6 +35,8 @@ class Legibility:
     """Id -> name of the token that stands for everything unknown."""
     lost: frozenset[str]
     """Visible characters, among those of the texts, that make no token by themselves."""
+    known: frozenset[str]
+    """Characters of the texts."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Legibility:
@@ -42,7 +44,15 @@ class Legibility:
         unknown = _unknown_tokens(tokenizer)
         names = sorted(_control_tokens(tokenizer) | set(unknown.values()), key=len, reverse=True)
         control = re.compile("|".join(map(re.escape, names))) if names else None
-        return cls(tokenizer, control, unknown, _lost_characters(tokenizer, texts))
+        known = frozenset[str]().union(*texts)
+        return cls(tokenizer, control, unknown, _lost_characters(tokenizer, known), known)
+
+    def with_texts(self, texts: Iterable[str]) -> Legibility:
+        """Return the same for more texts: only new characters are looked at, and not the whole vocabulary again."""
+        new = frozenset[str]().union(*texts) - self.known
+        if not new:
+            return self
+        return dataclasses.replace(self, lost=self.lost | _lost_characters(self.tokenizer, new), known=self.known | new)
 
     def problem(
         self, conversation: Sequence[dict[str, str]], ids: Sequence[int], *, in_words: bool = True
@@ -137,9 +147,9 @@ def _unknown_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {vocabulary[name]: name for name in names if name is not None and name in vocabulary}
 
 
-def _lost_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> frozenset[str]:
+def _lost_characters(tokenizer: PreTrainedTokenizerBase, characters: Iterable[str]) -> frozenset[str]:
     # Many tokenizers leave out blanks and invisible characters on purpose.
-    visible = sorted(c for c in set[str]().union(*texts) if unicodedata.category(c)[0] not in "CZ")
+    visible = sorted(c for c in characters if unicodedata.category(c)[0] not in "CZ")
     if not visible:
         return frozenset()
     encoded = cast("list[list[int]]", tokenizer(visible, add_special_tokens=False)["input_ids"])

@@ -126,6 +126,25 @@ def encode_prompts(
     return EncodedPrompts(token_ids, rows, dropped=tuple(dropped), truncated=tuple(truncated))
 
 
+def encode_legible(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], legibility: Legibility
+) -> list[tuple[int, ...] | None]:
+    """Write prompts as `encode_prompts` does, of any length; None in place of one that would be a problem there.
+
+    Args:
+        tokenizer: the model's own.
+        examples: no two the same object.
+        legibility: of all their texts.
+    """
+    encoded = {id(example): ids for example, ids in _encode(tokenizer, examples, Problems())}
+
+    def is_good(example: Example, ids: tuple[int, ...]) -> bool:
+        return bool(ids) and legibility.problem(_conversation(example), ids, in_words=False) is None
+
+    found = [(example, encoded.get(id(example), ())) for example in examples]
+    return [ids if is_good(example, ids) else None for example, ids in found]
+
+
 def _without_huge(examples: Sequence[Example], max_prompt_tokens: int, fate: list[str] | Problems) -> Sequence[Example]:
     """Leave out the prompts that are too long by their characters alone; their names, or problems, go to `fate`."""
     kept, most = list[Example](), _CHARACTERS_PER_TOKEN * max_prompt_tokens

@@ -10,21 +10,26 @@ prompts have other tokens, and the way back to the tokens of the student. Must n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import EncodedPrompts, Example, Message, encode_prompts
+from rallypoint.data import EncodedPrompts, Example, Legibility, Message, encode_legible, encode_prompts
 from rallypoint.errors import DataError
 from rallypoint.types import Sequences, offsets_from_lengths
 
+_MOST_CUTS = 4
+"""Attempts to cut a text by its tokens: what stands before a cut may be other tokens without what stood behind."""
+_CHARACTERS_PER_TOKEN = 1000
+"""More than any token has."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class Hints:
     """What stands behind the prompts of a run, and how it becomes tokens."""
 
@@ -34,8 +39,10 @@ class Hints:
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
     """The longest that a prompt with its hint may be."""
-    token_ids: Sequence[Sequence[int]]
+    token_ids: Sequence[Sequence[int]] = ()
     """Prompt of every example with its hint; nothing if that depends on the response."""
+    legibility: Legibility | None = None
+    """Of all texts so far, if it depends on the response: a vocabulary takes long to look through."""
 
     @classmethod
     def of(
@@ -46,42 +53,66 @@ class Hints:
         Raises:
             DataError: some are longer than they may be, or have text that the tokenizer does not know.
         """
-        hints = cls(hint, train, tokenizer, max_prompt_tokens, ())
+        hints = cls(hint, train, tokenizer, max_prompt_tokens)
+        hinted = [hints._hinted(example, "") for example in train.examples]
         if "{feedback}" in hint:
-            return hints
+            texts = (message.content for example in hinted for message in example.prompt)
+            return dataclasses.replace(hints, legibility=Legibility.of(tokenizer, texts))
         try:
-            encoded = hints._encoded([hints._hinted(example, "") for example in train.examples])
+            encoded = encode_prompts(tokenizer, hinted, max_prompt_tokens=max_prompt_tokens)
         except DataError as error:
             raise DataError(f"with teacher.hint behind each prompt: {error}") from error
-        return dataclasses.replace(hints, token_ids=encoded)
+        return dataclasses.replace(hints, token_ids=encoded.token_ids)
 
     def prompts(self, examples: Sequence[int], feedback: Sequence[str]) -> list[Sequence[int] | None]:
         """Return the prompt of each row as the teacher reads it; None without feedback, or if none of it fits.
+
+        Feedback that is too long is cut, and such that cannot be shown, for it has control tokens, is not: nothing that
+        a reward function says may end a run. All rows are encoded in one call; call it beside the event loop.
 
         Args:
             examples: of each row, the number of the example that it answers.
             feedback: of each, what the reward function says of it.
         """
-        if self.token_ids:
+        if self.legibility is None:
             return [self.token_ids[example] for example in examples]
-        asked = zip(examples, feedback, strict=True)
-        return [self._with_feedback(self.train.examples[example], said) for example, said in asked]
+        self.legibility = self.legibility.with_texts(feedback)
+        most = _CHARACTERS_PER_TOKEN * self.max_prompt_tokens
+        left = {row: said[:most] for row, said in enumerate(feedback) if said}
+        found: list[Sequence[int] | None] = [None] * len(examples)
+        for attempt in range(1 + _MOST_CUTS):
+            hinted = [self._hinted(self.train.examples[examples[row]], said) for row, said in left.items()]
+            encoded = zip(left, encode_legible(self.tokenizer, hinted, self.legibility), strict=True)
+            written = {row: ids for row, ids in encoded if ids is not None}
+            excess = {row: len(ids) - self.max_prompt_tokens for row, ids in written.items()}
+            for row, ids in written.items():
+                found[row] = ids if excess[row] <= 0 else None
+            left = self._cut({row: (left[row], num + attempt) for row, num in excess.items() if num > 0})
+        return found
 
-    def _with_feedback(self, example: Example, feedback: str) -> Sequence[int] | None:
-        """Cut feedback that is too long; nothing that a reward function says may end a run, such as control tokens."""
-        for share in (1.0, 0.5, 0.25, 0.125) if feedback else ():
-            with contextlib.suppress(DataError):
-                return self._encoded([self._hinted(example, feedback[: max(1, int(share * len(feedback)))])])[0]
-        return None
+    def _cut(self, texts: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+        """Return texts without so many tokens at their end; not those of which nothing is left."""
+        if not texts:
+            return {}
+        said, is_fast = [text for text, _ in texts.values()], bool(self.tokenizer.is_fast)
+        encoded = self.tokenizer(said, add_special_tokens=False, return_offsets_mapping=is_fast)
+        kept: dict[int, str] = {}
+        for place, (row, (text, num)) in enumerate(texts.items()):
+            length = len(cast("list[list[int]]", encoded["input_ids"])[place])
+            if length <= num:
+                continue
+            # A slow tokenizer does not say where in the text its tokens are.
+            places = cast("list[list[tuple[int, int]]]", encoded["offset_mapping"])[place] if is_fast else ()
+            stop = places[length - num - 1][1] if places else len(text) * (length - num) // length
+            if stop:
+                kept[row] = text[:stop]
+        return kept
 
     def _hinted(self, example: Example, feedback: str) -> Example:
         texts = {"ground_truth": str(example.ground_truth), "feedback": feedback}
         hint = re.sub(r"\{(ground_truth|feedback)\}", lambda place: texts[place[1]], self.hint)
         *before, last = example.prompt
         return dataclasses.replace(example, prompt=(*before, Message(last.role, last.content + hint)))
-
-    def _encoded(self, examples: Sequence[Example]) -> Sequence[Sequence[int]]:
-        return encode_prompts(self.tokenizer, examples, max_prompt_tokens=self.max_prompt_tokens).token_ids
 
 
 def shown(batch: Sequences, prompts: Sequence[Sequence[int]]) -> Sequences:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from asyncio import gather
+from asyncio import gather, to_thread
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,7 +144,7 @@ class Teachers(FrozenModel[TeacherWorker]):
         """
         if self._hints is None:
             return Judgement(await self._said(batch, examples), self._num_ids)
-        found = enumerate(self._hints.prompts(examples, feedback))
+        found = enumerate(await to_thread(self._hints.prompts, examples, feedback))
         prompts = {row: prompt for row, prompt in found if prompt is not None}
         said = self._nothing_said(batch)
         if prompts:
