@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rallypoint.config.check_placement import placement_contradictions
+from rallypoint.config.check_sampling_ahead import ahead_contradictions
 from rallypoint.config.fields import Problem, shown
 from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE, MOST_VLLM_RANK
 from rallypoint.config.recipes import RECIPES
@@ -31,6 +32,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _created_model(config)
     yield from _lora(config)
     yield from placement_contradictions(config)
+    yield from ahead_contradictions(config)
     yield from without_effect(config, origins)
 
 
@@ -225,7 +227,6 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             f"validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
             f"{MIN_TEMPERATURE:g}; logits are divided by it",
         )
-    yield from _staleness(config)
     if rollout.weights != "auto":
         yield from _way_of_weights(config)
     if rollout.max_batch_rows < rollout.group_size:
@@ -285,32 +286,6 @@ def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
             ("rollout.cache_tokens", "data.max_prompt_tokens", "rollout.max_response_tokens"),
             f"rollout.cache_tokens={cache_tokens} cannot hold one row of data.max_prompt_tokens={prompt} + "
             f"rollout.max_response_tokens={response}, which lie in blocks of {BLOCK_TOKENS}; expected at least {least}",
-        )
-
-
-def _staleness(config: RunConfig) -> Iterator[Problem]:
-    """Yield what a run that samples ahead cannot have, or has for nothing."""
-    rollout = config.rollout
-    staleness, widest = rollout.max_staleness, rollout.max_staleness * rollout.num_prompts + 1
-    if rollout.window > widest:
-        needed = -(-(rollout.window - 1) // rollout.num_prompts)
-        yield Problem(
-            ("rollout.window", "rollout.max_staleness", "rollout.num_prompts"),
-            f"rollout.window={rollout.window} leaves fewer than rollout.num_prompts={rollout.num_prompts} groups under "
-            f"way, as each prompt of it is one less: expected at most {widest} with rollout.max_staleness={staleness}, "
-            f"or rollout.max_staleness={needed}",
-        )
-    if rollout.schedule is not None and not staleness:
-        yield Problem(
-            ("rollout.schedule", "rollout.max_staleness"),
-            "rollout.schedule repeats a run that samples ahead, but rollout.max_staleness=0 samples and trains in "
-            "turns, the same each time; leave it out, or set rollout.max_staleness to that of its run",
-        )
-    if staleness and rollout.serve is not None:
-        yield Problem(
-            ("rollout.serve", "rollout.max_staleness"),
-            f"rollout.serve={rollout.serve}: requests from outside are sampled while training samples nothing, which "
-            f"with rollout.max_staleness={staleness} hardly ever happens; expected null, or rollout.max_staleness=0",
         )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from rallypoint.config.fields import Problem, shown
+from rallypoint.config.fields import Problem
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes
@@ -19,12 +19,16 @@ _MOST_INLINE = 256
 
 def placement_contradictions(config: RunConfig) -> Iterator[Problem]:
     """Yield what stands against the pools, meshes and devices of a config, whatever machine it is on."""
-    yield from _placement(config)
-    yield from _sampling_ahead(config)
-    yield from _mesh(config)
-    yield from _sleep(config)
+    yield from roles_and_pools(config)
     yield from _shared_models(config)
     yield from _cluster(config)
+
+
+def roles_and_pools(config: RunConfig) -> Iterator[Problem]:
+    """Yield that part of it which depends on the sizes of pools and who is on them."""
+    yield from _placement(config)
+    yield from _mesh(config)
+    yield from _sleep(config)
     yield from _devices(config)
 
 
@@ -70,39 +74,6 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
                 f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
                 f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
             )
-
-
-def _sampling_ahead(config: RunConfig) -> Iterator[Problem]:
-    """Yield roles whose processes would have to sample and compute at the same time."""
-    if not config.rollout.max_staleness or "rollout" not in config.roles:
-        return
-    pool = config.roles["rollout"].pool
-    others = [role for role, placement in config.roles.items() if placement.pool == pool and role != "rollout"]
-    if others and config.cluster.pools.get(pool):
-        yield Problem(
-            ("rollout.max_staleness", "rollout.placement.pool", "cluster.pools"),
-            f"rollout.max_staleness={config.rollout.max_staleness} samples while the actor trains, but pool {pool!r} "
-            f"has {', '.join(others)}, too, and a process does one thing at a time; expected a pool for rollout alone: "
-            f"'cluster.pools={shown(_with_own_pool(config.cluster.pools, pool))}' rollout.placement.pool={_OWN_POOL}",
-        )
-
-
-_OWN_POOL = "sampling"
-
-
-def _with_own_pool(pools: Mapping[str, tuple[int, ...]], shared: str) -> dict[str, list[int]]:
-    """Return pools of which the shared one has given about half of its nodes, or processes, to one of rollout's own.
-
-    >>> _with_own_pool({"main": (2,)}, "main"), _with_own_pool({"main": (8, 8, 8)}, "main")
-    ({'main': [1], 'sampling': [1]}, {'main': [8, 8], 'sampling': [8]})
-    """
-    nodes = list(pools[shared])
-    half = len(nodes) // 2
-    kept, given = nodes[: len(nodes) - half], nodes[len(nodes) - half :]
-    if not half:
-        given = [max(1, nodes[0] // 2)]
-        kept = [max(1, nodes[0] - given[0])]
-    return {**{name: list(each) for name, each in pools.items()}, shared: kept, _OWN_POOL: given}
 
 
 def _mesh(config: RunConfig) -> Iterator[Problem]:

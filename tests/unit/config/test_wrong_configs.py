@@ -114,6 +114,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "rollout.schedule=schedule.jsonl",
         ("rollout.max_staleness=0 samples and trains in turns", "leave it out"),
     ),
+    "staleness: nothing under way that could be kept": (
+        "rollout.on_load=keep",
+        ("rollout.on_load='keep' has no effect: with rollout.max_staleness=0", "leave it out, or set rollout.max_stal"),
+    ),
+    "staleness: an engine that has nothing to keep": (
+        "rollout.max_staleness=1 rollout.engine=hf rollout.on_load=keep",
+        ("rollout.on_load='keep' has no effect: rollout.engine='hf' keeps", "leave it out, or use rollout.engine=nati"),
+    ),
     "staleness: an endpoint that hardly answers": (
         "rollout.max_staleness=1 rollout.serve=0",
         ("sampled while training samples nothing", "expected null, or rollout.max_staleness=0"),
