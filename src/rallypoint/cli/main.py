@@ -97,7 +97,7 @@ def simulate(
     window: Annotated[
         list[int] | None, typer.Option(min=1, help="Values of rollout.window; by default 1, the order of admission.")
     ] = None,
-    num_steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to simulate.")] = 100,
+    num_steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps to simulate.")] = 100,
 ) -> None:
     """Say what sampling ahead, or another split of the machine, would give, by the times of a run."""
     from rallypoint.cli.simulate import print_simulation

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.roles.simulator import Measured, Servers, Setting, Speed, Work, simulate
+from rallypoint.roles.measured import Measured, Servers, Speed, Work, settled
+from rallypoint.roles.simulator import Setting, measured_outcome, simulate
 from rallypoint.run.timeline import GroupTimes, StepTimes
 
 SHARED = Speed(step_s=0.0, row_s=1.0)
@@ -37,10 +38,17 @@ def test_groups_of_a_rank_share_it_and_more_ranks_sample_more():
 
 
 def test_a_straggler_holds_a_step_up_in_order_and_not_in_a_window():
-    slow = measured(work=(0.1,), reward=(3.0, *[0.0] * 7), train=(1.0,))
-    in_order = simulate(slow, Setting(num_prompts=2, num_steps=100, max_staleness=3))
-    in_window = simulate(slow, Setting(num_prompts=2, num_steps=100, max_staleness=3, window=4))
+    """The third group takes 3 s. In order step 2 waits for it, in a window only step 3, and a step was trained on."""
+    slow = measured(work=(0.1,), reward=(0.0, 0.0, 3.0, *[0.0] * 5), train=(1.0,))
+    in_order, in_window = (
+        simulate(slow, Setting(num_prompts=2, num_steps=3, max_staleness=3, window=window)) for window in (1, 4)
+    )
+    assert 2 * (in_order.step_s - in_window.step_s) == pytest.approx(1.0)
     assert in_window.actor_idle < in_order.actor_idle
+    in_order, in_window = (
+        simulate(slow, Setting(num_prompts=2, num_steps=100, max_staleness=3, window=window)) for window in (1, 4)
+    )
+    assert in_window.staleness_mean < in_order.staleness_mean
     assert max(in_window.staleness_max, in_order.staleness_max) <= 3
 
 
@@ -71,6 +79,27 @@ def test_rows_that_a_rank_samples_together_are_hardly_slower_where_steps_cost_mo
     two_fit = Speed(step_s=0.9, row_s=0.1, max_rows=2)
     assert simulate(measured(speed=two_fit), Setting(num_prompts=4, num_steps=51)).step_s == pytest.approx(
         3.2, rel=0.02
+    )
+
+
+def test_a_batch_waits_for_what_comes_after_its_last_score_also_where_sampling_is_ahead():
+    judged = measured(work=(0.1,), train=(1.0,), after_s=(0.5,))
+    for max_staleness, expected in ((0, 1.6), (1, 1.5)):
+        found = simulate(judged, Setting(num_prompts=1, num_steps=30, max_staleness=max_staleness))
+        assert found.step_s == pytest.approx(expected)
+        assert found.actor_idle == pytest.approx((expected - 1.0) / expected)
+
+
+def test_a_group_that_replaced_another_is_admitted_later_in_turns_and_at_once_where_sampling_is_ahead():
+    replacing = Measured(
+        groups=(Work(num_tokens=1.0, num_rows=1.0), Work(num_tokens=1.0, num_rows=1.0, late_s=2.0)),
+        speed=SHARED,
+        train_s=(1.0,),
+        between_s=(0.0,),
+    )
+    assert simulate(replacing, Setting(num_prompts=2, num_steps=30)).step_s == pytest.approx(4.0)
+    assert simulate(replacing, Setting(num_prompts=2, num_steps=30, max_staleness=1)).step_s == pytest.approx(
+        2.0, rel=0.02
     )
 
 
@@ -146,7 +175,50 @@ def test_times_are_read_off_what_a_run_wrote_down():
     assert [work.call_s for work in found.groups] == pytest.approx([2.0, 1.0] * 3)
     assert found.busy == pytest.approx(2 / 3)  # it had groups for 3 s of each step
     assert (found.train_s, found.between_s, found.slice_s) == ((5.0, 5.0), (1.0, 1.0, 1.0), 0.25)
+    assert found.after_s == (0.0,) * 3
+    assert [work.late_s for work in found.groups] == [0.0] * 6
     again = [*steps, *(dataclasses.replace(step, step=step.step + 3) for step in steps)]
     assert Measured.of(again).train_s == (5.0,) * 4  # the clock of a run that goes on begins anew
     ahead = [dataclasses.replace(step, asked_s=step.asked_s + 0.5) for step in steps]
     assert Measured.of(ahead).slice_s == 0.0  # is in the trainer's seconds
+
+
+def step_of(number, *, begins, replaces_s=0.0, scores_s=0.0, trains_s=1.0):
+    """A step of two groups that take a second each; the second one may replace another, and a model may score them."""
+    ends = begins + replaces_s + 1.0
+    groups = tuple(
+        dataclasses.replace(group(2 * number + place, begin, begin + 1.0), rank=place)
+        for place, begin in enumerate((begins, begins + replaces_s))
+    )
+    times = StepTimes(step=number + 1, asked_s=begins, taken_s=ends + scores_s, loaded_s=begins - trains_s,
+                      busy_s=(1.0, 1.0), groups=groups)  # fmt: skip
+    return times, ends + scores_s + trains_s
+
+
+@pytest.mark.parametrize("more", [{}, {"scores_s": 2.5}, {"replaces_s": 3.0}, {"replaces_s": 1.5, "scores_s": 0.5}])
+def test_a_run_in_turns_is_simulated_as_it_was_whatever_its_batches_wait_for(more):
+    steps, begins = [], 1.0
+    for number in range(12):
+        step, begins = step_of(number, begins=begins, **more)
+        steps.append(dataclasses.replace(step, loaded_s=step.asked_s))
+    found, measured_so = (
+        simulate(Measured.of(steps), Setting(num_prompts=2, num_ranks=2, num_steps=12)),
+        measured_outcome(steps),
+    )
+    assert found.step_s == pytest.approx(measured_so.step_s, rel=0.01)
+    assert found.step_s == pytest.approx(2.0 + sum(more.values()), rel=0.01)
+    assert found.actor_idle == pytest.approx(measured_so.actor_idle, abs=0.01)
+
+
+def test_the_first_steps_of_each_start_are_left_out_and_the_time_between_starts_with_them():
+    steps, begins = [], 1.0
+    for number in range(40):
+        step, begins = step_of(number, begins=begins, scores_s=30.0 if number < 3 else 0.0)
+        steps.append(step)
+    left = settled(steps)
+    assert [step.step for step in left] == list(range(6, 41))
+    assert measured_outcome(left).step_s == pytest.approx(2.0)
+    again = [dataclasses.replace(step, step=step.step + 40) for step in steps]
+    assert [step.step for step in settled([*steps, *again])] == [*range(6, 41), *range(46, 81)]
+    assert measured_outcome(settled([*steps, *again])).step_s == pytest.approx(2.0)
+    assert settled(steps[:3]) == steps[:3]
