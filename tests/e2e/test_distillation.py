@@ -84,8 +84,18 @@ def test_every_prompt_has_the_teacher_of_its_source_or_none(runs, taught):
     one = runs("one")
     both = runs("both", f"teacher.by_source={{odd: {taught}/teacher, even: {taught}/teacher}}", "teacher.path=null")
     assert column(both, "actor/teacher_kl") == pytest.approx(column(one, "actor/teacher_kl"), rel=1e-5)
-    part = runs("part", f"teacher.by_source={{odd: {taught}/teacher}}", "teacher.path=null", "trainer.num_steps=1")
+    half = (
+        f"teacher.by_source={{odd: {taught}/teacher}}",
+        "teacher.path=null",
+        f"data.validation={taught}/prompts.jsonl",
+    )
+    part = runs("part", *half, "trainer.num_steps=1")
     assert 0 < column(part, "actor/teacher_kl")[0] != column(one, "actor/teacher_kl")[0]
+    before, after = column(part, "validation/teacher_kl")
+    assert column(part, "validation/score") == [-before, -after], "no reward says how good it is"
+    assert before == pytest.approx(column(part, "actor/teacher_kl")[0], rel=0.25), "the same prompts, sampled again"
+    names = {name for record in read_metrics(part.metrics) for name in record}
+    assert [name for name in names if name.startswith("reward/") or name == "actor/without_signal"] == []
 
 
 def test_rewards_and_teacher_are_streams_with_a_mean_each(runs, taught):

@@ -228,6 +228,17 @@ class RunConfig(Section):
         return RECIPES[self.recipe].examples != "prompts"
 
     @property
+    def is_rewarded(self) -> bool:
+        """Whether anything scores rollouts: a student with a teacher does without."""
+        return bool(self.reward.all_functions or self.reward.all_models)
+
+    @property
+    def watched(self) -> tuple[tuple[str, str], ...]:
+        """Metrics of a step that a person wants to see, see `RecipeSpec.watched`; no rewards where there are none."""
+        has_none = "rollout" in self.roles and not self.is_rewarded
+        return tuple(one for one in RECIPES[self.recipe].watched if not (has_none and one[0].startswith("reward/")))
+
+    @property
     def num_examples(self) -> int:
         """P: rows of the data that a training step takes: prompts, conversations or pairs."""
         return self.data.num_examples if self.trains_on_files else self.rollout.num_prompts

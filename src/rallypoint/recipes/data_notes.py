@@ -78,14 +78,18 @@ def _repeated_rows(
         )
 
 
-def check_sources(config: RunConfig, train: Training) -> None:
+def check_sources(config: RunConfig, train: Training, validation: EncodedPrompts | EncodedRows | None) -> None:
     """Refuse teachers of sources that no prompt is of: without a teacher a prompt is sampled for nothing.
 
     Raises:
-        ConfigError: teacher.by_source names some.
+        ConfigError: teacher.by_source names some; or no prompt of the validation has a teacher, and there is no reward.
     """
     teachers = config.teachers
-    if not RECIPES[config.recipe].reads("teacher") or not isinstance(train, EncodedPrompts) or train.is_part:
+    if not RECIPES[config.recipe].reads("teacher") or not teachers.paths:
+        return
+    if isinstance(validation, EncodedPrompts) and not validation.is_part and not config.is_rewarded:
+        _check_judged(config, validation)
+    if not isinstance(train, EncodedPrompts) or train.is_part:
         return
     there = train.sources
     if strangers := [source for source in teachers.by_source if source not in there]:
@@ -97,3 +101,15 @@ def check_sources(config: RunConfig, train: Training) -> None:
                 for source in strangers
             )
         )
+
+
+def _check_judged(config: RunConfig, validation: EncodedPrompts) -> None:
+    """Refuse a validation that no teacher judges, where no reward does either."""
+    if any(config.teachers.of(source) >= 0 for source in validation.sources):
+        return
+    found, has = " or ".join(map(repr, validation.sources[:8])), ", ".join(config.teachers.by_source)
+    problem = (
+        f"data.validation: no prompt of it has a teacher, by which it would be judged: its data_source is {found}, "
+        f"and teacher.by_source has {has}; set teacher.path, or leave data.validation out"
+    )
+    raise ConfigError((problem,))

@@ -369,7 +369,7 @@ def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[R
 
 def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
     before, spec = read_metrics(folder.metrics) if first else [], RECIPES[config.recipe]
-    watched, validated = spec.watched[0][0], f"validation/{spec.validated}"
+    watched, validated = config.watched[0][0], f"validation/{spec.validated}"
     ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
     weights = f"; weights: {weights_way(config) or 'as placed'}" if "rollout" in config.roles else ""
     return RunInfo(
@@ -380,7 +380,7 @@ def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
         detail=f"{ranks} on {config.cluster.runtime}{weights}",
         first_step=first + 1,
         num_warmup_steps=config.num_warmup_steps,
-        watched=spec.watched,
+        watched=config.watched,
         validated=spec.validated,
         course=[record[watched] for record in before if watched in record],
         validations=[record[validated] for record in before if validated in record],

@@ -190,7 +190,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     else:
         train = found.encode(config, data_sets(config, "data.train"), notes.append, max_rows)
     validation = found.encode(config, held_out, notes.append, max_rows) if held_out else None
-    check_sources(config, train)
+    check_sources(config, train, validation)
     notes += repetitions(config, train, validation)
     return dataclasses.replace(found, train=train, validation=validation, notes=tuple(notes))
 

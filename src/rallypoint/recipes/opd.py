@@ -15,7 +15,7 @@ from rallypoint.roles.judging import check_judged
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.teacher import Teachers
-from rallypoint.types import Metrics, merge
+from rallypoint.types import Mean, Metrics, merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,9 @@ class OPD(RolloutRecipe):
         )
         streams = {"": (config.teachers.reward_coef, rewarded), "teacher_": (1.0, taught)}
         loss = LossStreams(streams) if config.teachers.reward_coef else taught
-        train = setup.material.train
+        train, validation = setup.material.train, setup.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
+        assert isinstance(validation, EncodedPrompts | None), "likewise"
         actor = await Actor.create(setup.placement, loss)
         return cls(
             config=config,
@@ -43,7 +44,7 @@ class OPD(RolloutRecipe):
             source=await setup.open_source(),
             reference=await Reference.create(setup.placement),
             kl=KLController(None, None),
-            teachers=await Teachers.create(setup.placement, actor, train, setup.material.tokenizer),
+            teachers=await Teachers.create(setup.placement, actor, train, validation, setup.material.tokenizer),
             advantage=advantage_of(config),
         )
 
@@ -69,3 +70,21 @@ class OPD(RolloutRecipe):
             await self.actor.publish(self.source.rollouts)
 
         return merge(sampled.metrics, judged, learned)
+
+    async def validate(self) -> Metrics | None:
+        """Return the gap to the teacher on the validation prompts' rollouts, where no reward says how good they are.
+
+        The score is its negative. With rewards see `RolloutRecipe.validate`.
+        """
+        if self.config.is_rewarded:
+            return await super().validate()
+        sampled = await self.source.validate()
+        if sampled is None:
+            return None
+        batch = sampled.batch
+        told = batch.prompt_index.tolist(), sampled.rollouts.scored.feedback
+        own, teacher = await gather(self.actor.logprobs(batch), self.teachers.judge(batch, *told, of="validation"))
+        gaps = (own - teacher.logprobs)[batch.loss_mask].double()
+        gaps = gaps[gaps.isfinite()]
+        total, num = float(gaps.sum()), len(gaps)
+        return Metrics({"score": Mean(-total, num), "teacher_kl": Mean(total, num)})

@@ -15,6 +15,7 @@ from torch import Tensor
 from rallypoint.algorithms import (
     ActorLoss,
     Advantage,
+    DistillationLoss,
     LossFunction,
     LossInputs,
     RowMask,
@@ -251,7 +252,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         num_tokens = sum(part.num_loss_tokens for part in batches.parts)
         counted: dict[str, Metric] = {"num_tokens": Sum(num_tokens)}
         weighed = [part for part in batches.parts if isinstance(part, ActorBatch)]
-        if weighed:
+        if weighed and not isinstance(self._loss, DistillationLoss):  # a teacher asks for no advantages
             num_learned = sum(int(rows_that_learn(p.advantages, p.loss_mask, p.offsets).sum()) for p in weighed)
             num_weighed = sum(map(len, weighed))
             counted["without_signal"] = Mean(num_weighed - num_learned, num_weighed)

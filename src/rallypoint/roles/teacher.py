@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from asyncio import gather, to_thread
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,19 +77,50 @@ class Judgement:
     num_ids: int
     """Number of ids that the tokenizer has: models may have more, which stand for nothing."""
 
+    @property
+    def logprobs(self) -> Tensor:
+        """[T] logprob of each trained token, NaN without a teacher."""
+        return self.said if self.said.dim() == 1 else self.said[:, 0].contiguous()
+
     def beside(self, batch: ActorBatch) -> DistilledBatch:
         """Return a batch with what was said of it."""
         if self.said.dim() == 1:
             return batch.widen(DistilledBatch, teacher_logprobs=self.said)
         num = self.said.shape[1] // 2
-        own, most, ids = self.said[:, 0], self.said[:, 1 : 1 + num], self.said[:, 1 + num :].nan_to_num().long()
+        most, ids = self.said[:, 1 : 1 + num], self.said[:, 1 + num :].nan_to_num().long()
         exists = ids < self.num_ids
         return batch.widen(
             DistilledBatch,
-            teacher_logprobs=own.contiguous(),
+            teacher_logprobs=self.logprobs,
             top_logprobs=most.masked_fill(~exists, -torch.inf),
             top_tokens=ids.masked_fill(~exists, 0),
         )
+
+
+Split: TypeAlias = Literal["train", "validation"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Questions:
+    """Prompts that are answered, and what teachers read behind them."""
+
+    prompts: EncodedPrompts | StreamedPrompts
+    hints: Hints | None
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, prompts: EncodedPrompts | StreamedPrompts, tokenizer: PreTrainedTokenizerBase
+    ) -> Questions:
+        """Write the hints of a config.
+
+        Raises:
+            DataError: a prompt is too long with its hint.
+        """
+        if config.teachers.hint is None:
+            return cls(prompts, None)
+        assert isinstance(prompts, EncodedPrompts), "the config was checked: no stream with hints"
+        most = config.data.max_prompt_tokens
+        return cls(prompts, Hints.of(config.teachers.hint, prompts, tokenizer, max_prompt_tokens=most))
 
 
 class Teachers(FrozenModel[TeacherWorker]):
@@ -100,13 +131,12 @@ class Teachers(FrozenModel[TeacherWorker]):
         config: RunConfig,
         group: WorkerGroup[TeacherWorker] | None,
         actor: Actor[Any],
-        train: EncodedPrompts | StreamedPrompts,
-        hints: Hints | None,
+        questions: Mapping[Split, Questions],
         num_ids: int,
         served: Sequence[ServedTeacher],
     ) -> None:
         super().__init__(config, group)
-        self._actor, self._train, self._hints, self._num_ids = actor, train, hints, num_ids
+        self._actor, self._questions, self._num_ids = actor, questions, num_ids
         self._served = served
 
     @classmethod
@@ -115,6 +145,7 @@ class Teachers(FrozenModel[TeacherWorker]):
         placement: Placement,
         actor: Actor[Any],
         train: EncodedPrompts | StreamedPrompts,
+        validation: EncodedPrompts | None,
         tokenizer: PreTrainedTokenizerBase,
     ) -> Teachers:
         """Start the workers; without a folder the actor is its own teacher, and reads hints.
@@ -123,35 +154,39 @@ class Teachers(FrozenModel[TeacherWorker]):
             DataError: a prompt is too long with its hint.
             TeacherError: a served teacher does not answer.
         """
-        config, hints = placement.config, None
-        if config.teachers.hint is not None:
-            assert isinstance(train, EncodedPrompts), "the config was checked: no stream with hints"
-            most = config.data.max_prompt_tokens
-            hints = Hints.of(config.teachers.hint, train, tokenizer, max_prompt_tokens=most)
+        config = placement.config
+        questions: dict[Split, Questions] = {"train": Questions.of(config, train, tokenizer)}
+        if validation is not None and not config.is_rewarded:
+            questions["validation"] = Questions.of(config, validation, tokenizer)
         group = await placement.group("teacher", TeacherWorker) if "teacher" in config.roles else None
         served = [
             ServedTeacher.open(url, config.teachers.served or ServedTeacherConfig()) for url in config.teachers.urls
         ]
-        return cls(config, group, actor, train, hints, len(tokenizer), served)
+        return cls(config, group, actor, questions, len(tokenizer), served)
 
-    async def judge(self, batch: Sequences, examples: Sequence[int], feedback: Sequence[str]) -> Judgement:
+    async def judge(
+        self, batch: Sequences, examples: Sequence[int], feedback: Sequence[str], of: Split = "train"
+    ) -> Judgement:
         """Return what the teacher of each row says of its trained tokens.
 
         Args:
             batch: B rows.
             examples: of each, the number of the example that it answers.
             feedback: of each, what the reward function says of it in words.
+            of: which prompts the numbers are of.
         """
-        if self._hints is None:
-            return Judgement(await self._said(batch, examples), self._num_ids)
-        found = enumerate(await to_thread(self._hints.prompts, examples, feedback))
+        asked = self._questions[of]
+        sources = [asked.prompts.examples[example].data_source for example in examples]
+        if asked.hints is None:
+            return Judgement(await self._said(batch, sources), self._num_ids)
+        found = enumerate(await to_thread(asked.hints.prompts, examples, feedback))
         prompts = {row: prompt for row, prompt in found if prompt is not None}
         said = self._nothing_said(batch)
         if prompts:
             rows = torch.tensor(list(prompts))
             part = batch.bare().rows(rows)
             read = shown(part, list(prompts.values()))
-            of_read = await self._said(read, [examples[row] for row in prompts])
+            of_read = await self._said(read, [sources[row] for row in prompts])
             said[torch.isin(batch.row_of_token, rows)] = said_of(part, read, of_read)
         return Judgement(said, self._num_ids)
 
@@ -159,11 +194,10 @@ class Teachers(FrozenModel[TeacherWorker]):
         top_k = self._config.teachers.top_k
         return torch.full((batch.num_tokens, *(() if top_k is None else (1 + 2 * top_k,))), torch.nan)
 
-    async def _said(self, batch: Sequences, examples: Sequence[int]) -> Tensor:
+    async def _said(self, batch: Sequences, sources: Sequence[str]) -> Tensor:
         top_k = self._config.teachers.top_k
         if not self._config.teachers.paths:
             return await (self._actor.logprobs(batch) if top_k is None else self._actor.likeliest(batch, top_k))
-        sources = [self._train.examples[example].data_source for example in examples]
         chosen = torch.tensor([self._config.teachers.of(source) for source in sources])
         found = self._nothing_said(batch)
         of = [(teacher, (chosen == teacher).nonzero().flatten()) for teacher in chosen[chosen >= 0].unique().tolist()]

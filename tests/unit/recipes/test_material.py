@@ -140,8 +140,8 @@ def test_conversations_and_pairs_that_occur_twice_or_are_validated_on_are_counte
 
 
 def test_a_teacher_of_a_source_that_no_prompt_is_of_is_refused_with_the_sources_that_are_there():
-    def check(train, *keys):
-        check_sources(load_config("opd", ["model.path=m", "data.train=a.jsonl", *keys]).config, train)
+    def check(train, *keys, validation=None):
+        check_sources(load_config("opd", ["model.path=m", "data.train=a.jsonl", *keys]).config, train, validation)
 
     train = encoded("1=1", "2=2")
     math = dataclasses.replace(
@@ -156,6 +156,12 @@ def test_a_teacher_of_a_source_that_no_prompt_is_of_is_refused_with_the_sources_
     with pytest.raises(ConfigError, match=r"'xyz'; there are 'math'"):
         check(math, "teacher.by_source={xyz: t, math: t}", "teacher.path=t")
     check(dataclasses.replace(math, is_part=True), "teacher.by_source={xyz: t}")  # the rest may have it
+    check(math, "teacher.by_source={math: t}", "reward.function=a.py:f", validation=train)
+    check(math, "teacher.by_source={math: t}", "teacher.path=t", validation=train)
+    with pytest.raises(
+        ConfigError, match=r"data\.validation: no prompt of it has a teacher.* is 'd', and .* has math; set"
+    ):
+        check(math, "teacher.by_source={math: t}", validation=train)
 
 
 def test_validation_prompts_that_are_trained_on_are_counted():
