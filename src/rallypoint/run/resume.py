@@ -4,7 +4,8 @@ A resumed run is compared with the record of the checkpoint that it continues fr
 
 - refused: changes after which the weights so far would be those of another run (`_SAME`);
 - accepted and reported, weights differ from now on: everything on no list, such as a learning rate;
-- accepted and reported, weights are equal up to rounding: changes of who computes what (`_ROUNDING`);
+- accepted and reported, weights are equal up to rounding: changes of who computes what (`_ROUNDING`). Over-sampled, or
+  sampled ahead, they differ: who computes what decides which rollouts end first, or how old they are;
 - accepted: changes that no bit of the weights depends on (`_FREE`).
 
 Without a checkpoint, everything may change.
@@ -133,10 +134,15 @@ def compare(old: Record, new: Record, config: RunConfig, step: int) -> list[str]
             others.append(f"{text}, which the learning rate follows")
         elif rule in _ROUNDING and config.rollout.over_sampling is not None:
             others.append(f"{text}, which may decide whose rollouts end first")
+        elif rule in _ROUNDING and config.rollout.max_staleness:
+            others.append(text)
         else:
             (free if rule in _FREE else rounding if rule in _ROUNDING else others).append(text)
     versions = {name: (old.software.get(name), new.software.get(name)) for name in {**old.software, **new.software}}
-    rounding += [f"{name} {now} (was {before})" for name, (before, now) in versions.items() if before != now]
+    computed = others if config.rollout.max_staleness else rounding
+    computed += [f"{name} {now} (was {before})" for name, (before, now) in versions.items() if before != now]
+    if others and config.rollout.max_staleness:
+        others.append(f"as after any resume with rollout.max_staleness={config.rollout.max_staleness}")
     return [f"changed since step {step}{kind}: {'; '.join(texts)}" for kind, texts in kinds.items() if texts]
 
 

@@ -110,6 +110,19 @@ def test_other_ranks_train_an_over_sampled_run_on_other_prompts_and_say_so(mater
     assert "the weights are others from here on: cluster.pools.main=[2] (was [1]), which may decide whose" in note
 
 
+def test_a_run_that_samples_ahead_has_other_weights_after_any_resume_and_does_not_speak_of_rounding(material):
+    ahead = ("rollout.max_staleness=1", "cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling")
+    run = create_run(load_config("ppo", [*OWN, *ahead]))
+    saved(run, 20, config_of(*ahead))
+    (note,) = resumed(run, *ahead, "cluster.pools={main: [2], sampling: [1]}").notes
+    assert note == (
+        "changed since step 20, the weights are others from here on: cluster.pools.main=[2] (was [1]); as after any "
+        "resume with rollout.max_staleness=1"
+    )
+    (note,) = resumed(run, *ahead, "checkpoint.keep=7").notes
+    assert note == "changed since step 20: checkpoint.keep=7 (was 2)"
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
