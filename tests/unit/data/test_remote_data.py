@@ -163,6 +163,18 @@ for name, is_offline in (("lab/sums", False), ("lab/none", False), ("lab/sums", 
     except DataError as error:
         print(str(error).replace("\\n", " "))
 """
+READ_URLS = """\
+from rallypoint.data import Rows, load_dataset
+from rallypoint.data.files import Problems
+from rallypoint.errors import DataError
+
+for name in ("/main/train-00000-of-00001.parquet", "", "/none.parquet"):
+    try:
+        rows = Rows.of_prompts([f"hf://datasets/lab/sums{name}"])
+        print([one.ground_truth for one in load_dataset([f"hf://datasets/lab/sums{name}"])], rows.count())
+    except DataError as error:
+        print(str(error).replace("\\n", " "))
+"""
 
 
 @pytest.mark.parametrize("served", [Hub], indirect=True)
@@ -175,3 +187,12 @@ def test_a_data_set_of_the_hub_is_downloaded_once_and_then_read_without_it(serve
     assert "lab/none: no such file or folder is here, and the hub does not give it" in missing
     downloads = [line for line in served[1] if line.startswith("GET /datasets/")]
     assert downloads == ["GET /datasets/lab/sums/resolve/main/main/train-00000-of-00001.parquet"], "of this split"
+
+
+@pytest.mark.parametrize("served", [Hub], indirect=True)
+def test_files_and_folders_of_the_hub_are_read_by_their_urls(served, tmp_path):
+    changed = {**os.environ, "HF_ENDPOINT": served[0], "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", READ_URLS], capture_output=True, text=True, check=False, env=changed)
+    file, folder, missing = done.stdout.splitlines() or [done.stderr] * 3
+    assert file == folder == "['1', '2', '3', '4', '5'] 5"
+    assert "hf://datasets/lab/sums/none.parquet" in missing

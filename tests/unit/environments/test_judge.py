@@ -1,12 +1,11 @@
 """A judge behind a real HTTP server that speaks OpenAI's API, busy and broken in turn."""
 
 import contextlib
-import json
 import threading
 from concurrent.futures import CancelledError
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from judge_server import judging
 
 from rallypoint.config import RewardConfig
 from rallypoint.environments.grader import open_grader
@@ -16,52 +15,10 @@ from rallypoint.environments.shipped.judge import Cache, Endpoint, JudgeError, R
 from rallypoint.errors import RewardError
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Replies with what the answer says after `reply `; with a status if it begins with one, so many times."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = asked["messages"][-1]["content"]
-        with self.server.lock:
-            self.server.asked.append((self.path, self.headers.get("Authorization"), asked))
-            refusals = self.server.refusals.pop(0) if self.server.refusals else None
-        if self.server.together is not None:
-            self.server.together.wait(60)
-        status, headers = refusals or (200, {})
-        reply = self.server.replies.pop(0) if self.server.replies else text.rpartition("reply ")[2].partition("\n")[0]
-        body = json.dumps({"choices": [{"message": {"content": reply}}]} if status == 200 else {"error": "busy"})
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body.encode()))}).items():
-            self.send_header(name, value)
-        if not text.startswith("drip a header"):
-            self.end_headers()
-        if text.startswith("drip"):
-            self.drip()
-        else:
-            self.wfile.write(body.encode())
-
-    def drip(self):
-        """Send a byte now and then, until the test is over."""
-        with contextlib.suppress(OSError):
-            while not self.server.is_over.wait(0.02):
-                self.wfile.write(b" ")
-                self.wfile.flush()
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked, server.refusals, server.lock, server.together = [], [], threading.Lock(), None
-    server.replies, server.is_over, server.daemon_threads = [], threading.Event(), True
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield server
-    server.is_over.set()
-    server.shutdown()
-    server.server_close()
+    with judging() as server:
+        yield server
 
 
 def call(text, question="2 + 2?"):
