@@ -71,7 +71,7 @@ def config(
         str | None, typer.Option("--from-verl", help="Translate a command line or a YAML file of verl's.")
     ] = None,
     from_trl: Annotated[
-        str | None, typer.Option("--from-trl", help="Translate arguments of TRL's GRPOConfig or PPOConfig.")
+        str | None, typer.Option("--from-trl", help="Translate arguments of TRL's SFTConfig, DPOConfig, GRPOConfig ...")
     ] = None,
 ) -> None:
     """Print every key of a config with its value and where it was set; or a config of another project as ours."""

@@ -219,11 +219,13 @@ def _unknown(parts: Sequence[str], found: object, source: Source) -> dict[str, s
         owners = " or ".join(other for other, kind in kinds.items() if parts[-1] in kind.model_fields)
         said = f"{_said(dotted, found, source)}: {section}.name={name} has the keys {have}"
         return {dotted: f"{said}; {parts[-1]} is one of {section}.name={owners}"}
-    theirs, others = foreign_keys(parts, found)
+    named = source.values.get("recipe")
+    recipe = named if isinstance(named, str) else None
+    theirs, others = foreign_keys(parts, found, recipe)
     if not theirs:
-        return {dotted: f"{_said(dotted, found, source)}: unknown key; {suggest_key(parts, found)}"}
+        return {dotted: f"{_said(dotted, found, source)}: unknown key; {suggest_key(parts, found, recipe)}"}
     problems = {
-        name: f"{_said(name, value, source)}: unknown key; {suggest_key(name.split('.'), value)}"
+        name: f"{_said(name, value, source)}: unknown key; {suggest_key(name.split('.'), value, recipe)}"
         for name, value in theirs.items()
     }
     if others:

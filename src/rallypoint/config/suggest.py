@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rallypoint.config.aliases import ALIASES, VALUE, VALUES, Alias
+from rallypoint.config.aliases import VALUE, VALUES, Alias
+from rallypoint.config.aliases_by_recipe import aliases_for
 from rallypoint.config.fields import Section, declared_words, leaves, section_of, shown
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.tree import RunConfig
@@ -21,15 +22,14 @@ _TYPO, _LIKE = 0.85, 0.6
 """Likeness from which on a name is a slip of the hand, and from which on it is a guess better than none."""
 _OFF = (False, 0, -1, "none", "off", "false", "no", "")
 """Values that people write for "none"."""
-_BY_NAME = {name: alias for alias in ALIASES for name in alias.names.split()}
 
 
-def suggest_key(parts: Sequence[str], found: object) -> str:
-    """Name the right key for an unknown one, with the value where that stays as it is."""
+def suggest_key(parts: Sequence[str], found: object, recipe: str | None = None) -> str:
+    """Name the right key for an unknown one in a run of a recipe, with the value where that stays as it is."""
     here = section_at(parts[:-1]) or RunConfig
     chain, value = _chain(found)
     wanted = [*parts, *chain]
-    alias, num_words = alias_of(wanted)
+    alias, num_words = alias_of(wanted, aliases_for(recipe))
     if alias is not None and (num_words > 1 or not _like(parts, chain, here, _TYPO)):
         return _said(alias, wanted, value)
     meant = _like(parts, chain, here, _LIKE) or " or ".join(_elsewhere(wanted)[:_MAX_SUGGESTIONS])
@@ -56,14 +56,15 @@ def suggest_value(dotted: str, info: FieldInfo, found: object) -> str:
     return ""
 
 
-def foreign_keys(parts: Sequence[str], found: object) -> tuple[dict[str, object], list[str]]:
+def foreign_keys(parts: Sequence[str], found: object, recipe: str | None = None) -> tuple[dict[str, object], list[str]]:
     """Split what an unknown section holds: the keys that other projects have, with their values, and the rest."""
     inside = {".".join((*parts, *path)): value for path, value in _leaves_of(found)}
-    theirs = {dotted: value for dotted, value in inside.items() if alias_of(dotted.split("."))[0] is not None}
+    known = aliases_for(recipe)
+    theirs = {dotted: value for dotted, value in inside.items() if alias_of(dotted.split("."), known)[0] is not None}
     return theirs, [dotted for dotted in inside if dotted not in theirs]
 
 
-def alias_of(parts: Sequence[str], known: Mapping[str, Alias] = _BY_NAME) -> tuple[Alias | None, int]:
+def alias_of(parts: Sequence[str], known: Mapping[str, Alias]) -> tuple[Alias | None, int]:
     """Find the alias with the longest end of a dotted name, and of how many words that is."""
     for start in range(len(parts)):
         if alias := known.get(".".join(parts[start:])):

@@ -17,15 +17,49 @@ from typing import Any, cast
 
 import yaml
 
-from rallypoint.config.aliases import ALIASES, SAME
+from rallypoint.config.aliases import SAME
+from rallypoint.config.aliases_by_recipe import aliases_for
 from rallypoint.config.fields import named_sections
+from rallypoint.config.recipes import RECIPES
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
 from rallypoint.config.tree import RunConfig
+from rallypoint.config.unread import unread_sections, why_unread
 from rallypoint.errors import ConfigError
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
-_KNOWN = {name: alias for alias in (*SAME, *ALIASES) for name in alias.names.split()}
+_SAME = {name: alias for alias in SAME for name in alias.names.split()}
+
+_CLASSES = {
+    "SFTConfig": "sft",
+    "DPOConfig": "dpo",
+    "RewardConfig": "reward_model",
+    "GRPOConfig": "grpo",
+    "RLOOConfig": "grpo",
+    "PPOConfig": "ppo",
+    "GKDConfig": "opd",
+    "DistillationConfig": "opd",
+}
+"""TRL's classes of arguments, and the recipe of each."""
+_COMMANDS = {
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "reward": "RewardConfig",
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+}
+"""TRL's commands, and the class whose arguments each takes."""
+_SIGNS = {
+    "num_ppo_epochs": "PPOConfig",
+    "num_generations": "GRPOConfig",
+    "precompute_ref_log_probs": "DPOConfig",
+    "center_rewards_coefficient": "RewardConfig",
+    "lmbda": "GKDConfig",
+    "packing": "SFTConfig",
+    "assistant_only_loss": "SFTConfig",
+    "completion_only_loss": "SFTConfig",
+}
+"""Arguments that only one of them has, for a command line or a file without its name."""
 
 _LOSSES: dict[str, dict[str, object]] = {
     "gspo": {"loss.name": "gspo"},
@@ -106,29 +140,40 @@ def from_verl(text: str) -> Translation:
 
 
 def from_trl(text: str) -> Translation:
-    """Translate arguments of TRL's GRPOConfig or PPOConfig: as Python has them, as a command line, or a YAML file.
+    """Translate arguments of one of TRL's classes: as Python has them, as a command line, or a YAML file.
 
     >>> from_trl("GRPOConfig(num_generations=8, beta=0.04, learning_rate=1e-6)").keys
     {'recipe': 'grpo', 'rollout.group_size': 8, 'kl.coef': 0.04, 'actor.optimizer.lr': 1e-06}
+    >>> from_trl('DPOConfig(beta=0.2, loss_type="ipo")').keys
+    {'recipe': 'dpo', 'preference.beta': 0.2, 'preference.name': 'ipo'}
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is of a class that no recipe stands for.
     """
-    call = re.match(r"\s*(?:\w+\s*=\s*)?(\w+)\(", text)
-    theirs = _arguments(text) if call else _keys(text.replace("--", " "), in_pairs="=" not in text)
+    call = re.match(r"\s*(?:\w+\s*=\s*)?(?:\w+\.)*(\w+)\(", text)
+    command = re.match(r"\s*trl\s+(\w+)\s", text)
+    if call is None:
+        rest = text[command.end() :] if command else text
+        theirs = _keys(rest.replace("--", " "), in_pairs="=" not in rest)
+        sign = next((kind for name, kind in _SIGNS.items() if name in theirs), "GRPOConfig")
+        kind = _COMMANDS.get(command[1], command[1]) if command else sign
+    else:
+        theirs, kind = _arguments(text), call[1]
+    if kind not in _CLASSES:
+        raise ConfigError((f"no recipe stands for TRL's {kind}; expected one of {', '.join(_CLASSES)}",))
     found = Translation(num_given=len(theirs))
-    is_ppo = bool(call and "PPO" in call[1]) or "num_ppo_epochs" in theirs
-    found.keys["recipe"] = "ppo" if is_ppo else "grpo"
-    taken = _of_trl_together(theirs, found, is_ppo=is_ppo)
+    found.keys["recipe"] = _CLASSES[kind]
+    taken = _of_trl_together(theirs, found, kind)
     return _by_table({key: value for key, value in theirs.items() if key not in taken}, found)
 
 
 def _by_table(theirs: Keys, found: Translation) -> Translation:
+    known = {**_SAME, **aliases_for(str(found.keys["recipe"]))}
     for key, value in theirs.items():
         written = f"{key}={value}"
         parts = key.split(".")
         around = next((parts[: place + 1] for place, part in enumerate(parts) if part in _OF_ENGINES), parts)
-        alias = alias_of(parts, _KNOWN)[0] or alias_of(around, _KNOWN)[0]
+        alias = alias_of(parts, known)[0] or alias_of(around, known)[0]
         if alias is None:
             found.unknown.append(written)
             continue
@@ -147,6 +192,9 @@ def _by_table(theirs: Keys, found: Translation) -> Translation:
     if found.keys["recipe"] != "ppo":
         for dotted in [key for key in found.keys if key.startswith(("critic.", "advantage.gae_lambda"))]:
             found.open[f"{dotted}={found.keys.pop(dotted)}"] = f"{found.keys['recipe']} has no critic"
+    unread = unread_sections(RunConfig.model_validate({"recipe": found.keys["recipe"]}))
+    for dotted in [key for key in found.keys if (why_unread(unread, key) or "").startswith("recipe=")]:
+        found.open[f"{dotted}={found.keys.pop(dotted)}"] = f"{found.keys['recipe']} does not read it"
     return found
 
 
@@ -221,22 +269,35 @@ def _divide_batch(prompts: object, mini_batch: object, found: Translation) -> No
         found.open[f"ppo_mini_batch_size={mini_batch}"] = "actor.num_mini_batches: batch divided by mini-batch"
 
 
-def _of_trl_together(theirs: Keys, found: Translation, *, is_ppo: bool) -> set[str]:
+def _of_trl_together(theirs: Keys, found: Translation, kind: str) -> set[str]:
     """Translate the keys of TRL's that mean something only together; return them."""
     get, taken = _ends(theirs)
     rows = [get(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    group = 1 if is_ppo else theirs.get("num_generations", 8)
+    is_of_files = RECIPES[_CLASSES[kind]].examples != "prompts"
+    usual = {"GRPOConfig": 8, "RLOOConfig": 2}.get(kind, 1)
+    group = 1 if is_of_files or kind == "PPOConfig" else theirs.get("num_generations", usual)
     if taken and all(isinstance(one, int) for one in (*rows, group)):
         per_process, steps, size = cast("list[int]", [*rows, group])
-        found.keys["rollout.num_prompts"] = max(1, per_process * steps // size)
+        key = "data.num_examples" if is_of_files else "rollout.num_prompts"
+        found.keys[key] = max(1, per_process * steps // size)
+        by_group = "" if is_of_files else f" / {size}"
         found.open["per_device_train_batch_size x gradient_accumulation_steps"] = (
-            f"rollout.num_prompts is {per_process} x {steps} / {size} for one process of theirs; multiply it by theirs"
+            f"{key} is {per_process} x {steps}{by_group} for one process of theirs; multiply it by theirs"
         )
     _trackers(get("report_to", None), found)
-    if is_ppo and isinstance(num := get("num_mini_batches", None), int):
+    if theirs.get("max_steps") == -1:
+        get("max_steps", None)
+        found.open["max_steps=-1"] = "trainer.num_epochs sets the length"
+    elif is_of_files and "max_steps" in theirs:
+        found.keys["trainer.num_epochs"] = None  # or it would set the length
+    if kind == "PPOConfig" and isinstance(num := get("num_mini_batches", None), int):
         found.keys |= {"actor.num_mini_batches": num, "critic.num_mini_batches": num}
-    elif not is_ppo and "beta" not in theirs:
+    elif kind == "GRPOConfig" and "beta" not in theirs:
         found.keys["kl"] = None
+    elif kind == "RLOOConfig":
+        found.keys["advantage.name"] = "rloo"
+        if theirs.get("beta") not in (0, 0.0):
+            found.keys |= {"kl.placement": "reward", "kl.coef": theirs.get("beta", 0.05)}
     return taken
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from rallypoint.config import RunConfig, leaves, load_config
 from rallypoint.config.aliases import ALIASES, VALUE, VALUES
+from rallypoint.config.aliases_by_recipe import OF_FILES, OF_PREFERENCES, OF_TEACHERS
 from rallypoint.errors import ConfigError
 
 
@@ -15,7 +16,8 @@ def problems_of(*overrides: str, name: str = "base.yaml") -> tuple[str, ...]:
     return raised.value.problems
 
 
-ASSIGNMENTS = {a for alias in ALIASES for a in (*alias.to, *(meant for _, meant in alias.values))}
+BY_RECIPE = (*OF_FILES, *OF_PREFERENCES, *OF_TEACHERS)
+ASSIGNMENTS = {a for alias in (*ALIASES, *BY_RECIPE) for a in (*alias.to, *(meant for _, meant in alias.values))}
 ASSIGNMENTS |= {meant for values in VALUES.values() for _, meant in values}
 
 
@@ -38,6 +40,24 @@ def _problems(key: str, value: str) -> tuple[str, ...]:
     except ConfigError as error:
         return tuple(problem for problem in error.problems if problem.startswith(f"{key}="))
     return ()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "expected"),
+    [
+        ("dpo", "beta=0.2", "did you mean preference.beta=0.2?"),
+        ("dpo", "loss_type=ipo", "did you mean preference.name=ipo?"),
+        ("sft", "max_length=4096", "did you mean data.max_row_tokens=4096?"),
+        ("sft", "per_device_train_batch_size=4", "did you mean data.num_examples? (examples of a step"),
+        ("reward_model", "train_batch_size=4", "did you mean data.num_examples=4?"),
+        ("sft", "assistant_only_loss=true", "the turns of the assistant are trained, and nothing else"),
+        ("opd", "teacher_model_name_or_path=big", "did you mean teacher.path=big?"),
+        ("grpo", "beta=0.2", "did you mean kl.coef=0.2?"),
+    ],
+)
+def test_a_name_is_led_to_the_key_that_the_recipe_reads(recipe: str, override: str, expected: str):
+    said = problems_of(override, name=recipe)
+    assert any(expected in problem for problem in said), said
 
 
 def test_no_alias_stands_twice_or_hides_a_key_of_our_own():

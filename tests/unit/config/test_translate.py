@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.config import load_config
+from rallypoint.config import load_config, values_of
 from rallypoint.config.translate import Translation, from_trl, from_verl
 from rallypoint.errors import ConfigError
 
@@ -200,6 +200,63 @@ def test_arguments_of_ppo_config_are_a_config(tmp_path):
     config = loaded(found, tmp_path)
     assert (config.recipe, config.actor.num_epochs, config.critic.num_mini_batches) == ("ppo", 4, 2)
     assert config.rollout.max_response_tokens == 53
+
+
+OF_TRL = {
+    "sft": (
+        "SFTConfig(max_length=4096, packing=True, per_device_train_batch_size=4, gradient_accumulation_steps=8, "
+        "assistant_only_loss=True, learning_rate=2e-5, num_train_epochs=2)",
+        {"data.max_row_tokens": 4096, "data.num_examples": 32, "actor.optimizer.lr": 2e-5, "trainer.num_epochs": 2},
+    ),
+    "dpo": (
+        'trl.DPOConfig(beta=0.2, loss_type="ipo", max_length=512, max_steps=30)',
+        {
+            "preference.beta": 0.2,
+            "preference.name": "ipo",
+            "data.max_row_tokens": 512,
+            "trainer.num_steps": 30,
+            "trainer.num_epochs": None,
+        },
+    ),
+    "reward_model": (
+        "RewardConfig(max_length=512, per_device_train_batch_size=8, max_steps=-1)",
+        {"data.max_row_tokens": 512, "data.num_examples": 8, "trainer.num_epochs": 1.0},
+    ),
+    "grpo": (
+        "RLOOConfig(num_generations=4, per_device_train_batch_size=16)",
+        {"advantage.name": "rloo", "kl.coef": 0.05, "kl.placement": "reward", "rollout.num_prompts": 4},
+    ),
+    "ppo": ("PPOConfig(num_ppo_epochs=4)", {"actor.num_epochs": 4}),
+    "opd": (
+        'GKDConfig(teacher_model_name_or_path="big", beta=1.0, lmbda=1.0, max_new_tokens=64, temperature=0.9)',
+        {"teacher.path": "big", "teacher.loss": "reverse", "rollout.temperature": 0.9},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", OF_TRL)
+def test_every_class_of_trl_is_a_config_of_its_recipe(tmp_path, recipe):
+    text, expected = OF_TRL[recipe]
+    found = from_trl(text)
+    assert found.unknown == []
+    (tmp_path / "translated.yaml").write_text(found.as_yaml())
+    config = load_config(str(tmp_path / "translated.yaml"), draft=True).config
+    assert config.recipe == recipe
+    assert {key: value for key, value in values_of(config) if key in expected} == expected
+
+
+def test_a_command_or_an_argument_of_its_own_says_which_class_is_meant():
+    assert from_trl("trl dpo --beta 0.2").keys == {"recipe": "dpo", "preference.beta": 0.2}
+    assert from_trl("--packing true --max_length 99").keys == {"recipe": "sft", "data.max_row_tokens": 99}
+    assert from_trl("DPOConfig(temperature=0.5)").open == {"rollout.temperature=0.5": "dpo does not read it"}
+
+
+@pytest.mark.parametrize("text", ["KTOConfig(beta=0.1)", "trl kto --beta 0.1"])
+def test_a_class_that_no_recipe_stands_for_is_refused(text):
+    with pytest.raises(
+        ConfigError, match=r"no recipe stands for TRL's (KTOConfig|kto); expected one of SFTConfig, DPO"
+    ):
+        from_trl(text)
 
 
 def test_a_file_and_a_command_line_of_theirs_are_read(tmp_path):
