@@ -59,6 +59,47 @@ class BoundedThread:
         return f"Traceback (most recent call last):\n{lines}" if lines else ""
 
 
+class DaemonThreads:
+    """Threads that do pieces of work side by side; nobody waits for them at the end of the program."""
+
+    def __init__(self, num: int, name: str) -> None:
+        """Start none yet; each piece of work starts one, up to a number."""
+        self._num, self._name = num, name
+        self._threads: list[threading.Thread] = []
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_closed = threading.Event()
+
+    def submit(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+        """Return what work will come to, or raise, once a thread is free; it is cancelled if they are closed before."""
+        done: Future[ResultT] = Future()
+        self._asked.put(lambda: self._settle(done, work))
+        if len(self._threads) < self._num:
+            name = f"{self._name}_{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+            self._threads[-1].start()
+        return done
+
+    def pause(self, seconds: float) -> bool:
+        """Sleep inside of some work; return whether there is reason to go on: False once they are closed."""
+        return not self._is_closed.wait(seconds)
+
+    def close(self) -> None:
+        """Cancel the work that waits, and let the threads end with what is under way."""
+        self._is_closed.set()
+        for _ in self._threads:
+            self._asked.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._asked.get()) is not None:
+            work()
+
+    def _settle(self, done: Future[ResultT], work: Callable[[], ResultT]) -> None:
+        if self._is_closed.is_set():
+            done.cancel()
+        if done.set_running_or_notify_cancel():
+            _settle(done, work)
+
+
 def within(timeout_s: float, work: Callable[[], ResultT]) -> ResultT:
     """Return what work comes to, done in a thread of its own.
 

@@ -88,3 +88,8 @@ class OPD(RolloutRecipe):
         gaps = gaps[gaps.isfinite()]
         total, num = float(gaps.sum()), len(gaps)
         return Metrics({"score": Mean(-total, num), "teacher_kl": Mean(total, num)})
+
+    async def close(self) -> None:
+        """See `Recipe.close`; served teachers are asked nothing any more."""
+        self.teachers.close()
+        await super().close()

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from rallypoint.config import ServedTeacherConfig
+from rallypoint.environments.deadline import DaemonThreads
 from rallypoint.environments.shipped.judge import Endpoint, JudgeError
 from rallypoint.errors import TeacherError
 from rallypoint.types import Sequences
@@ -46,8 +47,8 @@ class ServedTeacher:
     endpoint: Endpoint
     model: str | None
     """As the endpoint calls it; None for SGLang's, which has one."""
-    threads: ThreadPoolExecutor
-    """One for each request at a time."""
+    threads: DaemonThreads
+    """One for each request at a time; a server that is silent does not hold up the end of the program."""
 
     @classmethod
     def open(cls, url: str, settings: ServedTeacherConfig) -> ServedTeacher:
@@ -59,13 +60,23 @@ class ServedTeacher:
         if settings.key is not None and not os.environ.get(settings.key):
             raise TeacherError(f"the environment variable {settings.key} of teacher.served.key is not set")
         key = os.environ[settings.key] if settings.key else None
-        endpoint = Endpoint(url, key, settings.retries, settings.timeout_s)
+        threads = DaemonThreads(settings.concurrency, "teacher")
+
+        def pause(seconds: float) -> None:
+            if not threads.pause(seconds):
+                raise TeacherError(f"{url}: the run has ended, and nobody asks again")
+
+        endpoint = Endpoint(url, key, settings.retries, settings.timeout_s, sleep=pause)
         model = settings.model
         if url.rstrip("/").endswith("/generate"):
             model = None
         elif model is None:
             model = _only_model(url, endpoint)
-        return cls(endpoint, model, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher"))
+        return cls(endpoint, model, threads)
+
+    def close(self) -> None:
+        """Ask nothing any more; what is under way goes on in threads that nobody waits for."""
+        self.threads.close()
 
     async def judge(self, batch: Sequences, top_k: int | None) -> Tensor:
         """Return what it says of every trained token: [T], or [T, 1 + 2K] as `likeliest_tokens`; 0 of others.
@@ -73,9 +84,9 @@ class ServedTeacher:
         Raises:
             TeacherError: it gave no answer in all attempts, or one that is not of these tokens.
         """
-        loop = asyncio.get_running_loop()
         rows = [batch.tokens[start:stop].tolist() for start, stop in batch.offsets.unfold(0, 2, 1).tolist()]
-        asked = [loop.run_in_executor(self.threads, self._ask, row, top_k or 0) for row in rows]
+        work = [functools.partial(self._ask, row, top_k or 0) for row in rows]
+        asked = [asyncio.wrap_future(self.threads.submit(one)) for one in work]
         try:
             said = [place for row in await asyncio.gather(*asked) for place in row]
         finally:

@@ -190,6 +190,11 @@ class Teachers(FrozenModel[TeacherWorker]):
             said[torch.isin(batch.row_of_token, rows)] = said_of(part, read, of_read)
         return Judgement(said, self._num_ids)
 
+    def close(self) -> None:
+        """Ask served teachers nothing any more."""
+        for one in self._served:
+            one.close()
+
     def _nothing_said(self, batch: Sequences) -> Tensor:
         top_k = self._config.teachers.top_k
         return torch.full((batch.num_tokens, *(() if top_k is None else (1 + 2 * top_k,))), torch.nan)

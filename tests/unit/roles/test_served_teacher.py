@@ -171,3 +171,36 @@ def test_an_endpoint_that_is_not_there_or_serves_several_models_is_refused_at_on
     server.refusals = [401]
     with pytest.raises(TeacherError, match=r"the teacher gave no answer: .*status 401"):
         judge(server.url + "/v1", model="small", retries=9)
+
+
+def test_a_silent_server_holds_up_neither_the_end_of_a_run_nor_that_of_the_program(server):
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def never(_):
+        is_asked.set()
+        answers.wait(60)
+        return {}
+
+    server.answer = never
+    before = set(threading.enumerate())
+    teacher = ServedTeacher.open(server.url + "/v1", ServedTeacherConfig(retries=9, concurrency=1))
+
+    async def give_up():
+        judged = asyncio.create_task(teacher.judge(ROWS, None))
+        assert await asyncio.to_thread(is_asked.wait, 60)
+        judged.cancel()
+        await asyncio.wait([judged])
+        return judged.cancelled()
+
+    assert asyncio.run(give_up())
+    asking = [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("teacher_")]
+    assert asking
+    assert all(thread.daemon for thread in asking), "the interpreter waits for all others"
+    teacher.close()
+    with pytest.raises(TeacherError, match="the run has ended, and nobody asks again"):
+        teacher.endpoint.sleep(3600.0)
+    answers.set()
+    for thread in asking:
+        thread.join(60)
+        assert not thread.is_alive(), "nine more attempts are not made"
+    assert len(server.asked) == 1, "the second row was waiting"
