@@ -203,7 +203,7 @@ def sandboxes(config: RunConfig) -> Iterator[str]:
     """
     for one in config.reward.all_functions:
         if one.function == "code":
-            yield open_sandbox(one.parameters.get("url")).name
+            yield open_sandbox(one.parameters.get("url"), one.parameters.get("key")).name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

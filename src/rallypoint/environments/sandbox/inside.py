@@ -5,11 +5,13 @@ to the fork and waits for its end, so that no program finds anything of another 
 that asks it does.
 
 Sent as text to an interpreter without packages (`python -I -S -c`), so it imports the standard library only. What the
-kernel refuses ends the process before the program has begun. System calls by their numbers: Linux on x86_64
-and aarch64.
+kernel refuses ends the process before the program has begun. What a program may call is decided in `calls.py`.
 """
 
+import contextlib
 import ctypes
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -20,120 +22,15 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
 
-CALLS = {  # name: (x86_64, aarch64); None where there is no such call
-    "socket": (41, 198),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "acct": (163, 89),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "sethostname": (170, 161),
-    "setuid": (105, 146),
-    "setgid": (106, 144),
-    "setreuid": (113, 145),
-    "setregid": (114, 143),
-    "setresuid": (117, 147),
-    "setresgid": (119, 149),
-    "setgroups": (116, 159),
-    "setfsuid": (122, 151),
-    "setfsgid": (123, 152),
-    "capset": (126, 91),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "quotactl": (179, 60),
-    "syslog": (103, 116),
-    "personality": (135, 92),
-    "setpriority": (141, 140),  # these reach other processes of the same user
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "process_mrelease": (448, 448),
-    "chmod": (90, None),  # these change files, and Landlock does not know them
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
-"""System calls that fail with EPERM."""
-WITH = {  # name: ((x86_64, aarch64), place of an argument, its values)
-    "fcntl": ((72, 25), 1, (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a pipe would send signals
-    "ioctl": ((16, 29), 1, (0x5412, 0x8901, 0x8902)),  # TIOCSTI types on a terminal, the others are as F_SETOWN
-}
-"""System calls that fail with EPERM for these values of an argument."""
-PRLIMIT = (302, 261)
-"""Sets the limits of any process of the user; it may be called for this one, 0."""
-MACHINES = {"x86_64": (0, 0xC000003E, 56, 126), "aarch64": (1, 0xC00000B7, 220, 91)}
-"""Column of CALLS, the kernel's number of the architecture, and the calls `clone` and `capset`."""
-CLONE3, CLONE_THREAD = 435, 0x00010000
-ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+SECCOMP = {"x86_64": 317, "aarch64": 277}
+"""The system call that returns a listener, which the C library does not have."""
+NEXT_CALL, ANSWER = 0xC0502100, 0xC0182101
+"""What a listener is asked for: a call that waits, and its answer."""
+MAX_THREADS = 256
+"""Threads that a program may start in all. Their memory is the kernel's, which no limit of a process counts."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -175,53 +72,17 @@ def see_only(paths: list[str]) -> None:
     os.close(rules)
 
 
-def instruction(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Return an instruction of the kernel's packet filter."""
-    return struct.pack("=HBBI", code, if_true, if_false, k)
+def call_only(program: bytes, *, listens: bool = False) -> int:
+    """Have the kernel refuse system calls; return where it asks about those that it is not to decide.
 
-
-def refusals() -> bytes:
-    """Return a filter of system calls that start or reach processes, reach the network, or change rights."""
-    column, machine, clone, _ = MACHINES[platform.machine()]
-    program = [
-        instruction(LOAD, 4),
-        instruction(EQUAL, machine, 1, 0),
-        instruction(RETURN, KILL),
-        instruction(LOAD, 0),
-        instruction(AT_LEAST, 0x40000000, 0, 1),
-        instruction(RETURN, KILL),
-        instruction(EQUAL, CLONE3, 0, 1),
-        instruction(RETURN, ENOSYS),  # the C library then asks for `clone`, whose flags can be seen
-        instruction(EQUAL, clone, 0, 4),
-        instruction(LOAD, 16),
-        instruction(HAS_BITS, CLONE_THREAD, 0, 1),
-        instruction(RETURN, ALLOW),
-        instruction(RETURN, EPERM),
-    ]
-    program += [
-        instruction(EQUAL, PRLIMIT[column], 0, 4),
-        instruction(LOAD, 16),
-        instruction(EQUAL, 0, 0, 1),
-        instruction(RETURN, ALLOW),
-        instruction(RETURN, EPERM),
-    ]
-    for numbers, place, values in WITH.values():
-        program += [instruction(EQUAL, numbers[column], 0, 2 * len(values) + 2), instruction(LOAD, 16 + 8 * place)]
-        for value in values:
-            program += [instruction(EQUAL, value, 0, 1), instruction(RETURN, EPERM)]
-        program.append(instruction(RETURN, ALLOW))
-    for numbers in CALLS.values():
-        if numbers[column] is not None:
-            program += [instruction(EQUAL, numbers[column], 0, 1), instruction(RETURN, EPERM)]
-    program.append(instruction(RETURN, ALLOW))
-    return b"".join(program)
-
-
-def call_only(refused: bytes) -> None:
-    """Have the kernel refuse system calls."""
-    text = ctypes.create_string_buffer(refused)
-    header = struct.pack("HxxxxxxP", len(refused) // len(instruction(0, 0)), ctypes.addressof(text))
+    A kernel that can ask nobody (before Linux 5.0, or if somebody above listens) refuses these: no threads.
+    """
+    text = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(text))
+    if listens and (listener := libc.syscall(SECCOMP[platform.machine()], 1, 1 << 3, header)) >= 0:
+        return listener
     check(libc.prctl(22, 2, header, 0, 0), "seccomp")
+    return os.pipe()[0]  # nothing will ever be asked there
 
 
 def own_files(size_mib: int) -> None:
@@ -235,22 +96,23 @@ def own_files(size_mib: int) -> None:
 
 def main() -> None:
     """Serve until nobody asks any more; in a fork, run the program that was asked for as `__main__`."""
-    has_namespaces, *readable = sys.argv[2:]
+    has_namespaces, allowed, watch, *readable = sys.argv[2:]
     check(libc.prctl(38, 1, 0, 0, 0), "no new privileges")
     if readable:
         see_only(readable)
-    code = serve(socket.socket(fileno=int(sys.argv[1])), refusals(), has_namespaces == "yes")
+    listener = call_only(bytes.fromhex(watch), listens=True)
+    code = serve(socket.socket(fileno=int(sys.argv[1])), listener, bytes.fromhex(allowed), has_namespaces == "yes")
     if code is not None:
         sys.argv[:] = ["program.py"]
         os.environ.clear()
         run(code)
 
 
-def serve(channel: socket.socket, refused: bytes, has_namespaces: bool) -> str | None:
+def serve(channel: socket.socket, listener: int, allowed: bytes, has_namespaces: bool) -> str | None:
     """Fork for each job; return its program in the fork, and None in the server when nobody asks any more.
 
-    Consumes: a deadline in seconds, with the files of a job: what it is, and its standard input, output and error.
-    Produces: the exit status, None at the deadline, and whether the program has begun.
+    Consumes: seconds to begin and to end in, with the files of a job: what it is, and its standard input, output and
+    error. Produces: the exit status, None at the deadline, and whether the program has begun.
     """
     server = os.getpid()
     gc.freeze()  # a collection in a fork would copy pages that it shares
@@ -258,30 +120,55 @@ def serve(channel: socket.socket, refused: bytes, has_namespaces: bool) -> str |
         asked, files, _, _ = socket.recv_fds(channel, 64, 4)
         if not asked:
             return None
-        has_begun, tell = os.pipe()
+        begins, tell = os.pipe()
         child = os.fork()
         if not child:
             channel.detach()
-            return become(server, files, tell, refused, has_namespaces)
+            return become(server, files, tell, allowed, has_namespaces)
         for file in (*files, tell):
             os.close(file)
-        status = wait(child, float(asked), channel)
-        channel.send(json.dumps([status, bool(os.read(has_begun, 1))]).encode())
-        os.close(has_begun)
+        start_s, time_s = json.loads(asked)
+        channel.send(json.dumps(wait(child, start_s, time_s, begins, listener, channel)).encode())
+        os.close(begins)
 
 
-def wait(child: int, time_s: float, channel: socket.socket) -> int | None:
-    """Return the status of a process; None if it had to be ended."""
-    ended = os.pidfd_open(child)
-    found = select.select([ended, channel], [], [], time_s)[0]
-    os.close(ended)
-    if ended not in found:
+def wait(
+    child: int, start_s: float, time_s: float, begins: int, listener: int, channel: socket.socket
+) -> tuple[int | None, bool]:
+    """Return the status of a process, None if it had to be ended, and whether it has begun."""
+    ended, poll = os.pidfd_open(child), select.poll()
+    for file in (ended, begins, listener, channel.fileno()):
+        poll.register(file, select.POLLIN)
+    latest, has_begun, num_threads, ready = time.monotonic() + start_s, False, 0, set[int]()
+    while not ready & {ended, channel.fileno()} and (left_s := latest - time.monotonic()) > 0:
+        ready = {file for file, _ in poll.poll(left_s * 1000)}
+        if begins in ready:
+            latest, has_begun = time.monotonic() + time_s, bool(os.read(begins, 1))
+            poll.unregister(begins)
+        if listener in ready:
+            num_threads += 1
+            answer(listener, num_threads <= MAX_THREADS)
+    if ended not in ready:
         os.kill(child, signal.SIGKILL)
+    os.close(ended)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return status if ended in found else None
+    return status if ended in ready else None, has_begun
 
 
-def become(server: int, files: list[int], tell: int, refused: bytes, has_namespaces: bool) -> str:
+def answer(listener: int, may_start: bool) -> None:
+    """Let a thread be started, or not."""
+    asked = bytearray(80)
+    with contextlib.suppress(OSError):  # the program, or a signal to it, took the question back
+        fcntl.ioctl(listener, NEXT_CALL, asked)
+        (number,) = struct.unpack_from("=Q", asked)
+        let_it, refuse = struct.pack("=QqiI", number, 0, 0, 1), struct.pack("=QqiI", number, 0, -errno.EAGAIN, 0)
+        try:
+            fcntl.ioctl(listener, ANSWER, let_it if may_start else refuse)
+        except OSError:  # Linux before 5.5 cannot go on with a call: no threads there
+            fcntl.ioctl(listener, ANSWER, refuse)
+
+
+def become(server: int, files: list[int], tell: int, allowed: bytes, has_namespaces: bool) -> str:
     """Give up every right, in a fork; return the program to run."""
     check(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "the signal at the server's death")
     if os.getppid() != server:
@@ -295,9 +182,9 @@ def become(server: int, files: list[int], tell: int, refused: bytes, has_namespa
     limit(job)
     version_3 = 0x20080522
     no_capabilities = (struct.pack("=Ii", version_3, 0), struct.pack("=6I", *[0] * 6))
-    check(libc.syscall(MACHINES[platform.machine()][3], *no_capabilities), "capabilities")
+    check(libc.capset(*no_capabilities), "capabilities")
     check(libc.prctl(4, 0, 0, 0, 0), "no dumps")
-    call_only(refused)
+    call_only(allowed)
     os.write(tell, b"+")
     os.closerange(3, 1024)
     return job["code"]

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from rallypoint.environments.sandbox.calls import call_filter, thread_watch
 from rallypoint.environments.sandbox.program import Limits, Ran, SandboxError
 
 _NOBODY = 65534
@@ -129,9 +130,10 @@ class _Server:
     """The process in which `inside.py` serves; it ends when the channel to it is closed."""
 
     def __init__(self, command: Sequence[str], readable: Sequence[str], user: int | None) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        filters = call_filter().hex(), thread_watch().hex()
         self._errors = _memory("")
-        arguments = [str(theirs.fileno()), "no" if readable else "yes", *readable]
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = [str(theirs.fileno()), "no" if readable else "yes", *filters, *readable]
         try:
             self._process = subprocess.Popen(
                 [*command, "-I", "-S", "-c", _TEXT, *arguments],
@@ -167,8 +169,8 @@ class _Server:
         job = dataclasses.asdict(limits) | {"code": code}
         files = [_memory(json.dumps(job)), _memory(stdin), _memory(""), _memory("")]
         try:
-            socket.send_fds(self._channel, [str(limits.time_s).encode()], files)
-            self._channel.settimeout(limits.time_s + _PATIENCE_S)
+            socket.send_fds(self._channel, [json.dumps([limits.start_s, limits.time_s]).encode()], files)
+            self._channel.settimeout(limits.start_s + limits.time_s + _PATIENCE_S)
             said = self._channel.recv(256)
             stdout, stderr = (_read(file, limits.output_kib << 10) for file in files[2:])
         except OSError as error:
@@ -179,8 +181,11 @@ class _Server:
         if not said:
             raise SandboxError(self._complaint or "its server has ended")
         status, has_begun = json.loads(said)
-        if status is not None and not has_begun:
-            raise SandboxError((stderr.strip().splitlines() or ["a program could not be started"])[-1])
+        if not has_begun:
+            late = f"a program could not be started in {limits.start_s:g} s: the machine is too busy"
+            raise SandboxError(
+                (stderr.strip().splitlines() or ["a program could not be started"])[-1] if status else late
+            )
         return Ran("timeout" if status is None else "failed" if status else "ok", stdout, stderr, status)
 
     @property
@@ -200,7 +205,10 @@ def _close(channel: socket.socket, process: subprocess.Popen[bytes], errors: int
 
 def _memory(text: str) -> int:
     """Return a descriptor of a file in memory that holds a text."""
-    opened = os.memfd_create("rallypoint")
+    try:
+        opened = os.memfd_create("rallypoint")
+    except AttributeError:
+        raise SandboxError("this Python has no files in memory (os.memfd_create): they need Linux") from None
     content = memoryview(text.encode(errors="surrogatepass"))
     while content:
         content = content[os.write(opened, content) :]

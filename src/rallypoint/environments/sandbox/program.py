@@ -12,10 +12,12 @@ Status = Literal["ok", "failed", "timeout"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. It is one process and has no network, whatever these are."""
+    """What one program may use. It is one process of few threads without a network, whatever these are."""
 
     time_s: float = 5.0
     """Seconds from its start to its end."""
+    start_s: float = 30.0
+    """Seconds in which the sandbox must have started it, on a busy machine; else the sandbox has failed, not it."""
     memory_mib: int = 512
     """Address space."""
     output_kib: int = 256

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from rallypoint.environments.sandbox.program import Limits, Ran, SandboxError
 
+_MAY_PASS = {429, 500, 502, 503, 504}
+"""Statuses of a service that is busy or being restarted."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
-    """A service that runs programs. What it holds is its own to say; limits of memory and files are its own, too."""
+    """A service that runs programs. What it holds is its own to say; limits of files are its own, too."""
 
     url: str
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    pauses_s: tuple[float, ...] = (0.5, 2.0)
+    """Seconds before each further attempt, where the service is busy or gone."""
+    sleep: Callable[[float], None] = time.sleep
 
     @property
     def name(self) -> str:
@@ -25,17 +35,29 @@ class Remote:
     def run(self, code: str, *, stdin: str = "", limits: Limits = Limits()) -> Ran:  # noqa: B008 - frozen
         """See `Sandbox.run`."""
         asked = {"code": code, "stdin": stdin, "language": "python", "run_timeout": limits.time_s}
-        request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/run_code",
-            json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=limits.time_s + 30.0) as reply:
-                answer = json.load(reply)
-            return _ran(answer, limits)
-        except (OSError, ValueError, TypeError, AttributeError, urllib.error.URLError) as error:
-            raise SandboxError(f"{self.url}: {error}") from None
+        asked["memory_limit_MB"] = limits.memory_mib
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/run_code", json.dumps(asked).encode(), headers)
+        for pause_s in (*self.pauses_s, None):
+            try:
+                with urllib.request.urlopen(request, timeout=limits.start_s + limits.time_s) as reply:
+                    answer = json.load(reply)
+                return _ran(answer, limits)
+            except (OSError, http.client.HTTPException, ValueError, TypeError, AttributeError) as error:
+                if pause_s is None or not _may_pass(error):
+                    raise SandboxError(f"{self.url}: {error}") from None
+            self.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another attempt may end otherwise, and soon."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in _MAY_PASS
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return isinstance(cause, OSError | http.client.HTTPException) and not isinstance(cause, TimeoutError)
 
 
 def _ran(answer: Any, limits: Limits) -> Ran:

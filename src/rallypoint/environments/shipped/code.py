@@ -54,6 +54,7 @@ def code(
     memory_mib: int = 512,
     partial: bool = False,
     url: str | None = None,
+    key: str | None = None,
 ) -> dict[str, float]:
     """Run the last fenced block of a response (or all of it) against tests; 1 if it passes all of them.
 
@@ -69,9 +70,10 @@ def code(
         memory_mib: address space of the program.
         partial: makes the score the share of tests that passed.
         url: of a service that speaks SandboxFusion's protocol, instead of a sandbox of this machine.
+        key: environment variable that holds the service's API key.
     """
     limits = Limits(time_s=time_s, memory_mib=memory_mib)
-    passed = run_tests(open_sandbox(url), solution_str, ground_truth, limits, total_s)
+    passed = run_tests(open_sandbox(url, key), solution_str, ground_truth, limits, total_s)
     share = sum(passed) / len(passed)
     return {"score": share if partial else float(share == 1.0), "passed": share}
 
