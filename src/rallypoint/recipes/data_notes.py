@@ -8,7 +8,7 @@ from typing import TypeAlias
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
 from rallypoint.data.files import suggestion
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, DataError
 
 Training: TypeAlias = EncodedPrompts | EncodedRows | StreamedPrompts | StreamedRows
 
@@ -75,6 +75,22 @@ def _repeated_rows(
         yield (
             f"{num:,} of {len(validation):,} validation examples are trained on too: "
             f"validation/{RECIPES[config.recipe].validated} will say more than is true"
+        )
+
+
+def check_truths(config: RunConfig, prompts: EncodedPrompts) -> None:
+    """Refuse prompts without the right answer that a hint shows.
+
+    Raises:
+        DataError: there are some.
+    """
+    if not RECIPES[config.recipe].reads("teacher") or "{ground_truth}" not in (config.teachers.hint or ""):
+        return
+    without = [one.name for one in prompts.examples if one.ground_truth is None or not str(one.ground_truth).strip()]
+    if without:
+        raise DataError(
+            f"{len(without):,} of {len(prompts):,} prompts have no ground truth, which teacher.hint shows: the first "
+            f"is {without[0]}; give each its right answer, or leave the row out"
         )
 
 

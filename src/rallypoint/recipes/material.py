@@ -35,7 +35,7 @@ from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.plan import make_plan
-from rallypoint.recipes.data_notes import Training, check_sources, repetitions, say_fates
+from rallypoint.recipes.data_notes import Training, check_sources, check_truths, repetitions, say_fates
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
 from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models
@@ -77,6 +77,7 @@ class Found:
         else:
             rows = load_dataset(paths, require_ground_truth=_reads_truth(config), max_rows=max_rows)
             found = dataclasses.replace(self._encode_prompts(config, rows), is_part=rows.is_part)
+            check_truths(config, found)
         say_fates(found, self.most_tokens(config), say)
         return found
 

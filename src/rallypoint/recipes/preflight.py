@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from rallypoint import checkpoint as checkpoints
 from rallypoint.cluster.capacity import memory_bytes
 from rallypoint.config import (
     COMMAND_LINE,
@@ -158,7 +159,7 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         )
         return
     if not config.is_file():
-        yield Problem((name,), f"{name}={path!r}: not a Hugging Face folder, config.json is missing in it")
+        yield Problem((name,), f"{name}={path!r}: {_no_model(path)}")
         return
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
@@ -174,6 +175,23 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         )
     if not any(folder.glob("*.safetensors")):
         yield Problem((name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)")
+
+
+def _no_model(path: str) -> str:
+    """Say what a folder without config.json is: a run, whose newest checkpoint is meant, or nothing that is known."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.yaml").is_file():
+        return "not a Hugging Face folder, config.json is missing in it"
+    found = checkpoints.visible(folder / "checkpoints")
+    if not found:
+        return "the folder of a run, which has no checkpoint yet; expected a Hugging Face folder"
+    newest = Path("checkpoints") / checkpoints.checkpoint_name(found[-1])
+    if (folder / newest / "adapter_config.json").is_file():
+        return (
+            f"the folder of a run that trained adapters; merge them first, `rally export {path} merged`, or train them "
+            f"further with model.lora.path={path.rstrip('/')}/{newest} on the model that they were made for"
+        )
+    return f"the folder of a run; its newest model is {path.rstrip('/')}/{newest}"
 
 
 def _is_size(value: object) -> bool:

@@ -49,6 +49,12 @@ def files(here: Path) -> Path:
         "mixture/model.safetensors": "",
         "no_weights/config.json": '{"model_type": "llama"}',
         "no_config/model.safetensors": "",
+        "tuned/config.yaml": "",
+        "tuned/checkpoints/step_000010/config.json": "{}",
+        "tuned/checkpoints/step_000020/config.json": "{}",
+        "adapted/config.yaml": "",
+        "adapted/checkpoints/step_000020/adapter_config.json": "{}",
+        "begun/config.yaml": "",
         "no_type/config.json": "{}",
         "no_type/model.safetensors": "",
         "torn/config.json": "{",
@@ -72,7 +78,7 @@ def files(here: Path) -> Path:
         "nothing.yaml": "recipe: grpo\n",
     }
     for name, text in texts.items():
-        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(text)
     (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), here / "no_rows.parquet")

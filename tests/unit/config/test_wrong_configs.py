@@ -479,6 +479,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     # Files.
     "file: no model": ("model.create=null model.path=modle", ("model.path='modle'", "no such folder")),
     "file: model is a file": ("model.create=null model.path=good.jsonl", ("'good.jsonl' is a file", "a folder")),
+    "file: a run in place of a model": (
+        "model.create=null model.path=tuned",
+        ("'tuned': the folder of a run; its newest model is tuned/checkpoints/step_000020",),
+    ),
+    "file: a run of adapters in place of a model": (
+        "model.create=null model.path=adapted",
+        ("rally export adapted merged", "model.lora.path=adapted/checkpoints/step_000020"),
+    ),
+    "file: a run without a checkpoint": (
+        "model.create=null model.path=begun",
+        ("'begun': the folder of a run, which has no checkpoint yet",),
+    ),
     "file: not a model": ("model.create=null model.path=no_config", ("'no_config'", "config.json is missing")),
     "file: model without a type": ("model.create=null model.path=no_type", ("'no_type'", "no model_type")),
     "file: torn model": ("model.create=null model.path=torn", ("'torn'", "not valid JSON")),

@@ -8,9 +8,9 @@ from tiny_models import make_tiny_model
 from rallypoint.config import load_config
 from rallypoint.data import Conversation as Talk
 from rallypoint.data import Conversations, Example, Message, encode_prompts, encode_rows, make_digits_tokenizer
-from rallypoint.errors import ConfigError, ModelError
+from rallypoint.errors import ConfigError, DataError, ModelError
 from rallypoint.model_files.locate import read_config
-from rallypoint.recipes.data_notes import check_sources, repetitions
+from rallypoint.recipes.data_notes import check_sources, check_truths, repetitions
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import Conversation, Trained
@@ -162,6 +162,16 @@ def test_a_teacher_of_a_source_that_no_prompt_is_of_is_refused_with_the_sources_
         ConfigError, match=r"data\.validation: no prompt of it has a teacher.* is 'd', and .* has math; set"
     ):
         check(math, "teacher.by_source={math: t}", validation=train)
+
+
+def test_a_hint_without_a_right_answer_to_show_is_refused():
+    def check(*keys):
+        check_truths(load_config("opd", ["model.path=m", "data.train=a.jsonl", *keys]).config, encoded("1=1", "2="))
+
+    check("teacher.path=t")
+    check("teacher.hint='= {feedback}'", "reward.function=a.py:f")
+    with pytest.raises(DataError, match=r"1 of 2 prompts have no ground truth, .*: the first is train\.jsonl:2; give"):
+        check("teacher.hint='= {ground_truth}'")
 
 
 def test_validation_prompts_that_are_trained_on_are_counted():
