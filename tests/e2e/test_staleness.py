@@ -8,7 +8,7 @@ import pytest
 
 from rallypoint.cli.simulate import print_simulation
 from rallypoint.display import Silent
-from rallypoint.errors import ScheduleError
+from rallypoint.errors import ConfigError, ScheduleError
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.roles import rollout as role
@@ -53,7 +53,7 @@ def halfway(file, orders):
     """
     begin = [[[0, prompt, 0, 4] for prompt in prompts] for prompts in orders]
     validation = [[2**32, prompt, 0, 1] for prompt in range(16)]
-    lines = [{"num_ranks": 1}, {"load": 0}, {"slice": [[begin[0], 12]]}, {"slice": [[validation, 12]]}]
+    lines = [{"num_ranks": 1, "config": {}}, {"load": 0}, {"slice": [[begin[0], 12]]}, {"slice": [[validation, 12]]}]
     for step, requests in enumerate(begin[1:], start=1):
         lines += [{"take": list(orders[step - 1])}, {"slice": [[requests, 6]]}, {"load": 2 * step}]
         lines += [{"slice": [[[], 6]]}]
@@ -96,15 +96,23 @@ def test_responses_go_on_with_the_old_keys_and_values_and_a_step_overtakes_a_str
     assert weights_of(made["ray"]) == weights_of(made["inline"])
 
 
-@pytest.mark.parametrize("more", [("rollout.on_load=recompute",), ("rollout.on_load=keep", "rollout.window=10")])
-def test_a_run_with_the_recorded_schedule_has_the_same_weights(runs, weights_of, slow, more):
+@pytest.mark.parametrize(
+    ("more", "runtime"),
+    [
+        (("rollout.on_load=recompute",), "ray"),
+        (("rollout.on_load=keep", "rollout.window=10", "cluster.pools={main: [1], sampling: [2]}"), "inline"),
+    ],
+    ids=["on Ray", "two ranks"],
+)
+def test_a_run_with_the_recorded_schedule_has_the_same_weights(runs, weights_of, slow, more, runtime):
     recorded = runs.run("recorded", *AHEAD, *more)
     steps = [record for record in read_metrics(recorded.metrics) if "rollout/staleness_max" in record]
     oldest = [record["rollout/staleness_max"] for record in steps]
     assert all(age <= most for age, most in zip(oldest, (0, 1, 2, 2), strict=True))
     assert max(oldest) >= 1
     assert all(0 <= record[f"{role}/idle"] <= 1 for record in steps for role in ("rollout", "actor"))
-    repeated = runs.run("repeated", *AHEAD, *more, f"rollout.schedule={recorded.path}/schedule.jsonl")
+    again = (f"rollout.schedule={recorded.path}/schedule.jsonl", f"cluster.runtime={runtime}")
+    repeated = runs.run("repeated", *AHEAD, *more, *again)
     assert weights_of(repeated) == weights_of(recorded)
     assert events(repeated) == events(recorded)
 
@@ -118,7 +126,7 @@ def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule
 ):
     killed = runs.run("killed", *AHEAD)
     resume_from(killed, 2)
-    assert {"resumed": 2} in events(killed)
+    assert [event["resumed"] for event in events(killed) if "resumed" in event] == [2]
     shutil.rmtree(killed.checkpoints / "step_000004.aside")  # of the start that was "killed" after step 2
     state = json.loads((max(killed.checkpoints.iterdir()) / "training" / "state.json").read_text())
     assert state["done"] == {"num_taken": 32, "oldest": 32, "ahead": []}
@@ -128,17 +136,19 @@ def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule
         resume_from(repeated, 2)
 
 
-def test_a_schedule_of_another_config_is_refused(runs, slow):
+def test_a_schedule_of_another_config_is_refused_before_anything_is_started(runs, slow):
     recorded = runs.run("recorded", *AHEAD, "trainer.num_steps=1")
     file = recorded.path / "schedule.jsonl"
-    other = ("cluster.pools={main: [1], sampling: [2]}", f"rollout.schedule={file}")
-    with pytest.raises(ScheduleError, match="is of 1 ranks of rollout, and this run has 2"):
-        runs.run("ranks", *AHEAD, *other)
-    with pytest.raises(ScheduleError, match="which did not come in 1 s"):
-        runs.run("prompts", *AHEAD, "rollout.num_prompts=4", other[1], "cluster.call_timeout_s=1")
+    other = ("cluster.pools={main: [1], sampling: [2]}", f"rollout.schedule={file}", "actor.optimizer.lr=1e-3")
+    with pytest.raises(ConfigError, match=r"of a run with .*optimizer.lr=0.003 .here 0.001.*num_steps=1 .here 4"):
+        runs.run("config", *AHEAD, *other)
     file.write_text("nonsense")
-    with pytest.raises(ScheduleError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         runs.run("damaged", *AHEAD, other[1])
+    assert not (runs.folder / "config").exists()
+    options = halfway(file, [[*range(7), 99], range(8, 16), range(16, 24), range(24, 32)])
+    with pytest.raises(ScheduleError, match="has prompt 99 sample 0 next, which did not come in 1 s"):
+        runs.run("prompts", *options, "cluster.call_timeout_s=1")
 
 
 def test_a_run_says_what_other_settings_would_give(runs, capsys):

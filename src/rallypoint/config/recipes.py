@@ -166,7 +166,6 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
         return
     clashes = {
         "rollout.group_size": (rollout.group_size == 1, "the scores of a group of one are all equal; expected 8 or so"),
-        "rollout.max_staleness": (rollout.max_staleness > 0, "only a step that waits can replace groups; expected 0"),
         "reward.path": (
             bool(config.reward.all_models),
             "a reward model is asked when groups are chosen; expected null",

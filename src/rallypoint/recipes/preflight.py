@@ -36,13 +36,14 @@ from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_rows
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.errors import ConfigError, DataError, EngineError, how_to_install
+from rallypoint.errors import ConfigError, DataError, EngineError, ScheduleError, how_to_install
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.observability.trackers import find_tracker_problem
 from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
+from rallypoint.run.recorded_schedule import RecordedSchedule
 from rallypoint.run.trust import unsigned
 from rallypoint.user_code import find_misfits
 
@@ -75,6 +76,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _data(name, config)
     yield from _generated(config)
     yield from _cache(config)
+    yield from _schedule(config)
     if config.cluster.runtime == "ray" and importlib.util.find_spec("ray") is None:
         yield Problem(
             ("cluster.runtime",),
@@ -275,6 +277,17 @@ def _cache(config: RunConfig) -> Iterator[Problem]:
             f"{num_tokens * each / 2**20:,.0f} MiB, but this machine has {there / 2**20:,.0f} MiB; expected at most "
             f"{there // each}, and much fewer than all rows have will do: those that find no memory wait",
         )
+
+
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    """Read the schedule that is to be repeated, and compare the config with that of its run."""
+    if config.rollout.schedule is None or not config.rollout.max_staleness:
+        return
+    try:
+        recorded = RecordedSchedule.read(Path(config.rollout.schedule).expanduser())
+        recorded.check(config.rollout.schedule, config)
+    except ScheduleError as error:
+        yield Problem(("rollout.schedule",), str(error))
 
 
 def _data(name: str, config: RunConfig) -> Iterator[Problem]:

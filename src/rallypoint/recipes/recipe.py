@@ -233,7 +233,7 @@ class RolloutRecipe(Recipe):
         if "done" in state:
             done = state["done"]
             self.source.done = PromptsDone(done["num_taken"], done["oldest"], tuple(done["ahead"]))
-        self.rollouts.schedule.go_on(step, state["version"])
+        self.rollouts.schedule.go_on(step, state["version"], self.source.done)
 
     async def close(self) -> None:
         """See `Recipe.close`."""

@@ -15,7 +15,8 @@ taken. With W = 1 that is the order of admission. Group i, the i-th of the run, 
     so k - v <= floor((i + W - 1) / P) - ceil((i + 1 - N) / P) <= floor((N + W - 2) / P) = floor((S*P + P - 1) / P) = S
 
 whatever the latencies. It is checked all the same when groups are taken, by the versions of their tokens. A group that
-is dropped counts as if it had never been: the one that refills its slot has its place.
+is dropped counts as if it had never been: the one that refills its slot has its place. In i it only makes later groups
+younger.
 
 >>> groups = Groups(num_prompts=2, max_staleness=1)
 >>> groups.loaded(0)
@@ -75,6 +76,7 @@ class Groups:
         max_staleness: int = 0,
         window: int = 1,
         limit: int | None = None,
+        drops_ahead: bool = False,
         done: PromptsDone = PromptsDone(),
     ) -> None:
         """Begin without groups.
@@ -84,13 +86,18 @@ class Groups:
             max_staleness: S, how many loads the oldest token of a group may be behind the newest one.
             window: W, see the module.
             limit: groups that the run will be trained on; None is no limit.
+            drops_ahead: whether groups may be dropped at any time, so that a step has to wait until its groups are
+                complete.
             done: of a resumed run; groups that were running when it ended are admitted again.
         """
         self._num_prompts, self._max_staleness, self._window, self._limit = num_prompts, max_staleness, window, limit
+        self._drops_ahead = drops_ahead
         self._num_slots = (max_staleness + 1) * num_prompts - (window - 1)
         self.num_taken = self._num_released = done.num_taken
         self._oldest, self._ahead = done.oldest, set(done.ahead)
         self._dropped: set[int] = set()
+        self._not_counted: set[int] = set()
+        """Those of the dropped that no step has counted yet."""
         self._next = done.oldest
         self._under_way: dict[int, None] = {}  # an ordered set, as the next one
         self._complete: dict[int, None] = {}
@@ -107,6 +114,16 @@ class Groups:
     def num_under_way(self) -> int:
         """Groups that were admitted, and neither taken nor dropped."""
         return len(self._under_way)
+
+    @property
+    def num_replaced(self) -> int:
+        """Groups that were dropped for the next step; those dropped behind its groups count for later steps."""
+        return len(self._replaced())
+
+    @property
+    def all_are_complete(self) -> bool:
+        """Whether `complete` was called of all groups under way."""
+        return len(self._complete) == len(self._under_way)
 
     def loaded(self, version: int) -> None:
         """Note that the ranks have new weights, which were trained on all groups taken so far."""
@@ -128,6 +145,7 @@ class Groups:
     def drop(self, index: int) -> None:
         """Drop a running group and free its slot; the next prompt of the run is admitted in its place."""
         self._dropped.add(index)
+        self._not_counted.add(index)
         self._picked = [one for one in self._picked if one != index]
         self._end([index])
 
@@ -143,9 +161,9 @@ class Groups:
     def next(self) -> tuple[int, ...] | None:
         """Return the groups of the next step, in order; None if these cannot be known yet.
 
-        In order of admission they are known before they are complete.
+        In order of admission they are known before they are complete, unless one may still be dropped.
         """
-        if self._window == 1:
+        if self._window == 1 and not self._drops_ahead:
             first = tuple(self._under_way)[: self._num_prompts]
             return first if len(first) == self._num_prompts else None
         while len(self._picked) < self._num_prompts and (found := self._pick()) is not None:
@@ -170,6 +188,7 @@ class Groups:
         """
         for index, oldest in oldest_versions.items():
             self._check(index, oldest)
+        self._not_counted -= self._replaced()
         self.num_taken += len(oldest_versions)
         self._picked = []
         self._end(list(oldest_versions))
@@ -177,6 +196,11 @@ class Groups:
     def age(self, version: int) -> int:
         """Return how many loads there were after these weights; 0 for the newest."""
         return sum(loaded > version for loaded in self._versions)
+
+    def _replaced(self) -> set[int]:
+        """Return those dropped before the last of the P oldest groups under way, which no step has counted."""
+        last = max([*self._under_way][: self._num_prompts], default=-1)
+        return {index for index in self._not_counted if index < last}
 
     def _end(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -176,6 +176,7 @@ class Sampler:
         params: SamplingParams,
         group_size: int,
         complete: Callable[[int], None] = lambda _: None,
+        num_places: int | None = None,
     ) -> Cohort:
         """Have prompts sampled, and scored.
 
@@ -184,6 +185,8 @@ class Sampler:
             params: how rollouts are drawn.
             group_size: G, rollouts of each prompt.
             complete: called with the index of each group that was sampled and scored.
+            num_places: of a step, if prompts may come one by one at any time: then their ranks follow from their
+                indices, and as many rollouts may fail as of a whole step; None: these prompts are all there are.
         """
         loop = asyncio.get_running_loop()
 
@@ -201,7 +204,7 @@ class Sampler:
             self._grader,
             decode=lambda responses: self._tokenizer.batch_decode(responses, skip_special_tokens=True),
             token_texts=self._token_texts,
-            num_rows=len(prompts) * group_size,
+            num_rows=(num_places or len(prompts)) * group_size,
             max_failed=self._config.reward.max_failed,
             warn=self._say,
             ended=ended,
@@ -209,7 +212,8 @@ class Sampler:
         cohort = Cohort(scoring, loop.run_in_executor(self._threads, scoring.run))
         cohort.running.add_done_callback(self._look_at)
         for place, (index, prompt) in enumerate(prompts.items()):
-            rank, times = self._rollouts.rank_of(place, len(prompts)), Times(admitted=self._clock())
+            rank = self._rollouts.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
+            times = Times(admitted=self._clock())
             most = self._config.max_row_tokens
             clients = [_Client(self._rollouts, params, index, number, rank, most) for number in range(group_size)]
             sampled = asyncio.create_task(self._sample(place, prompt, clients, times, scoring))

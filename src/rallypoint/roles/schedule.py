@@ -1,14 +1,15 @@
 """What a run that samples ahead did when: written down, and repeated.
 
-Owns: the file `schedule.jsonl`. Must not know: what is sampled, or what for. Invariant: an engine's outputs follow from
-its calls alone, so ranks that get the same requests between the same steps, and new weights there, sample the same
-tokens, to the bit. So a line says what was sent to all ranks at once, in the order in which they got it:
+Owns: the lines of `schedule.jsonl`; `run/recorded_schedule.py` reads it and says whose it is. Must not know: what is
+sampled, or what for. Invariant: an engine's outputs follow from its calls alone, so ranks that get the same requests
+between the same steps, and new weights there, sample the same tokens, to the bit. So a line says what was sent to all
+ranks at once, in the order in which they got it:
 
-    {"num_ranks": 2}                             the first line
+    {"num_ranks": 2, "config": {...}}            the first line
     {"load": 0}                                  weights of version 0
     {"slice": [[[[0, 0, 0, 4]], 31], [[], 0]]}   rank 0: begin samples 0 to 3 of prompt 0, then take 31 steps
     {"take": [0, 2]}                             a step was trained on these prompts; with a window only
-    {"resumed": 20}                              the run was killed, and went on after step 20
+    {"resumed": 20, "done": {...}, ...}          the run was killed, and went on after step 20
 
 The first number of a request is the distance of its seed from that of the run, which says its turn.
 """
@@ -28,14 +29,17 @@ from rallypoint.config import RunConfig
 from rallypoint.disk import naming
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
+from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.requests import SliceRequest, SliceResult
-
-SCHEDULE = "schedule.jsonl"
+from rallypoint.run.recorded_schedule import SCHEDULE, Origin, RecordedSchedule, listed
 
 Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""
 Send: TypeAlias = Callable[[Sequence[SliceRequest]], Awaitable[Sequence[SliceResult]]]
 """Has every rank do what it is asked."""
+
+PATIENCE_S = 30.0
+"""Seconds of waiting for what a schedule has next, after which a line says so; and again after as many."""
 
 
 def name_of(request: Request, seed: int) -> Name:
@@ -70,23 +74,42 @@ def unpack(packed: Sequence[Sequence[int]]) -> list[Name]:
 class Recorder:
     """Writes the schedule of a run, in the order in which calls were sent."""
 
-    def __init__(self, path: Path, num_ranks: int, seed: int) -> None:
-        """Begin a file, over that of a run that is begun anew."""
-        self._path, self._seed = path, seed
-        self._entries: collections.deque[dict[str, Any]] = collections.deque([{"num_ranks": num_ranks}])
+    def __init__(self, path: Path, origin: Origin, seed: int, say: Callable[[str], None] = lambda _: None) -> None:
+        """Begin a file, over that of a run that is begun anew.
+
+        Args:
+            path: of the file.
+            origin: of the run.
+            seed: of the run.
+            say: told when a run goes on in a way that cannot be repeated.
+        """
+        self._path, self._origin, self._seed, self._say = path, origin, seed, say
+        self._entries: collections.deque[dict[str, Any]] = collections.deque([origin.line])
         self._mode = "w"
 
-    def go_on(self, step: int, version: int) -> None:
+    def go_on(self, step: int, version: int, done: PromptsDone) -> None:
         """Continue the file of a run that goes on after a step, where its weights of that version had been loaded.
 
         What was sampled after that is sampled again.
         """
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         loads = [number for number, line in enumerate(lines) if line == json.dumps({"load": version})]
-        self._entries = collections.deque([{"resumed": step}])
+        kept = lines[: loads[-1] + 1] if loads else []
+        self._entries = collections.deque([{"resumed": step, "done": dataclasses.asdict(done), **self._origin.line}])
         with naming(self._path):
-            self._path.write_text("".join(f"{line}\n" for line in lines[: loads[-1] + 1]) if loads else "")
+            self._path.write_text("".join(f"{line}\n" for line in kept))
         self._mode = "a"
+        if why := self._why_not_again([json.loads(line) for line in kept]):
+            self._say(f"rollout.schedule cannot repeat this run, as it {why}")
+
+    def _why_not_again(self, lines: Sequence[dict[str, Any]]) -> str | None:
+        """Return why no one run can do what these lines say and then go on as this one; None if it can."""
+        if not lines or "resumed" in lines[0]:
+            return f"has no {SCHEDULE} from its start: it sampled nothing ahead there"
+        found = [
+            each for line in lines if "num_ranks" in line for each in self._origin.differences(Origin.read(line), "was")
+        ]
+        return f"goes on with {listed(list(dict.fromkeys(found)))}" if found else None
 
     async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
         """Send what is asked and write down what became of them."""
@@ -126,40 +149,17 @@ class Recorder:
         self._mode = "a"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recorded:
-    """A schedule as it was read."""
-
-    num_ranks: int
-    events: tuple[dict[str, Any], ...]
-    """Lines about ranks."""
-    takes: tuple[tuple[int, ...], ...]
-    """Prompts of each step; empty if steps were taken in order."""
-
-    @classmethod
-    def read(cls, path: Path) -> Recorded:
-        """Read a file.
-
-        Raises:
-            ScheduleError: it is missing or damaged.
-        """
-        try:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            takes = tuple(tuple(line["take"]) for line in lines if "take" in line)
-            events = tuple(line for line in lines[1:] if line.keys() & {"slice", "load", "resumed"})
-            return cls(int(lines[0]["num_ranks"]), events, takes)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ScheduleError(
-                f"rollout.schedule={str(path)!r} cannot be read ({error}); expected schedule.jsonl of a run with "
-                "rollout.max_staleness"
-            ) from error
-
-
 class Replay:
     """Sends ranks what a schedule says, as soon as it is there; when the schedule ends, whatever there is."""
 
     def __init__(
-        self, recorded: Recorded, seed: int, *, timeout_s: float, say: Callable[[str], None] = lambda _: None
+        self,
+        recorded: RecordedSchedule,
+        seed: int,
+        *,
+        timeout_s: float,
+        patience_s: float = PATIENCE_S,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Begin at the first line.
 
@@ -167,11 +167,12 @@ class Replay:
             recorded: what to repeat.
             seed: of this run.
             timeout_s: how long to wait for a request or for weights that the schedule has next.
-            say: told when the schedule is at its end.
+            patience_s: seconds from one line about what is waited for to the next.
+            say: told what is waited for, and when the schedule is at its end.
         """
         self._events = collections.deque(recorded.events)
         self._takes = collections.deque(recorded.takes)
-        self._seed, self._timeout_s, self._say = seed, timeout_s, say
+        self._seed, self._timeout_s, self._patience_s, self._say = seed, timeout_s, patience_s, say
         self._arrived: list[dict[Name, tuple[int, Request]]] = [{} for _ in range(recorded.num_ranks)]
         self._cancelled: list[list[int]] = [[] for _ in range(recorded.num_ranks)]
         self._has_changed = asyncio.Event()
@@ -241,13 +242,17 @@ class Replay:
         """Whether the run went on from a checkpoint of this step: what was under way is sampled again."""
         return bool(self._events) and self._events[0].get("resumed") == step
 
-    def resume(self) -> None:
-        """Go on there. The first that happened was that the weights of the checkpoint were loaded; here they are."""
-        self._events.popleft()
+    def resume(self) -> PromptsDone:
+        """Go on there, and return the prompts that were done.
+
+        The first that happened was that the weights of the checkpoint were loaded; here they are.
+        """
+        done = self._events.popleft()["done"]
         if self._events and "load" in self._events[0]:
             self._events.popleft()
         for each in (*self._arrived, *self._cancelled):
             each.clear()
+        return PromptsDone(done["num_taken"], done["oldest"], tuple(done["ahead"]))
 
     @property
     def _is_free(self) -> bool:
@@ -263,14 +268,23 @@ class Replay:
             ScheduleError: nothing has, for too long.
         """
         self._has_changed.clear()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._has_changed.wait()
-        except TimeoutError:
-            raise ScheduleError(
-                f"rollout.schedule has {awaited} next, which did not come in {self._timeout_s:g} s: it is not the "
-                "schedule of a run with this config"
-            ) from None
+        waited_s = 0.0
+        while waited_s < self._timeout_s:
+            pause_s = min(self._patience_s, self._timeout_s - waited_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._has_changed.wait()
+                return
+            waited_s += pause_s
+            if waited_s < self._timeout_s:
+                self._say(
+                    f"rollout.schedule has {awaited} next, which has not come for {waited_s:.0f} s; after "
+                    f"{self._timeout_s:g} s the run ends"
+                )
+        raise ScheduleError(
+            f"rollout.schedule has {awaited} next, which did not come in {self._timeout_s:g} s: it is not the "
+            "schedule of a run with this config"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -291,19 +305,15 @@ class Schedule:
             say: given a line for the user.
 
         Raises:
-            ScheduleError: rollout.schedule cannot be read, or is of another number of ranks.
+            ScheduleError: rollout.schedule cannot be read, or is of another run.
         """
         if not config.rollout.max_staleness:
             return cls()
-        recorder = Recorder(folder / SCHEDULE, num_ranks, config.seed)
+        recorder = Recorder(folder / SCHEDULE, Origin.of(config, num_ranks), config.seed, say)
         if config.rollout.schedule is None:
             return cls(recorder)
-        recorded = Recorded.read(Path(config.rollout.schedule))
-        if recorded.num_ranks != num_ranks:
-            raise ScheduleError(
-                f"rollout.schedule={config.rollout.schedule!r} is of {recorded.num_ranks} ranks of rollout, and this "
-                f"run has {num_ranks}; expected as many, see rollout.placement and cluster.pools"
-            )
+        recorded = RecordedSchedule.read(Path(config.rollout.schedule))
+        recorded.check(config.rollout.schedule, config, num_ranks)
         return cls(recorder, Replay(recorded, config.seed, timeout_s=config.cluster.call_timeout_s, say=say))
 
     async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
@@ -338,8 +348,8 @@ class Schedule:
         if self.replay is not None:
             self.replay.wake()
 
-    def go_on(self, step: int, version: int) -> None:
-        """Take note that the run goes on after a step, with weights of that version.
+    def go_on(self, step: int, version: int, done: PromptsDone) -> None:
+        """Take note that the run goes on after a step, with weights of that version and those prompts done.
 
         Raises:
             ScheduleError: it repeats a schedule, whose rollouts of the next steps were begun with older weights.
@@ -350,4 +360,4 @@ class Schedule:
                 "with weights that are gone; start over with --resume --from-step 0, or set rollout.schedule=null"
             )
         if self.recorder is not None:
-            self.recorder.go_on(step, version)
+            self.recorder.go_on(step, version, done)

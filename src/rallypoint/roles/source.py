@@ -13,7 +13,6 @@ way when a run ended is sampled again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +28,10 @@ from rallypoint.environments.environment import Episode, Prompt, single_turn
 from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ModelScores, combine
-from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleError, StalenessError
+from rallypoint.errors import DataError, GenerationError, RewardError
 from rallypoint.observability import span
-from rallypoint.roles.groups import Groups, PromptsDone
-from rallypoint.roles.over_sampling import OverSampledGroups
+from rallypoint.roles.choosing import Choice
+from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.sampled import Sampled, measure, measure_sources
@@ -41,17 +40,12 @@ from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.roles.under_way import UnderWay
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
-from rallypoint.types import Metrics, RolloutBatch, Sum, merge
+from rallypoint.types import Metrics, RolloutBatch, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
 _MOST_SOURCES = 32
 """Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
-_NO_SIGNAL = (
-    "rollout.dynamic_sampling={batches}: the scores of all rollouts were equal for {num} prompts of a step, {batches} "
-    "times rollout.num_prompts, which are too hard, too easy or too narrow to learn from. Look at the rollouts; mix in "
-    "other prompts, raise rollout.group_size or rollout.temperature, or give partial scores"
-)
 PATIENCE_S = 30.0
 """Seconds that a step waits before it names a group that is much slower than the others."""
 
@@ -88,6 +82,7 @@ class RolloutSource:
         self._under_way = UnderWay(
             rollouts, grader, slowest=self._times.slowest, say=say, patience_s=patience_s, grace_s=grace_s
         )
+        self._choice = Choice(config, rollouts, self._under_way, self._admit)
         self._sampler = Sampler(
             config,
             rollouts,
@@ -111,22 +106,11 @@ class RolloutSource:
     @property
     def done(self) -> PromptsDone:
         """The prompts that have gone into batches: all that a checkpoint needs."""
-        return self._groups.done
+        return self._choice.groups.done
 
     @done.setter
     def done(self, done: PromptsDone) -> None:
-        rollout, num_prompts = self._config.rollout, self._config.rollout.num_prompts
-        limit, num_sampled = self._config.trainer.num_steps * num_prompts, rollout.over_sampling
-        if num_sampled is not None:
-            self._groups = OverSampledGroups(num_prompts=num_prompts, num_sampled=num_sampled, limit=limit, done=done)
-            return
-        self._groups = Groups(
-            num_prompts=num_prompts,
-            max_staleness=rollout.max_staleness,
-            window=rollout.window,
-            limit=limit,
-            done=done,
-        )
+        self._choice.begin(done)
 
     def examples_of(self, batch: RolloutBatch) -> list[int]:
         """Return the number of the example that each row answers."""
@@ -135,7 +119,7 @@ class RolloutSource:
     @property
     def num_admitted(self) -> int:
         """Number of prompts that have gone into batches."""
-        return self._groups.num_taken
+        return self._choice.groups.num_taken
 
     @num_admitted.setter
     def num_admitted(self, num_prompts: int) -> None:
@@ -156,20 +140,20 @@ class RolloutSource:
             AbandonedError: the run is ending, and the reward function did not return in time.
         """
         self._times.asked()
-        await self._begin_again()
-        groups, counts = await self._choose()
+        await self._choice.begin_again()
+        groups, counts = await self._choice.choose()
         sampled = await self._finish(groups)
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
-        self._groups.take(taken)
+        self._choice.groups.take(taken)
         if self._config.rollout.window > 1:
             self.rollouts.schedule.taken(list(taken))
         for index in taken:
             del self._under_way.groups[index]
-        step = self._groups.num_taken // self._config.rollout.num_prompts
+        step = self._choice.groups.num_taken // self._config.rollout.num_prompts
         idle = self._times.taken(step, groups, self.rollouts.take_busy_s())
         if self._config.rollout.max_staleness:
-            aged = sampled.aged(self._groups.age, keeps=self._config.rollout.on_load == "keep")
+            aged = sampled.aged(self._choice.groups.age, keeps=self._config.rollout.on_load == "keep")
             sampled = dataclasses.replace(aged, metrics=merge(aged.metrics, idle))
         self.newest = sampled.rollouts
         if self._penalty is None:
@@ -201,14 +185,20 @@ class RolloutSource:
         """Submit prompts while there are free slots; all of them are submitted before their first token is sampled."""
         if self.rollouts.num_loads > self._num_loads:
             self._num_loads = self.rollouts.num_loads
-            self._groups.loaded(self.rollouts.version)
-        num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
+            self._choice.groups.loaded(self.rollouts.version)
+        num_prompts, admitted = self._config.rollout.num_prompts, self._choice.groups.admit()
         for first in range(0, len(admitted), num_prompts):
             prompts: dict[int, Prompt] = {}
             for index in admitted[first : first + num_prompts]:
                 row = self._stream.example_index(index)
                 prompts[index] = Prompt(tuple(self._train.token_ids[row]), self._train.examples[row])
-            cohort = self._sampler.begin(prompts, self._params, self._config.rollout.group_size, self._complete)
+            cohort = self._sampler.begin(
+                prompts,
+                self._params,
+                self._config.rollout.group_size,
+                self._choice.complete,
+                num_places=num_prompts if self._choice.drops_ahead else None,
+            )
             self._under_way.add(cohort.groups, are_watched=self._config.rollout.over_sampling is not None)
 
     def _loaded(self) -> None:
@@ -216,85 +206,6 @@ class RolloutSource:
         self._times.loaded()
         if self._config.rollout.max_staleness:
             self._admit()
-
-    def _complete(self, index: int) -> None:
-        """Take note that a group is scored. Over-sampled ones count once they are sampled, see `_see_who_ended`."""
-        if self._config.rollout.over_sampling is None:
-            self._groups.complete(index)
-        self._under_way.is_complete.set()
-
-    async def _choose(self) -> tuple[list[GroupUnderWay], Metrics]:
-        """Return the groups of the next step, and how many were left out for them.
-
-        Groups whose scores are all equal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
-        before others begin, so that the same seed samples the same prompts side by side.
-        """
-        rollout, num_replaced = self._config.rollout, 0
-        with contextlib.ExitStack() as until_chosen:
-            if rollout.over_sampling is not None:
-                until_chosen.enter_context(self.rollouts.gate.watched())
-            self._admit()
-            groups = await self._next_groups()
-            while rollout.dynamic_sampling and (without := await self._under_way.without_signal(groups)):
-                num_replaced += len(without)
-                if num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
-                    raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
-                for index in without:
-                    self._groups.drop(index)
-                    del self._under_way.groups[index]
-                self._admit()
-                groups = await self._next_groups()
-            counts = {} if not rollout.dynamic_sampling else {"rollout/num_replaced": Sum(num_replaced)}
-            if isinstance(self._groups, OverSampledGroups):
-                aborted = self._groups.abort([group.index for group in groups])
-                await self._under_way.abort(aborted)
-                counts["rollout/num_aborted"] = Sum(len(aborted))
-        return groups, Metrics(counts)
-
-    async def _next_groups(self) -> list[GroupUnderWay]:
-        """Return the groups of the next step; with a window, or others beside them, they are already complete."""
-        while (indices := self.rollouts.schedule.next_take() or self._groups.next()) is None:
-            groups = list(self._under_way.groups.values())
-            if len(groups) < self._config.rollout.num_prompts:
-                raise StalenessError(f"no weights were loaded since the batch before: version {self.rollouts.version}")
-            async with self._under_way.unless_it_fails(groups):
-                if self._config.rollout.over_sampling is None:
-                    await self._under_way.see_one_complete(groups)
-                else:
-                    await self._see_who_ended(groups)
-        if not self._under_way.groups.keys() >= set(indices):
-            raise ScheduleError(
-                f"rollout.schedule trains on prompts {sorted(set(indices) - self._under_way.groups.keys())} next, "
-                "which are not under way: it is not the schedule of a run with this config"
-            )
-        return [self._under_way.groups[index] for index in indices]
-
-    async def _see_who_ended(self, groups: Sequence[GroupUnderWay]) -> None:
-        """Have the ranks sample for a slice, and note whose rollouts are then complete, in order of admission."""
-        if not self.rollouts.is_idle.is_set() or not self._note_ended(groups):
-            with span("rollout"):
-                await self._under_way.wait(self.rollouts.gate.next(), groups)
-            self._note_ended(groups)
-
-    def _note_ended(self, groups: Sequence[GroupUnderWay]) -> bool:
-        """Return whether the rollouts of more groups have ended."""
-        ended = [group for group in groups if group.sampled.done() and not self._groups.is_complete(group.index)]
-        for group in sorted(ended, key=lambda group: group.index):
-            self._groups.complete(group.index)
-        return bool(ended)
-
-    async def _begin_again(self) -> None:
-        """Sample all running groups again where the run that wrote the schedule was killed and resumed."""
-        replay = self.rollouts.schedule.replay
-        if replay is None or not replay.resumes_after(self._groups.num_taken // self._config.rollout.num_prompts):
-            return
-        for cohort in {group.cohort for group in self._under_way.groups.values()}:
-            cohort.close()
-        self._under_way.groups.clear()
-        await self.rollouts.stop()
-        replay.resume()
-        self.done = self._groups.done
-        self._groups.loaded(self.rollouts.version)
 
     async def _finish(self, groups: Sequence[GroupUnderWay]) -> Sampled:
         """Wait until groups are sampled and scored; after an error nothing is left running."""

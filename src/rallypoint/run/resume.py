@@ -146,6 +146,11 @@ def compare(old: Record, new: Record, config: RunConfig, step: int) -> list[str]
     return [f"changed since step {step}{kind}: {'; '.join(texts)}" for kind, texts in kinds.items() if texts]
 
 
+def is_free(key: str) -> bool:
+    """Whether no bit of the weights depends on a key."""
+    return _rule(key) in _FREE
+
+
 def _rule(key: str) -> str | None:
     """Return the longest entry of the lists that a key belongs to."""
     entries = (entry for entry in (*_SAME, *_ROUNDING, *_FREE) if f"{key}.".startswith(f"{entry}."))

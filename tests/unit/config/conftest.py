@@ -60,6 +60,7 @@ def files(here: Path) -> Path:
         "torn/config.json": "{",
         "torn/model.safetensors": "",
         "twice.yaml": "base: base\nseed: 1\nactor: {num_epochs: 1, num_epochs: 2}\nseed: 2\n",
+        "schedule.jsonl": '{"num_ranks": 1, "config": {"seed": 7}}\n',
         "broken.yaml": "recipe: ppo\nrollout: [1\n",
         "empty.yaml": "# nothing\n",
         "list.yaml": "- recipe\n",

@@ -16,6 +16,8 @@ from rallypoint.recipes.preflight import load_checked
 OWN = ("model.create=null", "model.path=model", "data.generate=null", "data.train=good.jsonl")
 OWN = (*OWN, "reward.function=rewards.py:compute_score")
 
+AHEAD = "rollout.max_staleness=1 cluster.pools={main:[1],sampling:[1]} rollout.placement.pool=sampling"
+
 DATA = "data.generate=null reward.function=rewards.py:compute_score"
 
 
@@ -139,9 +141,17 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "reward.overlong.buffer_tokens=4096",
         ("buffer_tokens=4096 begins before the response does", "at most 8, usually a fifth"),
     ),
-    "dynamic sampling: ahead, with a reward model": (
-        "recipe=grpo rollout.dynamic_sampling=5 rollout.max_staleness=1 reward.path=judge",
-        ("dynamic_sampling=5 does not go with this rollout.max_staleness", "with this reward.path", "expected null"),
+    "dynamic sampling: with a reward model": (
+        "recipe=grpo rollout.dynamic_sampling=5 reward.path=judge",
+        ("dynamic_sampling=5 does not go with this reward.path", "expected null"),
+    ),
+    "staleness: a schedule that is not there": (
+        f"{AHEAD} rollout.schedule=/nonexistent",
+        ("rollout.schedule='/nonexistent' cannot be read (no such file)", "expected schedule.jsonl of a run with"),
+    ),
+    "staleness: a schedule of another seed": (
+        f"{AHEAD} rollout.schedule=schedule.jsonl",
+        ("rollout.schedule='schedule.jsonl' is of a run with seed=7 (here 0); expected the same",),
     ),
     "over-sampling: nothing beside": (
         "rollout.over_sampling=8 rollout.num_prompts=8",
@@ -599,6 +609,8 @@ def test_a_wrong_config_is_refused_with_key_value_and_remedy(files: Path, case: 
 def test_the_right_configs_beside_them_are_accepted(files: Path):
     assert load_checked("base.yaml").config.seed == 0
     assert load_checked("base.yaml", OWN).config.model.path == "model"
+    ahead = load_checked("base.yaml", ["recipe=grpo", "rollout.dynamic_sampling=5", *AHEAD.split(" ")])
+    assert ahead.config.rollout.max_staleness == 1
 
 
 SPLIT = ("cluster.pools={main:[1],sampling:[1]}", "rollout.placement.pool=sampling", "rollout.max_staleness=4")

@@ -1,5 +1,6 @@
 """The order of groups and the bound on their staleness, whatever the latencies of sampling, training and loading."""
 
+import itertools
 from random import Random
 
 import pytest
@@ -18,7 +19,9 @@ class Run:
         self.groups = Groups(num_prompts=num_prompts, max_staleness=max_staleness, window=window, **options)
         self.num_prompts, self.max_staleness = num_prompts, max_staleness
         self.loaded, self.trained, self.dropped = 0, 0, []
-        self.under_way, self.oldest, self.taken, self.staleness = {}, {}, [], []
+        self.under_way, self.oldest, self.taken, self.staleness, self.replaced = {}, {}, [], [], []
+        self.without: set[int] | None = None
+        """Groups without signal, dropped once they are sampled; None: any may be dropped."""
         self.groups.loaded(0)
 
     def admit(self):
@@ -31,8 +34,13 @@ class Run:
         self.under_way[index].append(self.loaded)
         if choice % 3 == 0:
             self.oldest[index] = min(self.under_way.pop(index))
+            if self.without is not None and index in self.without:
+                self.groups.drop(index)
+                self.dropped.append(index)
+                self.admit()
+                return
             self.groups.complete(index)
-            if choice % 7 == 1 and index not in (self.groups.next() or ()):
+            if self.without is None and choice % 7 == 1 and index not in (self.groups.next() or ()):
                 self.groups.drop(index)
                 self.dropped.append(index)
 
@@ -41,6 +49,7 @@ class Run:
         indices = self.groups.next() if self.trained == self.loaded else None
         if indices is None or any(index in self.under_way for index in indices):
             return
+        self.replaced.append(self.groups.num_replaced)
         self.groups.take({index: self.oldest[index] for index in indices})
         self.taken += indices
         self.staleness += [self.trained - self.oldest[index] for index in indices]
@@ -73,6 +82,45 @@ def test_no_latency_window_or_dropped_group_breaks_the_bound(given, choices):
         assert run.taken == sorted(run.taken)
     done = run.groups.done
     assert {*range(done.oldest), *done.ahead} == {*run.taken, *run.dropped}, "no group is lost, none comes twice"
+
+
+@given(settings_of_runs, st.sets(st.integers(0, 60)), st.lists(st.integers(0, 1000), max_size=400))
+@settings(deadline=None)
+def test_groups_without_signal_are_replaced_as_soon_as_they_are_scored_within_the_bound(given, without, choices):
+    max_staleness, num_prompts, window = given
+    run = Run(num_prompts, max_staleness, window, drops_ahead=True)
+    run.without = without
+    for choice in choices:
+        (run.admit, run.train, run.load)[choice % 3]()
+        if run.under_way:
+            run.sample(choice // 3 * 3 if choice % 2 else choice // 3)
+        assert run.groups.num_under_way <= (max_staleness + 1) * num_prompts - (window - 1)
+    assert not without & {*run.taken}
+    assert all(0 <= staleness <= max_staleness for staleness in run.staleness)
+    done = run.groups.done
+    assert {*range(done.oldest), *done.ahead} == {*run.taken, *run.dropped}, "no group is lost, none comes twice"
+    if window == 1:  # what a step takes, and has replaced, follows from the signals alone
+        assert run.taken == [index for index in range(1000) if index not in without][: len(run.taken)]
+        ends = [0, *(last + 1 for last in run.taken[num_prompts - 1 :: num_prompts])]
+        counted = [len(without & {*range(*each)}) for each in itertools.pairwise(ends)]
+        assert run.replaced == counted
+
+
+@given(settings_of_runs, st.integers(0, 10**6))
+@settings(deadline=None)
+def test_a_run_whose_groups_are_replaced_never_stands_still(given, seed):
+    max_staleness, num_prompts, window = given
+    run, random = Run(num_prompts, max_staleness, window, drops_ahead=True), Random(seed)
+    run.without = {index for index in range(1000) if Random(seed + index).random() < 0.5}
+    for _ in range(3000):
+        run.admit()
+        if run.under_way and random.random() < 0.7:
+            run.sample(random.randrange(1000))
+        else:
+            random.choice((run.train, run.load))()
+        if run.trained == 5:
+            return
+    raise AssertionError(f"{run.trained} steps of 5 were done")
 
 
 @given(settings_of_runs, st.integers(0, 10**6))

@@ -2,12 +2,30 @@
 
 import asyncio
 import json
+import re
 
+import pytest
+
+from rallypoint.config import load_config
+from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request, SamplingParams
+from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.requests import SliceRequest, SliceResult
-from rallypoint.roles.schedule import Recorded, Recorder, Replay, Schedule
+from rallypoint.roles.schedule import Recorder, Replay, Schedule
+from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 
 SEED = 5
+ORIGIN = Origin(1, {"seed": SEED, "rollout.num_prompts": 8})
+DONE = {"num_taken": 8, "oldest": 7, "ahead": [8]}
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write(file, *lines):
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
 
 
 def request(prompt, sample=0):
@@ -22,7 +40,7 @@ def orders(*prompts):
 
 def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_they_ended(tmp_path):
     async def main():
-        recorder, sliced = Recorder(tmp_path / "schedule.jsonl", 1, SEED), asyncio.Event()
+        recorder, sliced = Recorder(tmp_path / "schedule.jsonl", ORIGIN, SEED), asyncio.Event()
 
         async def send(orders):
             await sliced.wait()
@@ -39,19 +57,83 @@ def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_the
         recorder.take([0])
 
     asyncio.run(main())
-    lines = [json.loads(line) for line in (tmp_path / "schedule.jsonl").read_text().splitlines()]
-    assert lines == [{"num_ranks": 1}, {"slice": [[[[0, 0, 0, 1], [0, 1, 0, 1]], 4]]}, {"load": 2}, {"take": [0]}]
+    first, *lines = lines_of(tmp_path / "schedule.jsonl")
+    assert first == {"num_ranks": 1, "config": {"seed": SEED, "rollout.num_prompts": 8}}
+    assert lines == [{"slice": [[[[0, 0, 0, 1], [0, 1, 0, 1]], 4]]}, {"load": 2}, {"take": [0]}]
 
 
 def test_a_run_that_goes_on_keeps_what_came_before_its_checkpoint(tmp_path):
-    file = tmp_path / "schedule.jsonl"
-    before = [{"num_ranks": 1}, {"load": 0}, {"slice": [[[], 1]]}, {"load": 2}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in [*before, {"slice": [[[], 9]]}, {"load": 4}]))
-    recorder = Recorder(file, 1, SEED)
-    recorder.go_on(1, 2)
+    said, before = [], [ORIGIN.line, {"load": 0}, {"slice": [[[], 1]]}, {"load": 2}]
+    file = write(tmp_path / "schedule.jsonl", *before, {"slice": [[[], 9]]}, {"load": 4})
+    recorder = Recorder(file, ORIGIN, SEED, said.append)
+    recorder.go_on(1, 2, PromptsDone(8, 7, (8,)))
     recorder.take([7])
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert lines == [*before, {"resumed": 1}, {"take": [7]}]
+    assert lines_of(file) == [*before, {"resumed": 1, "done": DONE, **ORIGIN.line}, {"take": [7]}]
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        ((), "it has no schedule.jsonl from its start"),
+        (({"resumed": 1, "done": DONE, **ORIGIN.line}, {"load": 2}), "it has no schedule.jsonl from its start"),
+        (({**ORIGIN.line, "num_ranks": 2}, {"load": 2}), r"goes on with 1 ranks of rollout \(was 2\)"),
+        (
+            ({"num_ranks": 1, "config": {"seed": SEED, "rollout.num_prompts": 4}}, {"load": 2}),
+            r"goes on with rollout.num_prompts=8 \(was 4\)",
+        ),
+    ],
+)
+def test_a_run_that_goes_on_in_a_way_that_no_run_can_repeat_says_so(tmp_path, before, why):
+    said, file = [], write(tmp_path / "schedule.jsonl", *before)
+    recorder = Recorder(file, ORIGIN, SEED, said.append)
+    recorder.go_on(1, 2, PromptsDone(8, 7, (8,)))
+    recorder.take([7])
+    assert len(said) == 1
+    assert re.search(why, said[0])
+    with pytest.raises(ScheduleError):
+        RecordedSchedule.read(file).check(str(file), load_config("digits").config)
+
+
+def test_a_schedule_of_another_run_or_without_its_beginning_is_refused_with_what_differs(tmp_path):
+    config = load_config("digits").config
+    origin = Origin.of(config, 2)
+    file = write(tmp_path / "schedule.jsonl", origin.line, {"load": 0}, {"resumed": 3, "done": DONE, **origin.line})
+    RecordedSchedule.read(file).check("s", config, 2)
+    RecordedSchedule.read(file).check("s", config)
+    with pytest.raises(ScheduleError, match=r"'s' is of a run with 2 ranks of rollout \(here 3\); expected the same"):
+        RecordedSchedule.read(file).check("s", config, 3)
+    other = config.model_copy(update={"seed": config.seed + 1})
+    with pytest.raises(ScheduleError, match=rf"is of a run with seed={config.seed} \(here {other.seed}\)"):
+        RecordedSchedule.read(file).check("s", other, 2)
+    write(file, origin.line, {"resumed": 3, "done": DONE, **origin.line, "num_ranks": 4})
+    with pytest.raises(ScheduleError, match=r"of a run that went on after step 3 with 4 ranks of rollout \(here 2\)"):
+        RecordedSchedule.read(file).check("s", config, 2)
+    write(file, {"resumed": 3, "done": DONE, **origin.line})
+    with pytest.raises(ScheduleError, match="begins after step 3, where its run was resumed: nothing was recorded"):
+        RecordedSchedule.read(file)
+    for text in ("nonsense", "", "3", '{"num_ranks": 2}'):
+        file.write_text(text)
+        with pytest.raises(ScheduleError, match="cannot be read"):
+            RecordedSchedule.read(file)
+    with pytest.raises(ScheduleError, match=r"cannot be read .no such file.; expected schedule.jsonl of a run"):
+        RecordedSchedule.read(tmp_path / "nowhere")
+
+
+def test_what_a_schedule_waits_for_is_said_again_and_again_before_it_is_given_up():
+    said = []
+
+    async def main():
+        recorded = RecordedSchedule((ORIGIN,), ({"slice": [[[[0, 7, 0, 1]], 3]]},))
+        replay = Replay(recorded, SEED, timeout_s=0.05, patience_s=0.02, say=said.append)
+        with pytest.raises(ScheduleError, match=r"has prompt 7 sample 0 next, which did not come in 0\.05 s"):
+            await replay.send([SliceRequest()], None)
+
+    asyncio.run(main())
+    assert (
+        said
+        == ["rollout.schedule has prompt 7 sample 0 next, which has not come for 0 s; after 0.05 s the run ends"] * 2
+    )
 
 
 def test_requests_and_weights_wait_until_the_schedule_has_them():
@@ -59,7 +141,7 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
 
     async def main():
         sent, said = [], []
-        replay = Replay(Recorded(1, ({"load": 0}, *slices), ()), SEED, timeout_s=60, say=said.append)
+        replay = Replay(RecordedSchedule((ORIGIN,), ({"load": 0}, *slices)), SEED, timeout_s=60, say=said.append)
         schedule = Schedule(replay=replay)
 
         async def send(orders):

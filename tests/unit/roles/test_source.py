@@ -23,8 +23,9 @@ from rallypoint.roles.requests import SliceResult
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts, RolloutWorker
 from rallypoint.roles.sampling import AbandonedError
-from rallypoint.roles.schedule import Schedule
+from rallypoint.roles.schedule import Recorder, Replay, Schedule
 from rallypoint.roles.source import RolloutSource
+from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 from rallypoint.types import Trajectory
 
 P, G = 4, 2
@@ -416,6 +417,55 @@ def test_prompts_that_never_differ_stop_the_run_with_advice_and_leave_nothing_un
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_groups_of_equal_scores_are_replaced_while_others_are_trained_on_in_the_same_order_whatever_the_latencies(
+    max_staleness,
+):
+    async def steps(seed):
+        rollouts, found = FakeRollouts(seed), []
+        sampling = {"max_staleness": max_staleness, "dynamic_sampling": 4}
+        source = make_source(rollouts, grader=some_equal(3), sampling=sampling)
+        for step in range(4):
+            sampled = await source.next_batch()
+            assert step - int(sampled.batch.versions.min()) <= max_staleness
+            found.append((sampled.batch.prompt_index.tolist()[::G], sampled.metrics.scalars()["rollout/num_replaced"]))
+            await asyncio.sleep(0.02)  # an update
+            rollouts.load(step + 1)
+        done = source.done
+        await source.close()
+        resumed = make_source(FakeRollouts(), grader=some_equal(3), sampling=sampling)
+        resumed.done = done
+        after = (await resumed.next_batch()).batch.prompt_index.tolist()[::G]
+        await resumed.close()
+        return found, done, after, {index: rank for index, _, rank, _ in rollouts.asked}
+
+    runs = [asyncio.run(steps(seed)) for seed in range(3)]
+    for found, done, after, ranks in runs:
+        assert found == [
+            ([1, 2, 4, 5], 2),
+            ([7, 8, 10, 11], 2),
+            ([13, 14, 16, 17], 2),
+            ([19, 20, 22, 23], 2),
+        ]
+        assert {*range(done.oldest), *done.ahead} >= {*range(24)}
+        assert all(index % 3 == 0 for index in done.ahead)
+        assert after == [25, 26, 28, 29]
+        assert all(rank == index % P * 2 // P for index, rank in ranks.items()), "a replacement's rank is its own"
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_prompts_that_never_differ_stop_a_run_that_samples_ahead(window):
+    async def main():
+        sampling = {"max_staleness": 1, "dynamic_sampling": 3, "window": window}
+        source = make_source(FakeRollouts(), grader=some_equal(1), sampling=sampling)
+        with pytest.raises(RewardError, match=r"equal for \d+ prompts of a step, 3 times .*raise rollout.group_size"):
+            await source.next_batch()
+        await source.close()
+        return source.num_admitted
+
+    assert asyncio.run(main()) == 0
+
+
 class FakeRanks:
     """Ranks whose responses take so many steps each, a prompt; slices take a while."""
 
@@ -444,6 +494,77 @@ class FakeRanks:
                     del running[number]
                     outputs.append(answer(number, request, orders.version))
         return SliceResult(tuple(outputs))
+
+
+class CompanyRanks(FakeRanks):
+    """Ranks whose tokens depend on the weights and on all that is sampled beside, as those of a real engine do."""
+
+    def __init__(self, lengths, seed):
+        super().__init__(lengths, seed)
+        self.turn = asyncio.Lock()
+
+    async def call(self, method, *args):
+        async with self.turn:  # one call after the other
+            return await super().call(method, *args)
+
+    def advance(self, running, orders):
+        for number, request in orders.new:
+            running[number] = [self.lengths(request.prompt_index, request.sample_index), request, 0]
+        outputs, num_steps = [], 0
+        most = self.random.randrange(1, 9) if orders.num_steps is None else orders.num_steps
+        while running and num_steps < most:
+            num_steps += 1
+            company = sum(left * (1 + request.prompt_index) for left, request, _ in running.values())
+            for number, (left, request, seen) in list(running.items()):
+                running[number] = [left - 1, request, (31 * seen + company + orders.version) % 9973]
+                if left <= 1:
+                    whole = answer(number, request, orders.version)
+                    outputs.append(dataclasses.replace(whole, tokens=(*whole.tokens[:1], running.pop(number)[2])))
+        return SliceResult(tuple(outputs), num_steps)
+
+
+def differ_by_company(solution_str, **row):
+    return float(int(solution_str.split()[1]) % 2)  # two of two are alike in half of all groups
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where_it_was_killed(tmp_path, window):
+    replaced = []
+    file, sampling = tmp_path / "schedule.jsonl", {"max_staleness": 2, "dynamic_sampling": 9, "window": window}
+
+    async def steps(schedule, seed, first, last, done=None):
+        ranks = CompanyRanks(lambda prompt, sample: 1 + (7 * prompt + 3 * sample) % 11, seed)
+        source = make_source(Rollouts(ranks, "shared", schedule), grader=Inline(differ_by_company), sampling=sampling)
+        if done is not None:
+            source.done = done
+            schedule.go_on(first, first, done)
+        found = []
+        await source.rollouts.load(first)
+        for step in range(first, last):
+            sampled = await source.next_batch()
+            found.append((sampled.batch.tokens.tolist(), sampled.batch.versions.tolist()))
+            replaced.append(sampled.metrics.scalars()["rollout/num_replaced"])
+            await asyncio.sleep(ranks.random.random() * 0.01)  # an update
+            await source.rollouts.load(step + 1)
+        done = source.done
+        await source.close()
+        return found, done
+
+    def recorder():
+        return Schedule(Recorder(file, Origin(2, {}), CONFIG.seed))
+
+    killed, done = asyncio.run(steps(recorder(), 1, 0, 3))
+    rest, _ = asyncio.run(steps(recorder(), 2, 3, 6, done))
+
+    async def again(seed):
+        replay = Replay(RecordedSchedule.read(file), CONFIG.seed, timeout_s=60)
+        return (await steps(Schedule(replay=replay), seed, 0, 6))[0]
+
+    for seed in (3, 4):
+        assert asyncio.run(again(seed)) == killed + rest
+    assert sum(replaced[:6]) > 6
+    if window == 1:
+        assert replaced == replaced[:6] * 3
 
 
 def answer(number, request, version):
