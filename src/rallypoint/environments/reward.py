@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -128,6 +129,17 @@ def load_reward(spec: str, parameters: Mapping[str, object] | None = None) -> Re
     if problem := _find_signature_problem(spec, own_signature(function), parameters or {}):
         raise RewardError(problem)
     return cast("RewardFunction", functools.partial(function, **parameters) if parameters else function)
+
+
+def opens_sandbox(spec: str) -> bool:
+    """Whether a function of the user's says `open_sandbox()` somewhere in its text, or that of its file."""
+    if spec in SHIPPED:
+        return False
+    try:
+        text = GIVEN[spec].text if spec in GIVEN else UserFunction.read(spec, {}).text.decode(errors="replace")
+    except UserCodeError:
+        return False
+    return re.search(r"\bopen_sandbox\(\s*\)", text) is not None
 
 
 def _imported(place: str) -> Callable[..., Any]:

@@ -31,7 +31,8 @@ from rallypoint.data import (
 )
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.grader import probe_rewards
-from rallypoint.environments.sandbox import open_sandbox
+from rallypoint.environments.reward import opens_sandbox
+from rallypoint.environments.sandbox import SandboxError, open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.plan import make_plan
@@ -182,9 +183,9 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     check_own_functions(config)
     tokenizer, stops, limits = read_models(config)
     found = Found(tokenizer, stops, limits, None, None)
-    if config.data.generate is not None:
-        return found
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
+    if config.data.generate is not None:
+        return dataclasses.replace(found, notes=tuple(notes))
     held_out, most = data_sets(config, "data.validation"), config.data.stream_rows
     if most is not None:
         train, max_rows = found.stream(config, notes.append), config.validation.max_prompts or most
@@ -199,12 +200,19 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
 def sandboxes(config: RunConfig) -> Iterator[str]:
     """Yield the sandbox that each reward of programs runs them in, which was tried.
 
+    A function of the user's that says `open_sandbox()` opens it in processes of its own, and finds the same there.
+
     Raises:
-        SandboxError: there is none.
+        SandboxError: there is none for a reward that ships; a function of the user's may do without.
     """
     for one in config.reward.all_functions:
         if one.function == "code":
             yield open_sandbox(one.parameters.get("url"), one.parameters.get("key")).name
+        elif opens_sandbox(one.function):
+            try:
+                yield f"{open_sandbox().name} (open_sandbox() of {one.function})"
+            except SandboxError as error:
+                yield f"none, {one.function} cannot open one: {error}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
