@@ -21,6 +21,7 @@ from rallypoint.config import (
     values_of,
     why_unread,
 )
+from rallypoint.config.check_algorithm import note_ratios
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.load import AUTOMATICALLY
 from rallypoint.display.theme import PALETTE
@@ -142,6 +143,8 @@ def _batches(loaded: LoadedConfig, plan: RunPlan) -> tuple[str, list[str]]:
             f"{'':13}  at most {counted(num_micro_batches, 'micro-batch', 'es')} of "
             f"{config.engine.max_tokens_per_micro_batch:,} tokens",
         ]
+    if not why_unread(unread_sections(config), "loss"):
+        lines += [f"{'' if place else 'policy loss':13}  {line}" for place, line in enumerate(note_ratios(config))]
     epochs = config.trainer.num_epochs  # whose steps are known when the data are read, see `examine_dry`
     steps = f"one of {counted(config.trainer.num_steps, 'step')}" if epochs is None else "one step"
     return f"{loaded.name}: {steps}", lines

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.config.fields import Problem
 from rallypoint.config.sections.algorithms import (
+    USUAL_AGGREGATIONS,
     ClipConfig,
     ClipCovConfig,
     CorrectionConfig,
@@ -243,3 +244,26 @@ def check_clipping(config: RunConfig) -> Iterator[Problem]:
             f"loss.covariance_low={loss.covariance_low:g} is not below "
             f"loss.covariance_high={loss.covariance_high:g}, so no token is between them; expected 1 and 5, or so",
         )
+
+
+_OF_RATIOS = ("gspo", "gmpo", "cispo", "sapo")
+"""Losses that differ from others by what they do to the ratio alone."""
+_BOUNDS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "max_ratio")
+
+
+def note_ratios(config: RunConfig) -> Iterator[str]:
+    """Yield what a dry run says of a loss whose ratio is always 1, and of one that is a mean of something else.
+
+    Neither is refused: a run may be one update a batch, with bounds that wait for more.
+    """
+    loss = config.loss
+    if config.updates_once and getattr(loss, "anchor", "old") == "old":
+        fields = type(loss).model_fields
+        bounds = [f"loss.{key}" for key in _BOUNDS if key in fields and getattr(loss, key) != fields[key].default]
+        named = [f"loss.name={loss.name}"] if loss.name in _OF_RATIOS else []
+        if idle := [*named, *bounds]:
+            yield f"no effect of {', '.join(idle)}: with one optimizer"
+            yield "step a batch every ratio is 1; set actor.num_mini_batches=4 or so"
+    usual = USUAL_AGGREGATIONS.get(loss.name)
+    if usual is not None and config.aggregation != usual:
+        yield f"aggregation={config.aggregation}: the paper of loss.name={loss.name} has aggregation={usual}"

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, model_validator
 from rallypoint.config.fields import Section, key, named_section, named_sections, section
 from rallypoint.config.recipes import RECIPES, RecipeSpec, RoleName
 from rallypoint.config.sections.algorithms import (
+    USUAL_AGGREGATIONS,
     AdvantageConfig,
     AggregationName,
     CorrectionConfigs,
@@ -127,7 +128,9 @@ class RunConfig(Section):
         (), help="Weights for a sampler that disagrees with the trainer, such as [{name: tis, cap: 2.0}]."
     )
     aggregation: AggregationName = key(
-        "token", help="What the loss is a mean of: all tokens, rows, rows of one length, or prompts."
+        "token",
+        help="What the loss is a mean of: all tokens, rows (the default of gspo, gmpo and sapo), rows of one length, "
+        "or prompts.",
     )
     teacher: TeacherConfig | None = section(None, help="The models that judge a student (opd); null for none.")
     preference: PreferenceConfig = section(PreferenceConfig, help="The loss of pairs (dpo).")
@@ -144,12 +147,14 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_names(cls, values: object) -> object:
-        """Fill in the names that the recipe has where none is set."""
+        """Fill in the names that the recipe has where none is set, and the aggregation that the loss has."""
         if not isinstance(values, Mapping):
             return values
-        filled = dict(cast("Mapping[str, object]", values))
-        for part, name in names_in(filled).items():
+        filled, names = dict(cast("Mapping[str, object]", values)), names_in(cast("Mapping[str, object]", values))
+        for part, name in names.items():
             filled[part] = {"name": name, **cast("Mapping[str, object]", filled.get(part, {}))}
+        if (usual := USUAL_AGGREGATIONS.get(str(names.get("loss")))) is not None:
+            filled.setdefault("aggregation", usual)
         return filled
 
     def __getstate__(self) -> dict[Any, Any]:

@@ -154,6 +154,36 @@ def test_the_plan_of_a_run_fits_a_terminal_and_has_its_numbers(command):
     assert "Nothing was started" in text
 
 
+ONCE = "actor.num_mini_batches=1"
+NOTED = {
+    "grpo": (["loss.clip_high=0.28"], "no effect of loss.clip_high: with one optimizer step a batch every ratio is 1"),
+    "sapo": (["loss.name=sapo", ONCE], "no effect of loss.name=sapo: with one optimizer step"),
+    "gspo": ([ONCE, "loss.dual_clip=3"], "no effect of loss.name=gspo, loss.dual_clip: with one optimizer step"),
+    "of the sampler": (["loss.name=cispo", "loss.anchor=rollout"], None),
+    "several": (["loss.clip_high=0.28", "actor.num_epochs=2"], None),
+    "as they are": ([], None),
+    "by tokens": (["loss.name=gmpo", "actor.num_epochs=2", "aggregation=token"], "loss.name=gmpo has aggregation=seq"),
+}
+
+
+@pytest.mark.parametrize("which", NOTED)
+def test_the_plan_says_which_settings_of_a_loss_have_no_effect(command, which):
+    overrides, said = NOTED[which]
+    recipe = which if which in shipped_recipes() else "grpo"
+    made = ("model.create={}", "data.generate={}", "reward.function=digits")
+    lines = lines_of(command("train", recipe, *made, *overrides, "--dry-run"))
+    assert ("policy loss" in " ".join(lines)) == (said is not None)
+    assert (said or "") in re.sub(r"\s+", " ", " ".join(lines))
+
+
+def test_the_plan_says_nothing_of_a_loss_that_is_not_read(command, tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: opd\nteacher: {hint: 'It is {ground_truth}.'}\nloss: {clip_high: 0.3}\n")
+    made = ("model.create={}", "data.generate={}", "reward.function=digits")
+    for loss, is_read in (("reverse", False), ("policy_gradient", True)):
+        lines = lines_of(command("train", str(tmp_path / "mine.yaml"), *made, f"teacher.loss={loss}", "--dry-run"))
+        assert ("policy loss" in " ".join(lines)) == is_read
+
+
 @pytest.mark.parametrize("wanted", ["1", str(num_cores())])
 def test_the_plan_says_how_cores_that_would_be_idle_are_used(command, wanted):
     one_process = ("train", "digits", "cluster.pools={main: [1]}", "--dry-run")

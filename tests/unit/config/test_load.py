@@ -54,6 +54,35 @@ def test_a_name_brings_its_own_defaults(recipe: str, overrides: list[str], bound
     assert (loss.clip_low, loss.clip_high) == bounds
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "aggregation"),
+    [
+        ("grpo", [], "token"),
+        ("grpo", ["loss.name=gspo"], "sequence"),
+        ("grpo", ["loss.name=gmpo"], "sequence"),
+        ("dapo", ["loss.name=sapo"], "sequence"),
+        ("grpo", ["loss.name=sapo", "aggregation=token"], "token"),
+        ("dr_grpo", ["loss.name=gspo"], "fixed_length"),
+        ("gspo", [], "sequence"),
+        ("gspo", ["loss.name=clip"], "token"),
+        ("dapo", [], "token"),
+        ("cispo", [], "token"),
+    ],
+)
+def test_a_loss_brings_the_mean_of_its_paper_unless_one_is_set(recipe: str, overrides: list[str], aggregation: str):
+    loaded = load_config(recipe, overrides, draft=True)
+    assert loaded.config.aggregation == aggregation
+    is_set = recipe == "dr_grpo" or any(one.startswith("aggregation") for one in overrides)
+    assert (loaded.origins["aggregation"] == "default") == (not is_set)
+
+
+@pytest.mark.parametrize("recipe", ["dapo", "gspo", "cispo", "math-dapo", "math-lora", "code"])
+def test_a_recipe_named_after_its_clipping_takes_several_steps_a_batch_of_equally_many_rows(recipe: str):
+    config = load_config(recipe, draft=True).config
+    assert not config.updates_once
+    assert config.num_rows % config.actor.num_mini_batches == 0
+
+
 def test_each_value_knows_where_it_was_set(here: Path):
     (here / "mine.yaml").write_text("base: base.yaml\nactor:\n  optimizer:\n    lr: 1e-5\n")
     origins = load_config("mine.yaml", ["trainer.num_steps=9"]).origins

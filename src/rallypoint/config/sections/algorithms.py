@@ -17,6 +17,9 @@ from rallypoint.user_code import Value
 Anchor = Literal["old", "rollout"]
 AggregationName = Literal["token", "sequence", "fixed_length", "prompt"]
 
+USUAL_AGGREGATIONS: dict[str, AggregationName] = {"gspo": "sequence", "gmpo": "sequence", "sapo": "sequence"}
+"""Losses whose papers take a mean over rows: what `aggregation` is beside them, unless it is set."""
+
 _FUNCTION = "A function in a file, as file.py:function; see docs/algorithms.md."
 _PARAMETERS = "What the function takes by name, such as {floor: 0.1}."
 _WHITEN = "Scale the advantages of a step to mean 0 and deviation 1."
