@@ -1,46 +1,86 @@
 """A reward for programs: what a response's code does in a sandbox, compared with what it should have done.
 
-Owns: what a row's tests are. Invariant: expected results never enter the sandbox, and are compared out here with what
-the program wrote, as plain values. So nothing that a program does to itself, such as an `__eq__` that is always
-true, a patched `unittest` or an early exit, can make it right.
+Owns: the forms in which a row has its tests. Invariant: expected results never enter the sandbox, and are compared out
+here with what the program wrote, as plain values. So nothing that a program does to itself, such as an `__eq__` that is
+always true, a patched `unittest` or an early exit, can make it right.
 
 | ground truth | a test |
 |---|---|
 | {"inputs": ["1 2"], "outputs": ["3"]} | the program reads the input and writes the output |
-| {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"} | add(1, 2) gives 3 |
+| {"inputs": [["1", "2"]], "outputs": [["3"]]} | the same, as lists of lines |
+| {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"} | add(1, 2), or Solution().add(1, 2), gives 3 |
+| [{"input": "1 2", "output": "3"}, ...] | the same, a test at a time |
 | ["assert add(1, 2) == 3"], or the same as one text | the left side gives what is written on the right |
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rallypoint.environments.sandbox import Limits, Sandbox, open_sandbox
+from rallypoint.environments.shipped.asserts import Test, Wanted, read_asserts
 from rallypoint.environments.shipped.form import block
 
 _RUN = """
+import collections, json, sys, types
 
-import json as _json, sys as _sys
-def _results(calls):
-    results = []
+def written(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{written(key)}: {written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, (list, range, collections.deque, type({}.keys()), type({}.values()), type({}.items()))):
+        return "[" + ", ".join(map(written, value)) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{written(one)}, " for one in value) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(map(written, value)) + "}" if value else "set()"
+    if type(value).__name__ in ("Decimal", "Fraction"):
+        value = int(value) if value == int(value) else float(value)
+    if isinstance(value, float) and value in (float("inf"), -float("inf")):
+        return "1e999" if value > 0 else "-1e999"
+    for kind in (bool, int, float, str, bytes):
+        if isinstance(value, kind):
+            return kind.__repr__(value)
+    return repr(value)
+
+def named(name):
+    return getattr(module, name) if hasattr(module, name) else getattr(module.Solution(), name)
+
+def results(calls):
+    found = []
     for call in calls:
         try:
-            results.append(repr(call()))
-        except BaseException as error:
-            results.append(None)
-    return results
-_sys.stdout.flush()
-_answer = _json.dumps(_results([{calls}]))
-_sys.stdout.write("\\n{mark}" + _answer)
-_sys.stdout.flush()
+            found.append(written(call()))
+        except BaseException:
+            found.append(None)
+    return found
+
+module = types.ModuleType("program")
+sys.modules["program"] = module
+exec(PRELUDE, vars(module))
+exec(compile(PROGRAM, "program.py", "exec", dont_inherit=True), vars(module))
+vars(module)["_named"] = named
+calls = eval(CALLS, vars(module))
+sys.stdout.flush()
+sys.stdout.write("\\n" + MARK + json.dumps(results(calls)))
+sys.stdout.flush()
 """
-"""What is added to a program of functions: each test's left side, called, as Python writes its value."""
+"""What runs a program of functions, not as `__main__`, and each test's left side: its value, as Python writes it."""
+_SOLUTION = """
+from typing import *
+import bisect, collections, functools, heapq, itertools, math
+from collections import *
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import *
+from itertools import *
+"""
+"""What problems that ask for a `class Solution` give to it."""
 
 
 def code(
@@ -88,14 +128,10 @@ def run_tests(
         SandboxError: the sandbox failed.
     """
     program, tests = block(response), _read(ground_truth)
-    if isinstance(tests, list):
+    if isinstance(tests, Calls):
         return _calls(sandbox, program, tests, limits)
-    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-    if name := tests.get("fn_name"):
-        calls = [(f"{name}(*{_arguments(given)!r})", _expected(output)) for given, output in pairs]
-        return _calls(sandbox, program, calls, limits)
-    passed, latest = [False] * len(pairs), time.monotonic() + total_s
-    for place, (given, output) in enumerate(pairs):
+    passed, latest = [False] * len(tests), time.monotonic() + total_s
+    for place, (given, output) in enumerate(tests):
         ran = sandbox.run(program, stdin=given, limits=limits)
         passed[place] = ran.status == "ok" and same_output(ran.stdout, output)
         if ran.status == "timeout" or time.monotonic() > latest:
@@ -103,48 +139,40 @@ def run_tests(
     return passed
 
 
-def _calls(sandbox: Sandbox, program: str, tests: Sequence[tuple[str, object]], limits: Limits) -> list[bool]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """Tests of functions."""
+
+    imports: str
+    """What the calls are written with."""
+    tests: Sequence[Test]
+
+
+def _calls(sandbox: Sandbox, program: str, calls: Calls, limits: Limits) -> list[bool]:
     """Return which calls gave what was expected; all of them are made by one program."""
-    mark = secrets.token_hex(8)
-    calls = ", ".join(f"lambda: {call}" for call, _ in tests)
-    name = "" if "from __future__" in program else '__name__ = "program"\n'  # so that its main() is not run
-    ran = sandbox.run(name + program + _RUN.format(calls=calls, mark=mark), limits=limits)
+    mark, num_tests = secrets.token_hex(8), len(calls.tests)
+    prelude = (_SOLUTION if "class Solution" in program else "") + calls.imports
+    written = "[" + ", ".join(f"lambda: {test.call}" for test in calls.tests) + "]"
+    given = {"PROGRAM": program, "PRELUDE": prelude, "CALLS": written, "MARK": mark}
+    head = "".join(f"{name} = {text!r}\n" for name, text in given.items())
+    ran = sandbox.run(head + _RUN, limits=limits)
     try:
         results: object = json.loads(ran.stdout.rpartition(mark)[2])
-    except ValueError:
+    except (ValueError, RecursionError):
         results = None
-    if not isinstance(results, list) or len(cast("list[object]", results)) != len(tests):
-        return [False] * len(tests)
-    return [_is(written, expected) for written, (_, expected) in zip(cast("list[object]", results), tests, strict=True)]
+    if not isinstance(results, list) or len(cast("list[object]", results)) != num_tests:
+        return [False] * num_tests
+    return [_is(text, test.wanted) for text, test in zip(cast("list[object]", results), calls.tests, strict=True)]
 
 
-def _is(written: object, expected: object) -> bool:
+def _is(written: object, wanted: Wanted) -> bool:
     """Whether what a program wrote of a value is what was expected."""
     if not isinstance(written, str):
         return False
     try:
-        return same_value(ast.literal_eval(written), expected)
+        return wanted.allows(ast.literal_eval(written))
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return False
-
-
-def same_value(found: object, expected: object) -> bool:
-    """Whether two plain values are the same: tuples are lists, and numbers may differ by rounding.
-
-    >>> same_value((1, [2.0000000001]), [1, [2]]), same_value(True, 1), same_value({"a": 1}, {"a": 2})
-    (True, False, False)
-    """
-    if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
-        first, second = cast("Sequence[object]", found), cast("Sequence[object]", expected)
-        return len(first) == len(second) and all(map(same_value, first, second))
-    if isinstance(expected, dict) and isinstance(found, dict):
-        one, other = cast("dict[object, object]", found), cast("dict[object, object]", expected)
-        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in other)
-    if isinstance(expected, bool) or isinstance(found, bool):
-        return found is expected
-    if isinstance(expected, float | int) and isinstance(found, float | int):
-        return found == expected or math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
-    return type(found) is type(expected) and found == expected
 
 
 def same_output(found: str, expected: str) -> bool:
@@ -170,52 +198,80 @@ def _close(found: str, expected: str) -> bool:
         return False
 
 
-def _read(tests: Any) -> list[tuple[str, object]] | dict[str, Any]:
-    """Return a row's tests: calls with what they should give, or inputs and outputs.
+def _read(tests: Any) -> Calls | list[tuple[str, str]]:
+    """Return a row's tests: calls with what they should give, or standard inputs and outputs.
 
     Raises:
-        ValueError: they are none.
+        ValueError: they are none, or cannot be read.
     """
     if isinstance(tests, str):
-        tests = json.loads(tests) if tests.lstrip().startswith(("{", "[")) else tests.strip().splitlines()
+        tests = json.loads(tests) if tests.lstrip().startswith(("{", "[", '"')) else [tests]
+    if isinstance(tests, str):  # the JSON text of a JSON text
+        tests = json.loads(tests)
+    if isinstance(tests, list) and any(isinstance(one, dict) for one in cast("list[object]", tests)):
+        return _columns(_table(cast("list[object]", tests)))
     if isinstance(tests, dict):
-        if not tests.get("inputs") or len(tests["inputs"]) != len(tests.get("outputs", ())):
-            raise ValueError("code: expected as many outputs as inputs, and at least one")
-        return cast("dict[str, Any]", tests)
-    asserts = [line for line in cast("Sequence[str]", tests) if line.strip()]
+        found = cast("dict[str, Any]", tests)
+        return _columns(_table([found]) if "input" in found else found)
+    lines = cast("Sequence[object]", tests)
+    if not isinstance(tests, list | tuple) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"code: expected inputs and outputs, or asserts, found {str(tests)[:200]!r}")
+    imports, asserts = read_asserts(*cast("Sequence[str]", lines))
     if not asserts:
         raise ValueError("code: the ground truth has no tests")
-    return [_assertion(line) for line in asserts]
+    return Calls(imports, asserts)
 
 
-def _assertion(line: str) -> tuple[str, object]:
-    """Return the two sides of `assert CALL == VALUE`.
+def _table(tests: Sequence[object]) -> dict[str, Any]:
+    """Return tests that are given one at a time as inputs and outputs."""
+    rows = [cast("Mapping[str, Any]", one) for one in tests if isinstance(one, dict)]
+    if len(rows) != len(tests) or not all("input" in row and "output" in row for row in rows):
+        raise ValueError("code: expected each test to have an input and an output")
+    names = {row.get("fn_name") or (row.get("metadata") or {}).get("func_name") for row in rows}
+    if len(names) > 1:
+        raise ValueError(f"code: expected tests of one function, found {sorted(map(str, names))}")
+    return {
+        "inputs": [row["input"] for row in rows],
+        "outputs": [row["output"] for row in rows],
+        "fn_name": names.pop(),
+    }
 
-    >>> _assertion("assert add(1, -2) == -1, 'text'"), _assertion("assert is_odd(3)")
-    (('add(1, -2)', -1), ('is_odd(3)', True))
+
+def _columns(tests: Mapping[str, Any]) -> Calls | list[tuple[str, str]]:
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not inputs or not outputs or len(inputs) != len(outputs):
+        raise ValueError("code: expected as many outputs as inputs, and at least one")
+    if not (name := tests.get("fn_name")):
+        return [(_text(given), _text(output)) for given, output in zip(inputs, outputs, strict=True)]
+    if not str(name).isidentifier():
+        raise ValueError(f"code: expected the name of a function, found {name!r}")
+    are_wrapped = all(isinstance(output, list) and len(cast("list[object]", output)) == 1 for output in outputs)
+    found: list[Test] = []
+    for given, output in zip(inputs, outputs, strict=True):
+        is_text = isinstance(given, str)
+        arguments = [json.loads(line) for line in given.splitlines()] if is_text else list(given)
+        wanted = Wanted([output, output[0]], "in") if are_wrapped else Wanted(_value(output) if is_text else output)
+        found.append(Test(f"_named({name!r})(*{arguments!r})", wanted))
+    return Calls("", found)
+
+
+def _text(given: Any) -> str:
+    r"""Return a standard input or output, which may be given as a list of lines.
+
+    >>> _text("1 2"), _text(["1", [2, 3]]), _text(4)
+    ('1 2', '1\n2 3', '4')
     """
-    try:
-        match ast.parse(line.strip()).body:
-            case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]))]:
-                return ast.unparse(left), ast.literal_eval(right)
-            case [ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=call))]:
-                return ast.unparse(call), False
-            case [ast.Assert(test=ast.Call() as call)]:
-                return ast.unparse(call), True
-            case _:
-                problem = "expected `assert CALL == VALUE` with a plain value"
-    except (SyntaxError, ValueError) as error:
-        problem = str(error)
-    raise ValueError(f"code: {line.strip()[:200]!r}: {problem}; what a program compares itself cannot be trusted")
+    if isinstance(given, list):
+        lines = cast("list[object]", given)
+        return "\n".join(
+            " ".join(map(str, cast("list[object]", line))) if isinstance(line, list) else str(line).removesuffix("\n")
+            for line in lines
+        )
+    return str(given)
 
 
-def _arguments(given: Any) -> list[Any]:
-    """Return the arguments of a call: a list, or a JSON value a line."""
-    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-
-
-def _expected(output: Any) -> object:
-    """Return what a call should give: the value, or the JSON text of one."""
+def _value(output: Any) -> object:
+    """Return what a call should give, where arguments are given as JSON: the value, or its text."""
     if not isinstance(output, str):
         return output
     try:

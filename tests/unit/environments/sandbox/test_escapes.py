@@ -270,6 +270,11 @@ def test_programs_end_with_the_process_that_asked_for_them_however_it_ends(sandb
 
 ADD = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 READ = {"inputs": ["1 2", "2 2"], "outputs": ["3", "4"]}
+CLOSE = [
+    "assert math.isclose(add(1, 2), 3.0)",
+    "import math",
+    "assert isclose(4.0, add(2, 2), rel_tol=0.1, abs_tol=0.1)",
+]
 CHEATS = {
     "sys.exit(0)": "import sys\nsys.exit(0)",
     "os._exit(0) before the tests": "import os\nos._exit(0)",
@@ -284,6 +289,12 @@ CHEATS = {
     "    return next((x for x in gc.get_objects() if isinstance(x, dict) and 'outputs' in x), 0)",
     "raising": "def add(a, b): raise SystemExit(0)",
     "no program": "I cannot do that.",
+    "equal to everything": "class Yes:\n    __eq__ = __ne__ = __lt__ = __gt__ = lambda *_: True\n"
+    "    __sub__ = __abs__ = lambda *_: 0\ndef add(a, b): return Yes()",
+    "patching what compares": "import builtins, math\nmath.isclose = builtins.isinstance = lambda *_, **__: True\n"
+    "isinstance = abs = all = math.isclose\ndef add(a, b): return 0",
+    "writing results itself": "import sys\nvars(sys.modules['__main__']).update(written=lambda _: 'True')\n"
+    "def add(a, b): return 0",
     "a huge number": "def add(a, b): return 10 ** (10 ** 6)",
     "deep nesting": "def add(a, b):\n    class X:\n        __repr__ = lambda _: '[' * 10**5\n    return X()",
 }
@@ -291,11 +302,43 @@ CHEATS = {
 
 @pytest.mark.parametrize("what", CHEATS)
 def test_a_program_that_works_on_its_grader_is_wrong(sandbox, what):
-    for tests in (ADD, READ):
+    for tests in (ADD, READ, CLOSE):
         assert run_tests(sandbox, f"```python\n{CHEATS[what]}\n```", tests, Limits(time_s=TIME_S)) == [False, False]
 
 
+JUDGES_ITSELF = [
+    "assert isinstance(add(1, 2), int)",
+    "assert isinstance(add(1, 2), int) == True",
+    "assert [isinstance(add(1, 2), int)] == [True]",
+    "assert not add(1, 2) != 3",
+    "assert (add(1, 2) == 3) == True",
+    "assert (add(1, 2) in [3]) == True",
+    "assert (abs(add(1, 2) - 3) < 1e-6) is True",
+    "assert abs(add(1, 2) - 3) == 0",
+    "assert (add(1, 2) == 3 and 1) == 1",
+    "assert (1 if add(1, 2) == 3 else 0) == 1",
+    "assert [x - 3 for x in [add(1, 2)]] == [0]",
+    "assert add(1, 2) == 3 or False",
+    "assert add('a', 'b').startswith('ab')",
+    "assert math.isclose(add(1, 2), 3) == True",
+    "assert all(add([True], []))",
+    "assert any(map(add, [1], [2]))",
+    "assert callable(add)",
+    "assert operator.eq(add(1, 2), 3)",
+    "assert True",
+    "def check(add): assert add(1, 2) == 3",
+    "add = print",
+]
+
+
+@pytest.mark.parametrize("line", JUDGES_ITSELF)
+def test_an_assert_in_which_a_program_would_judge_itself_is_refused(line):
+    with pytest.raises(ValueError, match=r"expected.*; what a program compares itself cannot be trusted"):
+        run_tests(Slow(), "x", [line], Limits())
+
+
 def test_a_right_program_is_right(sandbox):
+    assert run_tests(sandbox, "def add(a, b): return a + b", CLOSE, Limits(time_s=TIME_S)) == [True, True]
     function, program = "```\ndef add(a, b): return a + b\n```", "a, b = map(int, input().split())\nprint(a + b)"
     assert run_tests(sandbox, function, ADD, Limits(time_s=TIME_S)) == [True, True]
     assert run_tests(sandbox, program, READ, Limits(time_s=TIME_S)) == [True, True]
