@@ -11,7 +11,7 @@ EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
     "cluster/ray_process.py": "names of variables of the environment that go to the workers of a joined cluster",
     "config/check_placement.py": "one vendor's collectives refuse two ranks on one device; refused before they do",
-    "config/translate.py": "keys of another project's, as people have them in their scripts",
+    "config/translate/verl.py": "keys of another project's, as people have them in their scripts",
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",

@@ -58,6 +58,8 @@ _AGGREGATIONS = (
     ("dr_grpo", "fixed_length"),
 )
 _PER_STEP = "a step has rollout.num_prompts x rollout.group_size rows, cut into actor.num_mini_batches optimizer steps"
+_PACKED = "rows are packed without padding, and balanced, always"
+_SLEEP = "engine.sleep=true keeps roles that share a pool in CPU memory while others have their turn"
 _BY_TOKENS = "micro-batches are cut by tokens, never by rows"
 
 
@@ -96,7 +98,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("learning_rate actor_learning_rate optim.lr optimizer.kwargs.lr policy_lr", (f"actor.optimizer.lr={VALUE}",)),
     Alias("critic_learning_rate critic.optim.lr value.optimizer.kwargs.lr", (f"critic.optimizer.lr={VALUE}",)),
     Alias(
-        "lr_scheduler_type lr_scheduler warmup_style lr_scheduler_name",
+        "lr_scheduler_type lr_scheduler warmup_style lr_scheduler_name lr_decay_style",
         (f"actor.optimizer.schedule={VALUE}",),
         values=_same("actor.optimizer.schedule", _SCHEDULES),
     ),
@@ -149,7 +151,9 @@ ALIASES: tuple[Alias, ...] = (
         "max_response_length max_completion_length generate_max_len max_new_tokens response_length max_tokens",
         (f"rollout.max_response_tokens={VALUE}",),
     ),
-    Alias("max_prompt_length prompt_max_len max_input_length", (f"data.max_prompt_tokens={VALUE}",)),
+    Alias(
+        "max_prompt_length prompt_max_len max_input_length rollout.prompt_length", (f"data.max_prompt_tokens={VALUE}",)
+    ),
     Alias(
         "max_total_sequence_length max_model_len max_seq_len max_length",
         ("data.max_prompt_tokens", "rollout.max_response_tokens"),
@@ -238,7 +242,10 @@ ALIASES: tuple[Alias, ...] = (
         ("reward.functions", "advantage.name"),
         "each reward has a name and a weight; advantage.name=gdpo normalises each apart",
     ),
-    Alias("reward_pretrain reward_model.path reward_model.model.path reward_model_path", (f"reward.path={VALUE}",)),
+    Alias(
+        "reward_pretrain reward_model.path reward_model.model.path reward_model.model_path reward_model_path",
+        (f"reward.path={VALUE}",),
+    ),
     # The frame.
     Alias("max_steps total_training_steps max_num_steps num_training_steps", (f"trainer.num_steps={VALUE}",)),
     Alias("total_epochs num_train_epochs num_episodes max_num_epochs total_episodes", (f"trainer.num_epochs={VALUE}",)),
@@ -289,12 +296,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias(
         "use_remove_padding use_rmpad use_dynamic_bsz log_prob_use_dynamic_bsz padding_free balance_batch "
         "group_by_length",
-        note="rows are packed without padding, and balanced, always",
+        note=_PACKED,
     ),
     Alias(
         "param_offload optimizer_offload grad_offload offload_policy free_cache_engine enforce_eager "
         "vllm_enable_sleep_mode",
-        note="engine.sleep=true keeps roles that share a pool in CPU memory while others have their turn",
+        note=_SLEEP,
     ),
     Alias(
         "log_prob_micro_batch_size reward_model.micro_batch_size forward_micro_batch_size_per_gpu "
@@ -311,6 +318,29 @@ ALIASES: tuple[Alias, ...] = (
         "ddp_find_unused_parameters",
         note="there is nothing to choose here",
     ),
+    Alias(
+        "profiler profile global_profiler",
+        note="each run measures its phases, and rally show says where the time goes",
+    ),
+    Alias(
+        "reshard_after_forward forward_prefetch entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
+        "entropy_checkpointing update_weights_bucket_megabytes enable_prefix_caching enable_sleep_mode "
+        "filter_overlong_prompts_workers preprocessing_num_workers dataset_num_proc skip_tokenizer_init "
+        "megatron.sequence_parallel megatron.use_distributed_optimizer",
+        note="it changes how fast a run is and what memory it takes there; here there is nothing to choose",
+    ),
+    Alias(
+        "use_dist_checkpointing dist_checkpointing_path load_weight save_contents load_contents async_save",
+        note="checkpoints have one form here, and weights are read from the model's folder",
+    ),
+    Alias("image_key video_key audio_key freeze_vision_tower", note="models read text alone"),
+    Alias("optim.total_training_steps lr_decay_steps", note="the schedule ends with trainer.num_steps"),
+    Alias(
+        "reward_model.use_dynamic_bsz reward_model.use_remove_padding reward_model.model.use_remove_padding "
+        "reward_model.model.use_rmpad reward_model.forward_max_token_len_per_gpu",
+        note=_PACKED,
+    ),
+    Alias("reward_model.model.fsdp_config.param_offload reward_model.param_offload", note=_SLEEP),
     Alias("overlong_buffer.log overlong_buffer_cfg.log", note="reward/mean has the penalty in it"),
     Alias("critic.model.enable_gradient_checkpointing", note="engine.activations is one setting for all roles"),
     Alias(
@@ -349,7 +379,7 @@ SAME: tuple[Alias, ...] = (
     Alias("min_lr_ratio", (f"actor.optimizer.min_lr_ratio={VALUE}",)),
     Alias("lr", (f"actor.optimizer.lr={VALUE}",)),
     Alias("seed", (f"seed={VALUE}",)),
-    Alias("shuffle", (f"data.shuffle={VALUE}",)),
+    Alias("data.shuffle shuffle_dataset", (f"data.shuffle={VALUE}",)),
     Alias("actor_rollout_ref.model.path", (f"model.path={VALUE}",)),
     Alias("trust_remote_code", (f"model.trust_remote_code={VALUE}",)),
 )

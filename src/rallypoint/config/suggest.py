@@ -134,7 +134,7 @@ def _fits(assignment: str, value: object) -> bool:
     """Whether a value may be given to the key of an assignment such as `kl.coef=VALUE`."""
     key, _, template = assignment.partition("=")
     info = leaves(RunConfig).get(key)
-    if isinstance(value, dict | list) or info is None:
+    if isinstance(value, dict) or info is None:
         return False
     if template != VALUE:
         return isinstance(value, int)

@@ -89,7 +89,6 @@ def loaded(found: Translation, tmp_path):
         "model.path=m",
         "data.train=d.jsonl",
         "reward={function: 'r.py:f', path: null}",
-        "trainer.num_epochs=null",
     ]
     return load_config(str(tmp_path / "translated.yaml"), needed).config
 
@@ -144,6 +143,9 @@ def test_losses_by_covariance_bring_their_parameters():
         "loss.name": "clip_cov",
         "loss.covariance_low": 0.5,
         "loss.fraction": 1e-3,
+        "loss.clip_low": 0.2,  # this and the others as verl has them where they are not given
+        "loss.clip_high": 0.2,
+        "loss.dual_clip": 3.0,
     }
     kl = from_verl("policy_loss.loss_mode=kl_cov policy_loss.ppo_kl_coef=2 policy_loss.kl_cov_ratio=0.002")
     assert (kl.keys["loss.name"], kl.keys["loss.coef"], kl.keys["loss.fraction"]) == ("kl_cov", 2, 0.002)
@@ -188,7 +190,9 @@ def test_arguments_of_grpo_config_are_a_config(tmp_path):
     config = loaded(found, tmp_path)
     assert (config.rollout.num_prompts, config.rollout.group_size, config.rollout.temperature) == (4, 8, 0.9)
     assert (config.aggregation, config.advantage.name, config.seed) == ("fixed_length", "dr_grpo", 42)
-    assert (config.trainer.num_steps, config.model.dtype, config.actor.num_epochs) == (100, "bfloat16", 2)
+    assert (config.trainer.num_steps, config.model.dtype, config.actor.num_epochs) == (50, "bfloat16", 2)
+    assert found.open["steps of theirs"] == "they are optimizer steps, of which a step here has 2"
+    assert (config.checkpoint.every_steps, config.trainer.num_epochs) == (50, None)
 
 
 def test_arguments_of_ppo_config_are_a_config(tmp_path):
@@ -220,7 +224,7 @@ OF_TRL = {
     ),
     "reward_model": (
         "RewardConfig(max_length=512, per_device_train_batch_size=8, max_steps=-1)",
-        {"data.max_row_tokens": 512, "data.num_examples": 8, "trainer.num_epochs": 1.0},
+        {"data.max_row_tokens": 512, "data.num_examples": 8, "trainer.num_epochs": 3.0},
     ),
     "grpo": (
         "RLOOConfig(num_generations=4, per_device_train_batch_size=16)",
@@ -246,9 +250,10 @@ def test_every_class_of_trl_is_a_config_of_its_recipe(tmp_path, recipe):
 
 
 def test_a_command_or_an_argument_of_its_own_says_which_class_is_meant():
-    assert from_trl("trl dpo --beta 0.2").keys == {"recipe": "dpo", "preference.beta": 0.2}
-    assert from_trl("--packing true --max_length 99").keys == {"recipe": "sft", "data.max_row_tokens": 99}
-    assert from_trl("DPOConfig(temperature=0.5)").open == {"rollout.temperature=0.5": "dpo does not read it"}
+    dpo, sft = from_trl("trl dpo --beta 0.2").keys, from_trl("--packing true --max_length 99").keys
+    assert (dpo["recipe"], dpo["preference.beta"]) == ("dpo", 0.2)
+    assert (sft["recipe"], sft["data.max_row_tokens"]) == ("sft", 99)
+    assert from_trl("DPOConfig(temperature=0.5)").open["rollout.temperature=0.5"] == "dpo does not read it"
 
 
 @pytest.mark.parametrize("text", ["KTOConfig(beta=0.1)", "trl kto --beta 0.1"])
@@ -263,6 +268,288 @@ def test_a_file_and_a_command_line_of_theirs_are_read(tmp_path):
     (tmp_path / "theirs.yaml").write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {rollout: {n: 4}}\n")
     assert from_verl(str(tmp_path / "theirs.yaml")).keys["rollout.num_prompts"] == 8
     assert from_trl("--learning_rate 1e-6 --num_generations 4").keys["rollout.group_size"] == 4
+
+
+GRPO = (
+    "algorithm.adv_estimator=grpo data.train_batch_size=64 actor_rollout_ref.rollout.n=4 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16 "
+)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reward_model.rollout.response_length=4096",
+        "reward.reward_model.rollout.n=9",
+        "reward_model.temperature=0.5",
+        "actor_rollout_ref.rollout.trace.project_name=other",
+        "distillation.distillation_loss.clip_ratio=0.9",
+        "actor_rollout_ref.actor.shuffle=False",
+    ],
+)
+def test_a_key_of_another_section_changes_nothing_and_is_named(key):
+    plain = from_verl(GRPO + "data.max_response_length=2048 trainer.project_name=p")
+    found = from_verl(f"{GRPO} data.max_response_length=2048 trainer.project_name=p {key}")
+    assert found.keys == plain.keys
+    assert found.unknown == [key]
+
+
+def test_profiling_sets_nothing():
+    found = from_verl(
+        GRPO + "actor_rollout_ref.actor.profiler.save_path=out global_profiler.save_path=b profile.options.save_path=c"
+    )
+    assert found.unknown == []
+    assert not [key for key in found.keys if key.startswith("trainer.runs_dir")]
+
+
+def test_two_keys_of_theirs_with_different_values_for_one_of_ours_are_named():
+    found = from_verl(GRPO + "data.max_response_length=2048 actor_rollout_ref.rollout.response_length=1024")
+    assert found.keys["rollout.max_response_tokens"] == 2048
+    assert found.open["actor_rollout_ref.rollout.response_length=1024"] == (
+        "rollout.max_response_tokens is 2048 by data.max_response_length=2048; it is one key here"
+    )
+    same = from_verl(GRPO + "data.max_response_length=2048 actor_rollout_ref.rollout.response_length=2048")
+    assert same.open.keys() == from_verl(GRPO).open.keys()
+
+
+@pytest.mark.parametrize("keys", ["clip_ratio_high=0.28 clip_ratio=0.2", "clip_ratio=0.2 clip_ratio_high=0.28"])
+def test_a_bound_of_one_side_goes_before_that_of_both(keys):
+    found = from_verl(GRPO + " ".join(f"actor_rollout_ref.actor.{key}" for key in keys.split()))
+    assert (found.keys["loss.clip_low"], found.keys["loss.clip_high"]) == (0.2, 0.28)
+    assert not [key for key in found.open if "clip" in key]
+
+
+def test_keys_of_a_kl_that_is_off_are_named(tmp_path):
+    found = from_verl(GRPO + "algorithm.kl_penalty=kl")
+    assert found.open["kl.estimator=k1"] == "the KL is off"
+    assert loaded(found, tmp_path).kl is None
+    adaptive = from_verl(
+        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2"
+    )
+    kl = loaded(adaptive, tmp_path).kl
+    assert kl is not None
+    assert kl.adaptive is not None
+    assert (kl.adaptive.target, kl.adaptive.horizon) == (0.2, 10_000)
+
+
+def test_keys_that_are_not_given_are_what_they_are_in_verl(tmp_path):
+    found = from_verl("data.train_batch_size=64 actor_rollout_ref.actor.optim.lr=1e-6")
+    config = loaded(found, tmp_path)
+    assert (config.recipe, config.rollout.group_size, config.rollout.max_response_tokens) == ("ppo", 1, 512)
+    assert (config.actor.optimizer.betas, config.actor.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
+    assert (config.critic.optimizer.betas, config.critic.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
+    assert (config.critic.clip, config.trainer.num_epochs) == (0.5, 30)
+    assert (config.loss.name, getattr(config.loss, "dual_clip", None)) == ("clip", 3.0)
+    text = found.as_yaml()
+    assert "# Not given, and so set to what it is there:\n#   algorithm.adv_estimator=gae\n" in text
+    assert "#   actor_rollout_ref.rollout.n=1\n" in text
+    assert "#   data.train_batch_size" not in text
+    assert "# 2 of 2 keys are known.\n" in text
+    cispo = from_verl(GRPO + "actor_rollout_ref.actor.policy_loss.loss_mode=cispo")
+    assert "loss.dual_clip" not in cispo.keys
+    assert not [said for said in (*cispo.usual, *cispo.open) if "clip_ratio_c" in said or "dual_clip" in said]
+
+
+def test_the_critic_has_the_mini_batches_of_the_actor_unless_it_has_its_own():
+    both = from_verl("data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 actor.ppo_epochs=2").keys
+    assert (both["actor.num_mini_batches"], both["critic.num_mini_batches"]) == (4, 4)
+    assert (both["actor.num_epochs"], both["critic.num_epochs"]) == (2, 2)
+    own = from_verl("data.train_batch_size=64 actor.ppo_mini_batch_size=16 critic.ppo_mini_batch_size=32").keys
+    assert (own["actor.num_mini_batches"], own["critic.num_mini_batches"]) == (4, 2)
+
+
+def test_keys_that_are_not_given_are_what_they_are_in_trl(tmp_path):
+    config = loaded(from_trl("GRPOConfig(num_generations=4)"), tmp_path)
+    assert (config.actor.optimizer.schedule, config.actor.optimizer.betas) == ("linear", (0.9, 0.999))
+    assert (config.trainer.num_epochs, config.rollout.max_response_tokens) == (3, 512)
+    assert (config.kl, config.rollout.num_prompts) == (None, 2)
+    betas = from_trl("GRPOConfig(adam_beta2=0.95)")
+    assert betas.keys["actor.optimizer.betas"] == [0.9, 0.95]
+    assert "adam_beta2=0.999" not in betas.usual
+    sft = from_trl("SFTConfig(max_steps=20, warmup_steps=5)")
+    assert (sft.keys["actor.optimizer.lr"], sft.keys["actor.optimizer.warmup_ratio"]) == (2e-5, 0.25)
+
+
+def test_steps_go_before_epochs_as_at_theirs(tmp_path):
+    found = from_verl(GRPO + "trainer.total_epochs=10 trainer.total_training_steps=500 actor.optim.lr_warmup_steps=50")
+    config = loaded(found, tmp_path)
+    assert (config.trainer.num_steps, config.trainer.num_epochs, config.actor.optimizer.warmup_ratio) == (
+        500,
+        None,
+        0.1,
+    )
+    assert found.open["trainer.total_epochs=10"] == "total_training_steps goes before it"
+    assert (
+        from_verl(GRPO + "trainer.total_epochs=10 trainer.total_training_steps=null").keys["trainer.num_epochs"] == 10
+    )
+    trl = from_trl("GRPOConfig(max_steps=7, num_train_epochs=2)")
+    assert (trl.keys["trainer.num_steps"], trl.keys["trainer.num_epochs"]) == (7, None)
+    assert trl.open["num_train_epochs=2"] == "max_steps goes before it"
+
+
+def test_episodes_of_ppo_are_rollouts_and_its_kl_is_in_the_reward(tmp_path):
+    found = from_trl(
+        "PPOConfig(total_episodes=1000, per_device_train_batch_size=4, gradient_accumulation_steps=8, kl_coef=0.05, "
+        "num_ppo_epochs=2, learning_rate=3e-6)"
+    )
+    config = loaded(found, tmp_path)
+    assert (config.trainer.num_steps, config.trainer.num_epochs) == (32, None)
+    assert (config.rollout.num_prompts, config.rollout.group_size, config.rollout.temperature) == (32, 1, 0.7)
+    assert (config.critic.num_epochs, config.critic.optimizer.lr) == (2, 3e-6)
+    assert config.kl is not None
+    assert (config.kl.placement, config.kl.coef) == ("reward", 0.05)
+
+
+def test_the_batches_of_grpo_follow_from_what_is_sampled_at_once(tmp_path):
+    found = from_trl(
+        "GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=8, "
+        "max_steps=100, num_iterations=2, num_generations=4, importance_sampling_level='sequence', beta=0.01, "
+        "sync_ref_model=True, ref_model_sync_steps=64, bf16=True, fp16=False)"
+    )
+    config = loaded(found, tmp_path)
+    assert found.unknown == []
+    assert (config.rollout.num_prompts, config.actor.num_mini_batches, config.actor.num_epochs) == (16, 4, 2)
+    assert (config.trainer.num_steps, config.reference.refresh_every_steps) == (13, 8)
+    assert (config.loss.name, config.model.dtype) == ("gspo", "bfloat16")
+    assert (found.keys["loss.clip_low"], found.keys["loss.clip_high"]) == (0.2, 0.2)
+    assert "ref_model_mixup_alpha=0.6" in found.open
+    batch = from_trl("GRPOConfig(generation_batch_size=64, num_generations=8)").keys
+    assert (batch["rollout.num_prompts"], batch["actor.num_mini_batches"]) == (8, 8)
+    idle = from_trl("GRPOConfig(ref_model_sync_steps=64)")
+    assert idle.open["ref_model_sync_steps=64"] == "it says nothing without sync_ref_model"
+    assert "reference.refresh_every_steps" not in idle.keys
+
+
+def test_losses_of_trl_bring_their_bounds(tmp_path):
+    cispo = loaded(from_trl("GRPOConfig(loss_type='cispo', epsilon_high=5.0)"), tmp_path)
+    assert (cispo.loss.name, getattr(cispo.loss, "clip_high", None), cispo.aggregation) == ("cispo", 4.0, "token")
+    sapo = loaded(from_trl("GRPOConfig(loss_type='sapo', sapo_temperature_neg=1.1)"), tmp_path)
+    assert (sapo.loss.name, getattr(sapo.loss, "tau_negative", None), sapo.aggregation) == ("sapo", 1.1, "sequence")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16 --beta 0.1 --learning_rate 1e-5 --use_vllm",
+        "--beta=0.1 --bf16 --learning-rate=1e-5 --use_vllm",
+        "beta=0.1 --bf16 learning_rate=1e-5 --use_vllm",
+        "trl grpo --use_vllm --learning_rate 1e-5 --bf16 --beta 0.1",
+        "accelerate launch --num_processes 8 grpo.py --bf16 --use_vllm True --beta 0.1 --learning_rate 1e-5",
+    ],
+)
+def test_a_flag_without_a_value_is_true(flags):
+    found = from_trl(flags)
+    assert (found.num_given, found.unknown) == (4, [])
+    assert (found.keys["model.dtype"], found.keys["rollout.engine"]) == ("bfloat16", "vllm")
+    assert (found.keys["actor.optimizer.lr"], found.keys["kl.coef"]) == (1e-5, 0.1)
+
+
+def test_a_negative_number_is_a_value():
+    found = from_trl("--bf16 --beta -0.1 --learning_rate 1e-6")
+    assert (found.num_given, found.keys["model.dtype"], found.keys["kl"]) == (3, "bfloat16", None)
+    assert found.open["beta=-0.1"] == "a KL has a weight above 0"
+
+
+SCRIPT = """#!/usr/bin/env bash
+set -xeuo pipefail
+# it's ours
+MODEL=${MODEL:-me/small}
+LR=${ACTOR_LR:-3e-6}
+LOGGER=${LOGGER:-'["console","wandb"]'}
+prompt_tokens=$((1024 * 2))
+RESPONSE_TOKENS=${RESPONSE_TOKENS:-$(( (prompt_tokens + 512) * 2 ))}
+estimator=grpo
+files="['$OUR_DATA/a.parquet', '$OUR_DATA/b.parquet']"
+if [ "${SAMPLER:-vllm}" = hf ]; then engine=hf; else engine=vllm; fi
+DATA=(
+    algorithm.adv_estimator=$estimator
+    data.train_files="$files"
+    data.train_batch_size=${BATCH:-64}
+    data.max_prompt_length=${prompt_tokens}
+    data.max_response_length=${RESPONSE_TOKENS}
+)
+ACTOR=(actor_rollout_ref.actor.optim.lr=${LR} actor_rollout_ref.actor.ppo_mini_batch_size=16)
+"${PYTHON[@]}" -m verl.trainer.main_ppo "${DATA[@]}" "${ACTOR[@]}" \\
+    actor_rollout_ref.model.path="$MODEL" \\
+    actor_rollout_ref.rollout.name=$engine actor_rollout_ref.rollout.n=2 \\
+    "trainer.logger=${LOGGER}" \\
+    +trainer.experiment_name=run-$(date +%s) \\
+    trainer.save_freq=$NOWHERE \\
+    model_engine=megatron "$@"
+"""
+
+
+def test_a_script_is_read_with_its_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUR_DATA", "/data")
+    monkeypatch.setenv("BATCH", "32")
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    found = from_verl(str(tmp_path / "run.sh"))
+    expected = {
+        "recipe": "grpo",
+        "data.train": ["/data/a.parquet", "/data/b.parquet"],
+        "rollout.num_prompts": 32,
+        "data.max_prompt_tokens": 2048,
+        "rollout.max_response_tokens": 5120,
+        "actor.optimizer.lr": 3e-6,
+        "actor.num_mini_batches": 2,
+        "model.path": "me/small",
+        "rollout.engine": "hf",
+        "tracking.to": ["wandb"],
+    }
+    assert {key: found.keys.get(key) for key in expected} == expected
+    assert found.num_given == 13
+    assert found.open["engine=hf"] == "the script has others of it in branches; the first is taken"
+    assert found.unknown == [
+        "trainer.experiment_name=run-$(...) (a value that only a shell knows)",
+        "trainer.save_freq=$NOWHERE (a value that only a shell knows)",
+    ]
+    assert loaded(found, tmp_path).rollout.group_size == 2
+
+
+def test_a_script_of_trl_is_read(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "N=${N:-4}\naccelerate launch --num_processes 2 \\\n  a.py --num_generations $N --bf16\n"
+    )
+    found = from_trl(str(tmp_path / "run.sh"))
+    assert (found.num_given, found.keys["rollout.group_size"], found.keys["model.dtype"]) == (2, 4, "bfloat16")
+
+
+def test_a_value_that_only_a_shell_knows_is_no_value():
+    found = from_verl("lr=${LR_OF_NOBODY} actor.optim.lr=$lr data.train_batch_size=$(nproc) data.max_prompt_length=9")
+    assert (found.num_given, found.num_known) == (3, 1)
+    assert [said.partition("=")[0] for said in found.unknown] == ["actor.optim.lr", "data.train_batch_size"]
+    assert not {"actor.optimizer.lr", "rollout.num_prompts"} & found.keys.keys()
+    assert "data.train_batch_size=1024" not in found.usual
+    with pytest.raises(ConfigError, match=r"adv_estimator=\$name: only a shell knows .* give the script"):
+        from_verl("algorithm.adv_estimator=$name")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.profiler.enable=True",
+        "global_profiler.tool=nsys",
+        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=True",
+        "actor_rollout_ref.actor.entropy_from_logits_with_chunking=True",
+        "actor_rollout_ref.ref.entropy_from_logits_with_chunking=True",
+        "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True",
+        "data.image_key=images",
+    ],
+)
+def test_keys_that_need_nothing_here_say_so(key):
+    found = from_verl(GRPO + key)
+    assert (found.unknown, found.keys) == ([], from_verl(GRPO).keys)
+    assert key in found.open
+
+
+def test_gpg_is_a_group_without_its_deviation():
+    found = from_verl("algorithm.adv_estimator=gpg actor.policy_loss.loss_mode=gpg")
+    assert found.unknown == []
+    assert [found.keys[key] for key in ("recipe", "advantage.name", "loss.name")] == [
+        "grpo",
+        "dr_grpo",
+        "policy_gradient",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "no keys at all", "missing.yaml", "'unclosed"])

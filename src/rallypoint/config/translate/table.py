@@ -1,0 +1,230 @@
+"""What both have in common: one key of theirs after the other by the table of names, and what is said in the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import yaml
+
+from rallypoint.config.aliases import SAME, Alias
+from rallypoint.config.aliases_by_recipe import aliases_for
+from rallypoint.config.fields import named_sections
+from rallypoint.config.source import to_yaml
+from rallypoint.config.suggest import alias_of, assignments_of
+from rallypoint.config.translate.reading import Keys
+from rallypoint.config.translate.shell import Script
+from rallypoint.config.tree import RunConfig
+from rallypoint.config.unread import unread_sections, why_unread
+
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+_SAME = {name: alias for alias in SAME for name in alias.names.split()}
+_WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler")
+"""Sections of which one thing is said, whatever they hold."""
+
+
+@dataclasses.dataclass(slots=True)
+class Translation:
+    """What their keys are here."""
+
+    keys: dict[str, object] = dataclasses.field(default_factory=dict[str, object])
+    """Ours, dotted."""
+    usual: list[str] = dataclasses.field(default_factory=list[str])
+    """Theirs that are not given, with the value that they have then."""
+    open: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Theirs, as written, and what is said of them: they need no key, or one that depends on more than their value."""
+    unknown: list[str] = dataclasses.field(default_factory=list[str])
+    """Theirs that nothing is known of, as written."""
+    num_given: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Keys of theirs that were understood."""
+        return self.num_given - len(self.unknown)
+
+    def as_yaml(self) -> str:
+        """Return a config file, which says at its end what became of the other keys."""
+        recipe = self.keys.get("recipe", "ppo")
+        lines = [f"# {self.num_known} of {self.num_given} keys are known.", f"base: {recipe}"]
+        tree: dict[str, Any] = {}
+        for dotted, value in self.keys.items():
+            *sections, name = dotted.split(".")
+            inside = tree
+            for section in sections:
+                inside = inside.setdefault(section, {})
+            inside[name] = value
+        tree.pop("recipe", None)
+        lines += [to_yaml(tree).rstrip()] if tree else []
+        for title, said in (
+            ("Not given, and so set to what it is there", self.usual),
+            ("Not set here, because", [f"{key}: {why}" for key, why in self.open.items()]),
+            ("Without a counterpart", self.unknown),
+        ):
+            lines += [f"# {title}:", *(f"#   {line}" for line in said)] if said else []
+        return "\n".join(lines) + "\n"
+
+
+class Ends:
+    """Their keys, looked up by their ends."""
+
+    def __init__(self, theirs: Keys, taken: Iterable[str] = ()) -> None:
+        self._theirs = theirs
+        self.taken = set(taken)
+        """Keys that were looked up and found."""
+
+    def get(self, end: str, usual: object = None) -> Any:
+        """Return the value of a key, which is taken by that."""
+        for key in self._ending(end):
+            self.taken.add(key)
+            return self._theirs[key]
+        return usual
+
+    def peek(self, end: str, usual: object = None) -> Any:
+        """Return the value of a key, which is left to the table."""
+        return next((self._theirs[key] for key in self._ending(end)), usual)
+
+    def has(self, end: str) -> bool:
+        """Whether there is such a key."""
+        return any(self._ending(end))
+
+    def take_section(self, section: str) -> None:
+        """Take all keys of a section."""
+        self.taken.update(key for key in self._theirs if f".{section}." in f".{key}")
+
+    def _ending(self, end: str) -> Iterator[str]:
+        return (key for key in self._theirs if f".{key}".endswith(f".{end}"))
+
+
+def with_usual(theirs: Keys, usual: Mapping[str, object], given: Keys, found: Translation) -> Keys:
+    """Return their keys with those that are not given, which are noted."""
+
+    def is_given(key: str) -> bool:
+        return any(f".{key}".endswith(f".{own}") or f".{own}".endswith(f".{key}") for own in given)
+
+    added = {key: value for key, value in usual.items() if not is_given(key)}
+    found.usual += [f"{key}={value}" for key, value in added.items()]
+    return theirs | added
+
+
+def take_unresolved(given: Keys, found: Translation) -> Keys:
+    """Return the keys whose values are known; name those that only their shell knows."""
+    lost = {key: value for key, value in given.items() if isinstance(value, str) and _is_lost(value)}
+    found.unknown += [f"{key}={value} (a value that only a shell knows)" for key, value in lost.items()]
+    return {key: value for key, value in given.items() if key not in lost}
+
+
+def name_doubtful(script: Script, found: Translation) -> None:
+    """Name the variables of a script whose value depends on a branch."""
+    for name in sorted(script.doubtful & script.used):
+        found.open[f"{name}={script.variables[name]}"] = "the script has others of it in branches; the first is taken"
+
+
+def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str]]) -> Translation:
+    """Translate keys one by one.
+
+    Args:
+        theirs: keys that are not translated yet.
+        found: what is translated already; it is added to.
+        apart: sections that have words in common with others and mean something else, each with the words of which
+            one must be in a name of the table, so that it is about this section.
+    """
+    setter, usual = _Setter(found), set(found.usual)
+    known = {**_SAME, **aliases_for(str(found.keys["recipe"]))}
+    for key, value in sorted(theirs.items(), key=lambda item: f"{item[0]}={item[1]}" in usual):  # theirs go before
+        written, parts = f"{key}={value}", key.split(".")
+        alias = _alias(parts, known, apart)
+        if alias is None:
+            found.unknown.append(written)
+            continue
+        assignments = assignments_of(alias, parts, value)
+        whole = [one.partition("=") for one in assignments if "=" in one]
+        if not whole:
+            found.open[written] = alias.note or f"see {', '.join(assignments)}"
+            found.usual[:] = [one for one in found.usual if one != written]
+        for dotted, _, text in whole:
+            ours = yaml.safe_load(text)
+            if isinstance(ours, str) and str(value) == text:  # such as 1e-6, which is text for plain YAML
+                ours = value
+            setter.set(dotted, ours, written, len(whole))
+    setter.drop_unread()
+    return found
+
+
+def set_warmup(found: Translation, role: str, num_warmup: int, num_steps: int) -> None:
+    """Set a warmup that they count in steps."""
+    found.keys[f"{role}.optimizer.warmup_ratio"] = round(min(0.9, num_warmup / num_steps), 6)
+
+
+def set_trackers(theirs: object, found: Translation) -> None:
+    """Both have one name or several, and names of what is written in any case."""
+    names = cast("list[object]", theirs) if isinstance(theirs, list) else [theirs]
+    ours = [name for name in names if name in _TRACKERS]
+    if ours:
+        found.keys["tracking.to"] = ours
+
+
+class _Setter:
+    """Sets our keys; one that two of theirs set to different values keeps the first, and the other one is named."""
+
+    def __init__(self, found: Translation) -> None:
+        self._found = found
+        self._by: dict[str, tuple[str, int]] = {}
+        """Our key -> what set it, and how many keys that set at once."""
+
+    def set(self, dotted: str, value: object, written: str, num_keys: int) -> None:
+        """Set a key, unless it is set; what sets one key alone, as clip_ratio_low, goes before what sets several."""
+        keys = self._found.keys
+        if dotted not in keys:
+            keys[dotted], self._by[dotted] = value, (written, num_keys)
+            return
+        before, num_before = self._by.get(dotted, ("what other keys say together", 1))
+        if written in self._found.usual:
+            self._forget(written)
+        elif num_keys < num_before:
+            keys[dotted], self._by[dotted] = value, (written, num_keys)
+        elif num_keys == num_before and keys[dotted] != value:
+            self._found.open[written] = f"{dotted} is {keys[dotted]} by {before}; it is one key here"
+
+    def drop_unread(self) -> None:
+        """Name the keys that nothing reads beside the others: of another loss, of a critic, of a KL that is off."""
+        keys, recipe = self._found.keys, str(self._found.keys["recipe"])
+        loss = str(keys.get("loss.name", "clip"))
+        read = named_sections(RunConfig.model_fields["loss"])[loss].model_fields
+        unread = unread_sections(RunConfig.model_validate({"recipe": recipe}))
+        for dotted in list(keys):
+            if dotted.startswith("loss.") and dotted.removeprefix("loss.") not in read:
+                self._drop(dotted, f"loss.name={loss} has no such key")
+            elif recipe != "ppo" and dotted.startswith(("critic.", "advantage.gae_lambda")):
+                self._drop(dotted, f"{recipe} has no critic")
+            elif dotted.startswith("kl.") and keys.get("kl", recipe) is None:
+                self._drop(dotted, "the KL is off")
+            elif (why_unread(unread, dotted) or "").startswith("recipe="):
+                self._drop(dotted, f"{recipe} does not read it")
+
+    def _drop(self, dotted: str, why: str) -> None:
+        value, (written, _) = self._found.keys.pop(dotted), self._by.pop(dotted, ("", 1))
+        if written in self._found.usual:
+            self._forget(written)
+        else:
+            self._found.open[f"{dotted}={value}"] = why
+
+    def _forget(self, written: str) -> None:
+        """A usual value that nothing is made of need not be named."""
+        if written in self._found.usual and all(by != written for by, _ in self._by.values()):
+            self._found.usual.remove(written)
+
+
+def _alias(parts: Sequence[str], known: Mapping[str, Alias], apart: Mapping[str, frozenset[str]]) -> Alias | None:
+    around = next((parts[: place + 1] for place, part in enumerate(parts) if part in _WHOLE), parts)
+    for name in (parts, around):
+        alias, num_words = alias_of(name, known)
+        words = set(name[len(name) - num_words :])
+        if alias is not None and all(words & apart[part] for part in parts[:-1] if part in apart):
+            return alias
+    return None
+
+
+def _is_lost(value: str) -> bool:
+    return re.search(r"\$(\{|\(|[A-Za-z_])", value) is not None

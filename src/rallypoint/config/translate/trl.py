@@ -1,0 +1,250 @@
+"""Configs of TRL: what follows from several of its arguments together."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from rallypoint.config.recipes import RECIPES
+from rallypoint.config.translate import defaults
+from rallypoint.config.translate.reading import CALL, Keys, read_arguments
+from rallypoint.config.translate.shell import Script
+from rallypoint.config.translate.table import (
+    Ends,
+    Translation,
+    by_table,
+    name_doubtful,
+    set_trackers,
+    set_warmup,
+    take_unresolved,
+    with_usual,
+)
+from rallypoint.errors import ConfigError
+
+_CLASSES = {
+    "SFTConfig": "sft",
+    "DPOConfig": "dpo",
+    "RewardConfig": "reward_model",
+    "GRPOConfig": "grpo",
+    "RLOOConfig": "grpo",
+    "PPOConfig": "ppo",
+    "GKDConfig": "opd",
+    "DistillationConfig": "opd",
+}
+"""Its classes of arguments, and the recipe of each."""
+_COMMANDS = {
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "reward": "RewardConfig",
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+}
+"""Its commands, and the class whose arguments each takes."""
+_SIGNS = {
+    "num_ppo_epochs": "PPOConfig",
+    "num_generations": "GRPOConfig",
+    "precompute_ref_log_probs": "DPOConfig",
+    "center_rewards_coefficient": "RewardConfig",
+    "lmbda": "GKDConfig",
+    "packing": "SFTConfig",
+    "assistant_only_loss": "SFTConfig",
+    "completion_only_loss": "SFTConfig",
+}
+"""Arguments that only one of them has, for a command line or a file without its name."""
+_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def from_trl(text: str) -> Translation:
+    """Translate arguments of one of TRL's classes: as Python has them, as a command line, or a file by its name.
+
+    >>> found = from_trl("GRPOConfig(num_generations=4, beta=0.04, learning_rate=1e-5)")
+    >>> [found.keys[name] for name in ("recipe", "rollout.group_size", "kl.coef", "actor.optimizer.lr")]
+    ['grpo', 4, 0.04, 1e-05]
+    >>> "num_train_epochs=3" in found.usual
+    True
+
+    Raises:
+        ConfigError: it cannot be read, or is of a class that no recipe stands for.
+    """
+    given, script = read_arguments(text)
+    kind = _class(text, given, script)
+    found = Translation(num_given=len(given))
+    found.keys["recipe"] = _CLASSES[kind]
+    theirs = take_unresolved(given, found)
+    theirs = with_usual(theirs, defaults.TRL[kind], given, found)
+    if _number(theirs.get("max_steps")) is None and _number(theirs.get("total_episodes")) is None:
+        theirs = with_usual(theirs, defaults.TRL_LENGTH, given, found)
+    ends = Ends(theirs)
+    _set_optimizer(ends, found)
+    if RECIPES[_CLASSES[kind]].examples != "prompts":
+        num_updates = _set_examples(ends, found)
+    elif kind == "PPOConfig":
+        num_updates = _set_ppo(ends, found)
+    else:
+        num_updates = _set_samples(ends, found)
+    _set_kind(kind, ends, found)
+    _set_reference(ends, found, num_updates)
+    _set_length(ends, found, num_updates)
+    set_trackers(ends.get("report_to"), found)
+    name_doubtful(script, found)
+    by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, {})
+    if kind == "PPOConfig":  # policy and value have one optimizer there
+        of_actor = {key: value for key, value in found.keys.items() if key.startswith("actor.optimizer.")}
+        found.keys |= {f"critic.{key.removeprefix('actor.')}": value for key, value in of_actor.items()}
+    return found
+
+
+def _class(text: str, given: Keys, script: Script) -> str:
+    """Return the class that is called, whose command it is, or one of whose arguments is given."""
+    call = re.match(CALL, text)
+    place = script.words.index("trl") if "trl" in script.words[:-1] else None
+    if call:
+        kind = call[1]
+    elif place is not None:
+        kind = _COMMANDS.get(script.words[place + 1], script.words[place + 1])
+    else:
+        kind = next((kind for name, kind in _SIGNS.items() if name in given), "GRPOConfig")
+    if kind not in _CLASSES:
+        raise ConfigError((f"no recipe stands for TRL's {kind}; expected one of {', '.join(_CLASSES)}",))
+    return kind
+
+
+def _set_examples(ends: Ends, found: Translation) -> int:
+    per_process, accumulated = ends.get(_ROWS[0]), ends.get(_ROWS[1], 1)
+    if isinstance(per_process, int) and isinstance(accumulated, int):
+        found.keys["data.num_examples"] = per_process * accumulated
+        _say_rows(found, f"data.num_examples is {per_process} x {accumulated}")
+    return 1
+
+
+def _set_samples(ends: Ends, found: Translation) -> int:
+    """Its steps are optimizer steps; here a step is all that is done with the rollouts that are sampled at once.
+
+    Returns:
+        Their steps in one of ours.
+    """
+    per_process, accumulated = ends.get(_ROWS[0]), ends.get(_ROWS[1], 1)
+    per_sampling, rows = ends.get("steps_per_generation"), ends.get("generation_batch_size")
+    group = ends.peek("num_generations", 1)
+    found.keys["rollout.group_size"] = group
+    if not all(isinstance(one, int) for one in (per_process, accumulated, group)):
+        return 1
+    said = f"{rows}"
+    if rows is None:
+        rows, said = per_process * (per_sampling or accumulated), f"{per_process} x {per_sampling or accumulated}"
+    num_mini_batches = max(1, rows // (per_process * accumulated))
+    found.keys["rollout.num_prompts"] = max(1, rows // group)
+    if num_mini_batches > 1:
+        found.keys["actor.num_mini_batches"] = num_mini_batches
+    _say_rows(found, f"rollout.num_prompts is {said} / {group}")
+    return num_mini_batches * (_number(ends.peek("num_iterations")) or 1)
+
+
+def _set_ppo(ends: Ends, found: Translation) -> int:
+    """Its PPO samples one response to a prompt, and counts the rollouts of the whole run."""
+    rows = [ends.get(_ROWS[0]), ends.get(_ROWS[1], 1)]
+    found.keys["rollout.group_size"] = 1
+    if (num := _number(ends.get("num_mini_batches"))) is not None:
+        found.keys |= {"actor.num_mini_batches": num, "critic.num_mini_batches": num}
+    if (epochs := _number(ends.peek("num_ppo_epochs"))) is not None:
+        found.keys["critic.num_epochs"] = epochs
+    if not all(isinstance(one, int) for one in rows):
+        return 1
+    batch = rows[0] * rows[1]
+    found.keys["rollout.num_prompts"] = batch
+    _say_rows(found, f"rollout.num_prompts is {rows[0]} x {rows[1]}")
+    if (episodes := _number(ends.peek("total_episodes"))) is not None:
+        ends.get("total_episodes")
+        ends.get("num_train_epochs")
+        found.keys |= {"trainer.num_steps": math.ceil(episodes / batch), "trainer.num_epochs": None}
+        found.open[f"total_episodes={episodes}"] = (
+            f"trainer.num_steps is {episodes} / {batch} rollouts of a step; divide it by their processes"
+        )
+    return 1
+
+
+def _say_rows(found: Translation, said: str) -> None:
+    found.open[" x ".join(_ROWS)] = f"{said} for one process of theirs; multiply it by theirs"
+
+
+def _set_kind(kind: str, ends: Ends, found: Translation) -> None:
+    """Set what the class says by itself: its KL, its advantages and its loss."""
+    if kind in {"PPOConfig", "RLOOConfig"}:
+        name = "kl_coef" if kind == "PPOConfig" else "beta"
+        coef = ends.get(name)
+        found.keys |= {"kl.placement": "reward", "kl.coef": coef} if coef else {"kl": None}
+    if kind == "RLOOConfig":
+        found.keys["advantage.name"] = "rloo"
+    if kind == "GRPOConfig":
+        beta = ends.peek("beta")
+        if not isinstance(beta, int | float) or beta <= 0:
+            ends.get("beta")
+            found.keys["kl"] = None
+            found.open |= {f"beta={beta}": "a KL has a weight above 0"} if beta else {}
+        _set_loss(ends, found)
+
+
+def _set_loss(ends: Ends, found: Translation) -> None:
+    level, loss = ends.get("importance_sampling_level", "token"), str(ends.peek("loss_type", "dapo"))
+    if level == "sequence":
+        found.keys["loss.name"] = "gspo"
+    elif level != "token":
+        found.unknown.append(f"importance_sampling_level={level}")
+    elif loss == "sapo":
+        taus = {
+            "tau_positive": ends.get("sapo_temperature_pos", 1.0),
+            "tau_negative": ends.get("sapo_temperature_neg", 1.05),
+        }
+        found.keys |= {"loss.name": loss, "aggregation": "sequence", **{f"loss.{tau}": taus[tau] for tau in taus}}
+    elif loss == "cispo":
+        bound = ends.get("epsilon_high", ends.get("epsilon"))
+        found.keys |= {"loss.name": loss, "aggregation": "token", "loss.clip_low": 1.0}
+        if bound > 1:
+            found.keys["loss.clip_high"] = round(bound - 1, 6)
+        found.open[f"epsilon_high={bound}"] = "it bounds the weight itself, loss.clip_high what it may be above 1"
+    if loss in {"sapo", "cispo"} and level == "token":
+        ends.get("loss_type")
+
+
+def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:
+    if ends.get("sync_ref_model", False):
+        every, alpha = _number(ends.get("ref_model_sync_steps")) or 512, ends.get("ref_model_mixup_alpha", 0.6)
+        found.keys["reference.refresh_every_steps"] = max(1, every // num_updates)
+        if alpha != 1:
+            found.open[f"ref_model_mixup_alpha={alpha}"] = "the reference takes over the actor's weights, as with 1"
+        return
+    for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
+        if ends.has(name):
+            found.open[f"{name}={ends.get(name)}"] = "it says nothing without sync_ref_model"
+
+
+def _set_length(ends: Ends, found: Translation, num_updates: int) -> None:
+    """A number of steps goes before one of epochs there."""
+    steps, warmup = _number(ends.peek("max_steps")), _number(ends.peek("warmup_steps"))
+    for name, ours in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "validation.every_steps")):
+        if num_updates > 1 and (every := _number(ends.peek(name))) is not None:
+            ends.get(name)
+            found.keys[ours] = max(1, every // num_updates)
+    if num_updates > 1:
+        found.open["steps of theirs"] = f"they are optimizer steps, of which a step here has {num_updates}"
+    if steps is not None:
+        ends.get("max_steps")
+        found.keys |= {"trainer.num_steps": math.ceil(steps / num_updates), "trainer.num_epochs": None}
+        if ends.has("num_train_epochs"):
+            found.open[f"num_train_epochs={ends.get('num_train_epochs')}"] = "max_steps goes before it"
+        if warmup is not None:
+            ends.get("warmup_steps")
+            set_warmup(found, "actor", warmup, steps)
+    elif ends.has("max_steps"):
+        found.open[f"max_steps={ends.get('max_steps')}"] = "trainer.num_epochs sets the length"
+
+
+def _set_optimizer(ends: Ends, found: Translation) -> None:
+    found.keys["actor.optimizer.betas"] = [ends.get("adam_beta1"), ends.get("adam_beta2")]
+    if ends.has("bf16") and ends.peek("fp16") is False:  # both are given, as a rule
+        ends.get("fp16")
+
+
+def _number(value: object) -> int | None:
+    """Return a count; none where it is off, as with -1."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
