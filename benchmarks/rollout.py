@@ -288,7 +288,7 @@ def start(mix: str, side: str, wanted: argparse.Namespace, shape: str, dtype: st
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-        env=as_users_have_it() | {"OMP_NUM_THREADS": str(wanted.threads)},
+        env=as_users_have_it(side.partition("-")[0]) | {"OMP_NUM_THREADS": str(wanted.threads)},
     )
 
 

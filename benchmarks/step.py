@@ -2,6 +2,7 @@
 
     python benchmarks/step.py --trl-python ~/trl/bin/python                        # every size; many minutes
     python benchmarks/step.py --shapes 10M --dtypes bfloat16 --times 3 --trl-python ~/trl/bin/python
+    python benchmarks/step.py --shapes 1M --spinning --rows 64    # ours with idle threads that sleep, and that spin
     python benchmarks/step.py --judge            # ours with the pass that several optimizer steps a batch need
 
 Each side is a process of its own that keeps one model, and they take turns. `ours` samples with our engine,
@@ -149,7 +150,7 @@ def work(side: str, shape: str, dtype: str, wanted: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not look like an answer
     what = (SHAPES[shape], getattr(torch, dtype), wanted.rows)
-    if side == "ours":
+    if side != "trl":
         phases = ours(*what, wanted.tokens_at_once, wanted.judge)
     else:
         phases = trl(*what, wanted.trl_rows_at_once, wanted.trl_cache)
@@ -166,7 +167,8 @@ def work(side: str, shape: str, dtype: str, wanted: argparse.Namespace) -> None:
 
 def compare(shape: str, dtype: str, wanted: argparse.Namespace) -> None:
     """Let the sides take turns, and print a line for each."""
-    pythons = {"ours": sys.executable} | ({"trl": wanted.trl_python} if wanted.trl_python else {})
+    ours = ["ours", "spinning"] if wanted.spinning else ["ours"]
+    pythons = dict.fromkeys(ours, sys.executable) | ({"trl": wanted.trl_python} if wanted.trl_python else {})
     # What each has been asked for, this script is asked for again, so that it finds the same options.
     processes = {
         side: subprocess.Popen(
@@ -175,7 +177,7 @@ def compare(shape: str, dtype: str, wanted: argparse.Namespace) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=as_users_have_it(),
+            env=as_users_have_it(side),
         )
         for side, python in pythons.items()
     }
@@ -223,6 +225,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens-at-once", type=int, default=8192, help="tokens of a micro-batch of ours")
     parser.add_argument("--judge", action="store_true", help="ours judges its rollouts in a pass of its own")
+    parser.add_argument(
+        "--spinning", action="store_true", help="also ours with idle threads that spin"
+    )
     parser.add_argument("--trl-python", type=Path, help="interpreter with trl")
     parser.add_argument("--trl-rows-at-once", type=int, default=16, help="rows of a micro-batch of TRL")
     parser.add_argument("--trl-cache", choices=["dynamic", "static"], default="dynamic", help="of TRL's generate")

@@ -37,6 +37,8 @@ Sample: TypeAlias = tuple[float, float, float]
 """Seconds, seconds of CPU, and the share of all cores that others used meanwhile."""
 
 CALM = 0.1
+DEFAULT_WAITS = {"generate", "spinning", "trl", "vllm", "yardstick"}
+"""Sides whose threads wait as OpenMP has it."""
 UPDATE = str(Path(__file__).with_name("update.py"))
 
 
@@ -67,13 +69,14 @@ class Row:
         )
 
 
-def as_users_have_it() -> dict[str, str]:
-    """Return the environment of a side, in which idle threads look for work for a few milliseconds before they sleep.
+def as_users_have_it(side: str) -> dict[str, str]:
+    """Return the environment of a side: what `import rallypoint` makes of it, or OpenMP's default.
 
-    With a policy of "passive", which they need not have to leave the cores to whose turn it is, TRL is slower by a
-    sixth at 1M.
+    By default idle threads look for work for a few milliseconds before they sleep. With "passive", TRL is slower by a
+    sixth at 1M on a quiet machine.
     """
-    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    return kept if side in DEFAULT_WAITS else kept | {"OMP_WAIT_POLICY": "passive"}
 
 
 class Side:
@@ -88,7 +91,7 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=as_users_have_it(),
+            env=as_users_have_it(name),
             stderr=subprocess.DEVNULL,
         )
         self.samples: list[Sample] = []

@@ -11,6 +11,7 @@ The command is `rally`. From Python:
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from rallypoint.library.use import generate as generate
 
 __version__ = "0.1.0"
+
+# OpenMP's threads spin while they wait for each other, and all of them lose time as soon as another process needs a
+# core. This lets them sleep; see docs/cpu.md. OpenMP reads it when torch is imported, so it is set here: every process
+# of a run imports this package first.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _LIBRARY = {
     "Best": "run",

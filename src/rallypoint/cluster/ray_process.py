@@ -44,7 +44,7 @@ class RayWorkerProcess(WorkerProcess):
     ) -> None:
         os.environ.update(environment or {})
         # Read once, when torch is imported. Here and not in a runtime_env, which would start a process from nothing
-        # where Ray has one waiting.
+        # where Ray has one waiting. `import rallypoint` has set OMP_WAIT_POLICY.
         os.environ["OMP_NUM_THREADS"] = str(num_cpus)
         super().__init__(num_cpus, device, preload)
 
@@ -250,15 +250,25 @@ OF_THE_NODE = frozenset(
 )
 """Names with such a prefix that are not forwarded: they describe one machine, or what a process was given there."""
 
+_SET_BY_US = ("OMP_WAIT_POLICY", "passive")
+"""Variable that every process sets by itself, and its value (`rallypoint/__init__.py`); a node's own value wins."""
+
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the driver's environment that workers on a joined cluster get.
 
     Workers of our own cluster inherit all of them. On another one they have the environment of `ray start`, where what
     a user sets for `rally train` would silently have no effect. So what configures the workers' libraries is forwarded,
-    and wins over what the node has; everything else stays here.
+    and wins over what the node has; everything else stays here, and so does what every
+    process sets by itself.
 
     >>> forwarded_environment({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "AWS_SECRET_ACCESS_KEY": "..."})
     {'NCCL_DEBUG': 'INFO'}
+    >>> [forwarded_environment({"OMP_WAIT_POLICY": value}) for value in ("passive", "active")]
+    [{}, {'OMP_WAIT_POLICY': 'active'}]
     """
-    return {name: value for name, value in environment.items() if name.startswith(PREFIXES) and name not in OF_THE_NODE}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PREFIXES) and name not in OF_THE_NODE and (name, value) != _SET_BY_US
+    }
