@@ -69,7 +69,12 @@ class OPD(RolloutRecipe):
         with span("publish"):
             await self.actor.publish(self.source.rollouts)
 
-        return merge(sampled.metrics, judged, learned)
+        return merge(self._told(sampled.metrics), judged, learned)
+
+    def _told(self, sampled: Metrics) -> Metrics:
+        """Return what there is to say of rollouts: no rewards where nothing scores them, for all would be 0."""
+        named = ((name, one) for name, one in sampled.items() if not name.startswith("reward/"))
+        return sampled if self.config.is_rewarded else Metrics(dict(named))
 
     async def validate(self) -> Metrics | None:
         """Return the gap to the teacher on the validation prompts' rollouts, where no reward says how good they are.

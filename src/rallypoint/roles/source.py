@@ -232,10 +232,7 @@ class RolloutSource:
         measured = measure(rows, scored, num_failed=len(failures), hidden_tokens=self._hidden_tokens)
         if 1 < len(self._sources) <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
-        metrics = merge(measured, scored.metrics)
-        if not self._config.is_rewarded:  # or they would all be 0
-            metrics = Metrics({name: one for name, one in metrics.items() if not name.startswith("reward/")})
-        return Sampled(scored.batch, metrics, rollouts)
+        return Sampled(scored.batch, merge(measured, scored.metrics), rollouts)
 
     async def close(self) -> None:
         """Cancel what is being sampled ahead, and release threads."""
