@@ -90,6 +90,16 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
     for one in (*config.data.train, *config.data.validation):
         if not isinstance(one, str) and one.parameters and not one.path.startswith("reasoning_gym:"):
             yield Problem(("data.train",), f"{one.path} has parameters, which only reasoning_gym:NAME reads")
+    for one in (*config.data.train, *config.data.validation):
+        if isinstance(one, str) or one.on_bad_row is None:
+            continue
+        if not config.trains_on_files:
+            yield Problem(
+                ("data.train",), f"{one.path} has on_bad_row, which is of conversations and pairs: leave it out"
+            )
+        elif one.stream_rows is not None:
+            problem = f"{one.path} has on_bad_row, by which rows are read and counted at the start, and stream_rows"
+            yield Problem(("data.train",), f"{problem}: leave one out")
     if config.data.stream_rows is not None and config.teachers.hint is not None:
         problem = "data.train has stream_rows, and teacher.hint is read with all prompts at the start: leave one out"
         yield Problem(("data.train", "teacher.hint"), problem)

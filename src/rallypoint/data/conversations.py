@@ -27,6 +27,7 @@ from rallypoint.data.columns import quoted
 from rallypoint.data.dataset import Message, Role, message_problem, no_text, open_rows
 from rallypoint.data.files import Problems, Row, found, suggestion
 from rallypoint.data.locate import DataSet, labelled
+from rallypoint.errors import DataError
 
 Kind = Literal["conversations", "pairs"]
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -67,6 +68,10 @@ class Conversations:
     examples: tuple[tuple[Conversation, ...], ...]
     is_part: bool = False
     """Whether its files have more rows than were read."""
+    bad: tuple[str, ...] = ()
+    """Rows that cannot be used and were left out, each with the reason."""
+    may_drop: frozenset[str] = frozenset()
+    """Names of the examples that are left out, too, if the tokenizer cannot write them."""
 
     @classmethod
     def of(cls, read: Sequence[NamedExample], *, is_part: bool = False) -> Self:
@@ -85,26 +90,41 @@ def load_conversations(
         max_rows: most good rows to read; None for all.
 
     Raises:
-        DataError: the problems of all the files together, each with its file, row and column.
+        DataError: the problems of all the files together, each with its file, row and column; or no row is left.
     """
-    problems, is_part = Problems(), False
+    problems, is_part, bad, may_drop = Problems(), False, list[str](), set[str]()
     read: list[NamedExample] = []
     for _, dataset, file, label in labelled(paths, problems):
-        before, total = len(read), problems.total
-        rows = read_conversations(dataset, file, label, problems, kind=kind)
+        before, total = len(read), problems.total + len(bad)
+        rows = read_conversations(
+            dataset, file, label, problems, kind=kind, bad=bad if dataset.drops_bad_rows else None
+        )
         read += itertools.islice(rows, None if max_rows is None else max_rows - len(read))
         has_more = len(read) == max_rows and next(rows, None) is not None
         is_part = is_part or has_more
-        if len(read) == before and not has_more and problems.total == total:
+        may_drop.update(name for name, _ in read[before:] if dataset.drops_bad_rows)
+        if len(read) == before and not has_more and problems.total + len(bad) == total:
             problems.add(f"{file} has no rows")
     problems.raise_any()
-    return Conversations.of(read, is_part=is_part)
+    if not read and bad:
+        raise DataError(f"no example is left: none of {len(bad):,} can be used; the first is {bad[0]}")
+    return dataclasses.replace(Conversations.of(read, is_part=is_part), bad=tuple(bad), may_drop=frozenset(may_drop))
 
 
 def read_conversations(
-    dataset: DataSet, file: str, label: str, problems: Problems, start: int = 0, *, kind: Kind
+    dataset: DataSet,
+    file: str,
+    label: str,
+    problems: Problems,
+    start: int = 0,
+    *,
+    kind: Kind,
+    bad: list[str] | None = None,
 ) -> Generator[NamedExample, None, None]:
-    """Yield the examples of a file from the n-th row on; a row with a problem is reported, and none."""
+    """Yield the examples of a file from the n-th row on; a row with a problem is reported, and none.
+
+    A problem of its own is added to `bad` instead, if that is given.
+    """
     table = open_rows(dataset, file, label, problems)
     if table is None:
         return
@@ -123,8 +143,12 @@ def read_conversations(
         wrong: list[tuple[str, str]] = []
         ours = {name: row[columns.theirs(name)] for name in form}
         example = _read_conversation(ours, form, wrong) if kind == "conversations" else _read_pair(ours, form, wrong)
-        for column, problem in wrong:
-            problems.add(f"{where}, column {columns.theirs(column)}: {problem}")
+        said = [f"column {columns.theirs(column)}: {problem}" for column, problem in wrong]
+        if said and bad is not None:
+            bad.append(f"{label}:{number} ({said[0]})")
+        else:
+            for problem in said:
+                problems.add(f"{where}, {problem}")
         if not wrong:
             yield f"{label}:{number}", example
     for present, count in misfits.items():

@@ -270,7 +270,7 @@ def message_problem(message: object) -> tuple[str, str] | None:
     role, content = cast("str", fields["role"]), cast("str", fields["content"])
     if role not in ROLES:
         return ".role", f"expected one of {', '.join(ROLES)}, found {role!r}{suggestion(role.lower(), ROLES)}"
-    if not content.strip():
+    if not content.strip() and role != "system":  # many data sets have an empty one in every row
         return ".content", no_text(content)
     # A chat template may show these; dropped in silence, the prompt would be another one.
     strangers = [name for name, field in fields.items() if name not in ("role", "content") and field is not None]

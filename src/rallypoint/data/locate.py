@@ -48,6 +48,8 @@ class DataSet:
     """Config key that says so, for errors."""
     data_source: str | None = None
     """What the rows are called that do not say it themselves; None: the name of file, folder or repository."""
+    drops_bad_rows: bool = False
+    """Whether conversations and pairs that cannot be used are left out, and are no error."""
     generator: Generator = dataclasses.field(default_factory=Generator)
     """How its entries are made, where `path` names a generator."""
 

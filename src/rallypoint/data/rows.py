@@ -68,6 +68,8 @@ class EncodedRows:
     """Names of the examples whose end was cut off, with on_too_long="truncate"."""
     is_part: bool = False
     """Whether there are more examples than were read."""
+    bad: tuple[str, ...] = ()
+    """Examples that cannot be used and were left out, each with the reason; see `Conversations.may_drop`."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -127,14 +129,14 @@ def encode_rows(
     texts = (message.content for rows in conversations.examples for row in rows for message in row.messages)
     legibility = Legibility.of(tokenizer, texts)
     kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
-    names, dropped, truncated = list[str](), list[str](), list[str]()
+    names, dropped, truncated, bad = list[str](), list[str](), list[str](), list(conversations.bad)
     for name, rows, written in _written(writer, conversations, problems):
-        longest = max(len(ids) for ids, _ in written)
         wrong = (_problem(row, ids, legibility, num_ids) for row, (ids, _) in zip(rows, written, strict=True))
-        problem = next(filter(None, wrong), None)
-        if problem is None and on_too_long == "error":
-            problem = _misfit(written, max_row_tokens)
-        if problem is not None:
+        longest, problem = max(len(ids) for ids, _ in written), next(filter(None, wrong), None)
+        if problem is not None and name in conversations.may_drop:
+            bad.append(f"{name} ({problem})")
+            continue
+        if problem := problem or (_misfit(written, max_row_tokens) if on_too_long == "error" else None):
             problems.add(f"{name}: {problem}")
             continue
         cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
@@ -146,7 +148,7 @@ def encode_rows(
         truncated += [name] * (longest > max_row_tokens)
     problems.raise_any()
     if not kept and not may_be_empty:
-        raise DataError(f"no example is left: all {len(dropped)} are longer than {max_row_tokens} tokens")
+        raise _none_left(dropped, bad, max_row_tokens)
     return EncodedRows(
         tokens=np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in kept)]),
         is_trained=np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in kept)]),
@@ -156,6 +158,14 @@ def encode_rows(
         dropped=tuple(dropped),
         truncated=tuple(truncated),
         is_part=conversations.is_part,
+        bad=tuple(bad),
+    )
+
+
+def _none_left(dropped: Sequence[str], bad: Sequence[str], max_row_tokens: int) -> DataError:
+    unusable = f", or cannot be used; the first of these is {bad[0]}" if bad else ""
+    return DataError(
+        f"no example is left: all {len(dropped) + len(bad)} are longer than {max_row_tokens} tokens{unusable}"
     )
 
 

@@ -21,6 +21,8 @@ def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str
         if names:
             shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
             say(f"{len(names)} {what} are longer than {most} tokens and were {fate}: {shown}")
+    if isinstance(found, EncodedRows) and found.bad:
+        say(f"{len(found.bad):,} examples cannot be used and were dropped; the first is {found.bad[0]}")
 
 
 def repetitions(

@@ -232,9 +232,10 @@ class Material:
     def counts(self) -> dict[str, float]:
         """Return how many examples there are, and how many of them were too long."""
         sets = [encoded for encoded in (self.train, self.validation) if encoded is not None]
+        bad = sum(len(encoded.bad) for encoded in sets if isinstance(encoded, EncodedRows))
         return {
             **self.train.counts(),
-            "data/num_dropped": sum(len(encoded.dropped) for encoded in sets),
+            "data/num_dropped": bad + sum(len(encoded.dropped) for encoded in sets),
             "data/num_truncated": sum(len(encoded.truncated) for encoded in sets),
         }
 

@@ -27,5 +27,6 @@ def _data_set(config: RunConfig, key: str, one: DataSetConfig) -> DataSet:
         columns=columns.named if columns else {},
         columns_key="data.columns" if one.columns is None else f"the columns of {one.path} in {key}",
         data_source=one.data_source,
+        drops_bad_rows=one.on_bad_row == "drop",
         generator=Generator(config.seed + _SEEDS[key], one.parameters or {}),
     )

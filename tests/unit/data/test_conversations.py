@@ -127,6 +127,32 @@ def test_rows_of_one_form_that_is_none_are_one_problem(tmp_path):
     assert str(raised.value).endswith("a.jsonl: 2 more rows have 'text', too")
 
 
+def test_rows_that_cannot_be_used_are_left_out_with_their_reasons_if_that_is_wanted(tmp_path):
+    rows = {"prompt": "2+2", "completion": ""}, {"prompt": "2+2", "completion": "4"}, {"messages": [ASKED]}
+    path = write(tmp_path / "a.jsonl", *rows)
+    assert refusal(path).startswith("2 problems")
+    found = load_conversations([DataSet(str(path), drops_bad_rows=True)], "conversations")
+    assert (found.names, found.may_drop) == (("a.jsonl:2",), {"a.jsonl:2"})
+    empty, unanswered = found.bad
+    assert empty == "a.jsonl:1 (column completion: expected text, found empty text)"
+    assert unanswered.startswith("a.jsonl:3 (column messages: expected a turn of the assistant")
+    equal = write(tmp_path / "b.jsonl", {"prompt": "2+2", "chosen": "4", "rejected": "4"})
+    with pytest.raises(
+        DataError, match=r"no example is left: none of 1 can be used; the first is b\.jsonl:1 \(column rej"
+    ):
+        load_conversations([DataSet(str(equal), drops_bad_rows=True)], "pairs")
+    other = write(tmp_path / "c.jsonl", {"text": "x"})
+    with pytest.raises(DataError, match="column 'messages' is missing"):
+        load_conversations([DataSet(str(other), drops_bad_rows=True)], "conversations")
+
+
+def test_an_empty_message_of_the_system_is_one(tmp_path):
+    system = {"role": "system", "content": ""}
+    path = write(tmp_path / "a.jsonl", {"messages": [system, ASKED, ANSWERED]})
+    ((talk,),) = load_conversations([path], "conversations").examples
+    assert talk.messages[0] == Message("system", "")
+
+
 def test_columns_may_have_other_names(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"question": "1+2?", "answer": "3", "worse": "4", "prompt": "not this"}) + "\n")

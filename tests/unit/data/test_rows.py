@@ -31,12 +31,12 @@ def talk(*contents, first_trained=0, system=None):
     return Conversation((*((Message("system", system),) if system else ()), *messages), first_trained)
 
 
-def encoded(*rows, template=None, max_row_tokens=99, stop_tokens=None, **options):
+def encoded(*rows, template=None, max_row_tokens=99, stop_tokens=None, may_drop=(), **options):
     examples = tuple(row if isinstance(row, tuple) else (row,) for row in rows)
     tokenizer = tokenizer_with(template)
     stops = (tokenizer.eos_token_id,) if stop_tokens is None else stop_tokens
     names = tuple(f"a.jsonl:{place}" for place in range(len(examples)))
-    given = Conversations(names, examples)
+    given = Conversations(names, examples, may_drop=frozenset(may_drop))
     return encode_rows(tokenizer, given, stop_tokens=stops, max_row_tokens=max_row_tokens, **options)
 
 
@@ -140,3 +140,15 @@ def test_the_template_may_refuse_a_row_and_the_others_are_named_too():
 
 def test_the_numbers_take_four_bytes_a_token():
     assert encoded(talk("1", "2")).tokens.dtype == np.int32
+
+
+def test_examples_with_a_control_token_in_their_text_are_left_out_if_that_is_wanted():
+    rows = talk("31", "<eos>"), talk("1", "2")
+    with pytest.raises(DataError, match="'<eos>', which is a control token"):
+        encoded(*rows)
+    found = encoded(*rows, may_drop=("a.jsonl:0",))
+    assert found.names == ("a.jsonl:1",)
+    (bad,) = found.bad
+    assert bad.startswith("a.jsonl:0 (the text of message 1 has '<eos>', which is a control token")
+    with pytest.raises(DataError, match=r"no example is left: .*, or cannot be used; the first of these is a\.jsonl:0"):
+        encoded(rows[0], may_drop=("a.jsonl:0",))

@@ -5,8 +5,9 @@ import json
 import pytest
 from tiny_models import make_tiny_model
 
-from rallypoint.errors import DataError, ModelError, RewardError
-from rallypoint.recipes.material import examine, examine_dry
+from rallypoint.data import EncodedRows
+from rallypoint.errors import ConfigError, DataError, ModelError, RewardError
+from rallypoint.recipes.material import Material, examine, examine_dry
 from rallypoint.recipes.preflight import load_checked
 
 REWARD = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
@@ -52,6 +53,26 @@ def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(ow
     assert "trained        3 tokens: '34<eos>'" in lines, lines
     assert "steps          1, of 64 examples (trainer.num_epochs=1)" in lines, lines
     assert any("the data have only 1: every step trains on them 64 times" in line for line in lines), lines
+
+
+def test_examples_that_were_left_out_are_counted_and_the_first_is_named(own, tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": " "}])
+    keys, rows = (
+        (f"model.path={tmp_path}/model", "data.max_row_tokens=32"),
+        f"path: {tmp_path}/train.jsonl, on_bad_row: drop",
+    )
+    found = examine(load_checked("sft", [*keys, f"data.train={{{rows}}}"]).config)
+    said = "1 examples cannot be used and were dropped; the first is train.jsonl:2 (column completion: expected text"
+    assert any(note.startswith(said) for note in found.notes), found.notes
+    assert isinstance(found.train, EncodedRows)
+    counts = Material("model", found.tokenizer, found.stop_tokens, found.train, None).counts()
+    assert (counts["data/num_examples"], counts["data/num_dropped"]) == (1, 1)
+    with pytest.raises(
+        ConfigError, match=r"on_bad_row, by which rows are read and counted at the start, and stream_rows:"
+    ):
+        load_checked("sft", [*keys, f"data.train={{{rows}, stream_rows: 2}}"])
+    with pytest.raises(ConfigError, match="on_bad_row, which is of conversations and pairs: leave it out"):
+        own(f"data.train={{{rows}}}")
 
 
 def test_right_answers_are_asked_for_where_something_reads_them(own, tmp_path):

@@ -93,6 +93,8 @@ class DataSetConfig(Section):
     """What rows are called that do not say it themselves."""
     parameters: dict[str, Any] | None = None
     """Of a generator, `reasoning_gym:NAME`: size, seed, and what its config has."""
+    on_bad_row: Literal["error", "drop"] | None = None
+    """What happens to conversations and pairs that cannot be used, such as an empty answer. None: error."""
     stream_rows: int | None = Field(default=None, ge=2)
     """Rows in memory at most: they are read as the run goes, and shuffled among half as many. None: all are."""
 
