@@ -561,3 +561,17 @@ def test_what_is_no_config_is_an_error(text):
 def test_a_call_that_is_no_python_is_an_error():
     with pytest.raises(ConfigError, match="as Python"):
         from_trl("GRPOConfig(learning_rate=")
+
+
+def test_a_loss_is_a_mean_of_what_it_is_there():
+    gspo = from_verl(GRPO + "actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
+    assert (gspo.keys["aggregation"], gspo.keys["loss.clip_high"]) == ("token", 0.2)
+    for mode in ("sapo", "geo_mean"):  # of rows, whatever is given
+        key = "actor_rollout_ref.actor.loss_agg_mode=token-mean"
+        found = from_verl(f"{GRPO} actor_rollout_ref.actor.policy_loss.loss_mode={mode} {key}")
+        assert found.keys["aggregation"] == "sequence"
+        assert key in found.open
+    assert from_trl("GRPOConfig(importance_sampling_level='sequence')").keys["aggregation"] == "token"
+    assert (
+        from_trl("GRPOConfig(importance_sampling_level='sequence', loss_type='grpo')").keys["aggregation"] == "sequence"
+    )

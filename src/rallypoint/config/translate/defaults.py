@@ -15,6 +15,7 @@ VERL: dict[str, object] = {
     "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
     "actor_rollout_ref.actor.clip_ratio_c": 3.0,
     "actor_rollout_ref.actor.optim.weight_decay": 0.01,
     "actor_rollout_ref.actor.optim.betas": [0.9, 0.999],
@@ -40,7 +41,7 @@ _OWN: dict[str, dict[str, object]] = {
     "SFTConfig": {"learning_rate": 2e-5, "max_length": 1024},
     "DPOConfig": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
     "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024},
-    "GRPOConfig": {**_SAMPLED, "num_generations": 8, "beta": 0.0, "epsilon": 0.2},
+    "GRPOConfig": {**_SAMPLED, "num_generations": 8, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"},
     "RLOOConfig": {**_SAMPLED, "num_generations": 2, "beta": 0.05},
     "PPOConfig": {
         "learning_rate": 5e-5,

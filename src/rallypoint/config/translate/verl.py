@@ -19,8 +19,8 @@ from rallypoint.errors import ConfigError
 _LOSSES: dict[str, dict[str, object]] = {
     "gspo": {"loss.name": "gspo"},
     "cispo": {"loss.name": "cispo"},
-    "sapo": {"loss.name": "sapo", "aggregation": "sequence"},  # whatever loss_agg_mode says
-    "geo_mean": {"loss.name": "gmpo"},
+    "sapo": {"loss.name": "sapo", "aggregation": "sequence"},  # here and below whatever loss_agg_mode says
+    "geo_mean": {"loss.name": "gmpo", "aggregation": "sequence"},
     "gpg": {"loss.name": "policy_gradient"},
     "dppo_tv": {"loss.name": "dppo", "loss.divergence": "tv"},
     "dppo_kl": {"loss.name": "dppo", "loss.divergence": "kl"},
