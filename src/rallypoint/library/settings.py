@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
-from rallypoint.config import COMMAND_LINE
+from rallypoint.config import COMMAND_LINE, read
 from rallypoint.errors import ConfigError
 
 HERE = "rally.train"
@@ -42,6 +42,22 @@ def overrides_of(values: Mapping[str, object]) -> list[str]:
     if problems:
         raise ConfigError(tuple(problems))
     return overrides
+
+
+def of_length(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Return the override that takes back the epochs of a recipe, if steps are set; epochs would go before them.
+
+    >>> of_length("sft", ["trainer.num_steps=3"]), of_length("sft", []), of_length("grpo", ["trainer.num_steps=3"])
+    (['trainer.num_epochs=null'], [], [])
+
+    Raises:
+        ConfigError: a file cannot be read or an override cannot be parsed.
+    """
+    source = read(recipe, overrides)
+    trainer = cast("Mapping[str, object]", source.values.get("trainer") or {})
+    is_set = {key: source.origins.get(f"trainer.{key}") == COMMAND_LINE for key in ("num_steps", "num_epochs")}
+    wins = is_set["num_steps"] and not is_set["num_epochs"] and trainer.get("num_epochs") is not None
+    return ["trainer.num_epochs=null"] if wins else []
 
 
 def renamed(error: ConfigError) -> ConfigError:

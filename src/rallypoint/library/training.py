@@ -21,7 +21,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.library.launch import launch
 from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.run import Run
-from rallypoint.library.settings import overrides_of, renamed
+from rallypoint.library.settings import of_length, overrides_of, renamed
 from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.recipe import Recipe
 from rallypoint.run.folder import RunFolder
@@ -102,7 +102,8 @@ def train(
         resume: whether to go on from the newest checkpoint.
         from_step: with `resume`, from the checkpoint of that step.
         display: whether to show the run, or a display of yours.
-        often: see `Often`; any other name is looked up as a key, whose error suggests the right one.
+        often: see `Often`; `num_steps` goes before the epochs of a recipe. Any other name is looked up as a key, whose
+            error suggests the right one.
 
     Raises:
         RallyError: a wrong config, data, model or reward, before anything is started; or what ended the run.
@@ -129,6 +130,7 @@ def _launched(
 ) -> Run:
     named, of_recipe = _named(recipe)
     overrides = overrides_of({**of_recipe, **keys})
+    overrides += of_length(named, overrides)
     overrides += overrides_of(_material(named, overrides, *material))
 
     def start() -> tuple[RunFolder, bool]:

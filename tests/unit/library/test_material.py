@@ -7,10 +7,11 @@ import pytest
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
+from rallypoint.config import load_config
 from rallypoint.data import DataSet, load_dataset, load_tokenizer
 from rallypoint.errors import ConfigError, DataError
 from rallypoint.library.material import data_files, model_path
-from rallypoint.library.settings import overrides_of, renamed
+from rallypoint.library.settings import of_length, overrides_of, renamed
 
 ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(3)]
 
@@ -100,3 +101,16 @@ def test_values_of_python_and_numpy_are_overrides(tmp_path):
 def test_errors_say_where_python_set_a_key():
     error = renamed(ConfigError(("seed=-1 (command line): expected", "two (command line, grpo.yaml:3)")))
     assert error.problems == ("seed=-1 (rally.train): expected", "two (rally.train, grpo.yaml:3)")
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "reward_model"])
+def test_steps_go_before_the_epochs_of_a_recipe(recipe):
+    overrides = overrides_of({"trainer.num_steps": 2})
+    with pytest.raises(ConfigError, match="num_steps=2 has no effect"):
+        load_config(recipe, overrides, draft=True)
+    trainer = load_config(recipe, [*overrides, *of_length(recipe, overrides)], draft=True).config.trainer
+    assert (trainer.num_steps, trainer.num_epochs) == (2, None)
+
+
+def test_epochs_and_steps_that_are_both_given_stay_as_they_are():
+    assert of_length("sft", overrides_of({"trainer": {"num_steps": 2, "num_epochs": 1}})) == []
