@@ -68,7 +68,8 @@ def config(
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also print what each key means, and its range.")] = False,
     from_verl: Annotated[
-        str | None, typer.Option("--from-verl", help="Translate a command line, a script (.sh) or a YAML file of verl's.")
+        str | None,
+        typer.Option("--from-verl", help="Translate a command line, a script (.sh) or a YAML file of verl's."),
     ] = None,
     from_trl: Annotated[
         str | None, typer.Option("--from-trl", help="Translate arguments of TRL's SFTConfig, DPOConfig, GRPOConfig ...")

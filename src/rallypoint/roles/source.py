@@ -40,7 +40,7 @@ from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.roles.under_way import UnderWay
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
-from rallypoint.types import Metrics, RolloutBatch, merge
+from rallypoint.types import RolloutBatch, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
