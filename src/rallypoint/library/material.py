@@ -15,18 +15,43 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rallypoint.checkpoint import digests
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, ModelError
+from rallypoint.library.settings import plain
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 """Such as a list of dicts, or a `datasets.Dataset`."""
-Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
+
+
+@runtime_checkable
+class Table(Protocol):
+    """A DataFrame of pandas."""
+
+    def itertuples(self) -> Iterable[object]:
+        """Tells it from a `datasets.Dataset`, which yields rows by itself."""
+        ...
+
+    def to_dict(self, orient: str, /) -> list[Mapping[str, Any]]:
+        """Return the rows, for "records"."""
+        ...
+
+
+@runtime_checkable
+class _Saves(Protocol):
+    """A model of transformers, or PEFT's around one."""
+
+    def save_pretrained(self, save_directory: str | Path, /) -> object:
+        """Write a folder."""
+        ...
+
+
+Data: TypeAlias = str | Path | Sequence[str | Path] | Rows | Table
 """One file, several, or rows."""
 Model: TypeAlias = str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase]
 """A folder, a name on the hub, or a model of transformers with its tokenizer."""
@@ -46,18 +71,18 @@ def data_files(data: Data, store: Path, wanted: Sequence[str] = ()) -> list[str]
         wanted: columns that the reward function names.
 
     Raises:
-        DataError: there is no row, a value cannot be written as JSON, or the first row lacks a column.
+        DataError: these are no rows or there is none, a value cannot be written as JSON, or the first row lacks a
+            column.
         DiskError: the disk is full or not writable.
     """
     if isinstance(data, str | Path):
         return [str(data)]
-    first, rows = _peek(data)
+    first, rows = _peek(_rows_in(data))
     if isinstance(first, str | Path):
         return [str(path) for path in rows]
-    if not isinstance(first, Mapping):
-        raise DataError(f"data: expected paths, or rows that are dicts, found {type(first).__name__}")
-    if missing := [name for name in wanted if name not in first]:
-        raise DataError(f"the reward function names {missing[0]!r}, and the first row has {', '.join(first)}")
+    columns = _checked(first, 0)
+    if missing := [name for name in wanted if name not in columns]:
+        raise DataError(f"the reward function names {missing[0]!r}, and the first row has {', '.join(columns)}")
     return [str(_write_rows(cast("Iterable[Mapping[str, Any]]", rows), store))]
 
 
@@ -65,17 +90,69 @@ def model_path(model: Model, store: Path) -> str:
     """Return the folder or the name of a model; one that exists in memory only is saved first.
 
     Raises:
+        ModelError: it is neither, nor a pair.
         DiskError: the disk is full or not writable.
     """
     if isinstance(model, str | Path):
         return str(model)
-    ours, tokenizer = model
+    ours, tokenizer = _pair(model)
     partial = _partial(store)
     with naming(store):
         ours.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
         listed = json.dumps(digests(partial, besides=""), sort_keys=True)
         return str(_settle(partial, store / f"model-{_digest([listed.encode()])}"))
+
+
+def _pair(model: object) -> tuple[_Saves, PreTrainedTokenizerBase]:
+    """Return a model and its tokenizer; a type checker sees to it, a notebook has none."""
+    expected = "model: expected a folder, a name on the hub, or a pair (model, tokenizer)"
+    if not isinstance(model, tuple | list):
+        raise ModelError(f"{expected}; found {type(model).__name__}" + " alone" * isinstance(model, _Saves))
+    pair = cast("Sequence[object]", model)
+    if len(pair) == 2 and isinstance(pair[0], _Saves) and isinstance(pair[1], PreTrainedTokenizerBase):
+        return pair[0], pair[1]
+    raise ModelError(f"{expected}; found ({', '.join(type(one).__name__ for one in pair)})")
+
+
+def _rows_in(data: object) -> Iterable[Any]:
+    """Return what may be rows or paths.
+
+    Raises:
+        DataError: it is one row, the splits of a data set, or nothing that yields rows.
+    """
+    if isinstance(data, Table):
+        return data.to_dict("records")
+    if isinstance(data, Mapping):
+        found = cast("Mapping[str, object]", data)
+        if _are_splits(found):
+            raise DataError(f"data: found {', '.join(found)}; name a split: data[{next(iter(found))!r}]")
+        raise DataError(
+            f"data: expected rows, such as a list of dicts, found one dict of {', '.join(found) or 'nothing'}"
+        )
+    try:
+        return iter(cast("Iterable[Any]", data))
+    except TypeError:
+        raise DataError(f"data: expected paths, or rows that are dicts, found {type(data).__name__}") from None
+
+
+def _are_splits(found: Mapping[str, object]) -> bool:
+    """Whether a dict holds sets of rows, as a `DatasetDict` does; a row holds a prompt or texts."""
+    if not found or {"prompt", "messages", *_TRAINED} & found.keys():
+        return False
+    return all(
+        isinstance(one, Iterable)
+        and not isinstance(one, str | bytes | Mapping)
+        and not (isinstance(one, Sequence) and one and not isinstance(one[0], Mapping))
+        for one in found.values()
+    )
+
+
+def _checked(row: object, place: int) -> Mapping[str, Any]:
+    if isinstance(row, Mapping):
+        return cast("Mapping[str, Any]", row)
+    where = f"data, row {place}" if place else "data"
+    raise DataError(f"{where}: expected paths, or rows that are dicts, found {type(row).__name__}")
 
 
 def _peek(data: Iterable[Any]) -> tuple[object, Iterator[Any]]:
@@ -91,7 +168,7 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], store: Path) -> Path:
     partial = folder / "rows"
     with partial.open("wb") as file:
         for place, row in enumerate(rows):
-            line = _as_json(_in_our_columns(row), place)
+            line = _as_json(_in_our_columns(_checked(row, place), place), place)
             digest.update(line)
             with naming(store):
                 file.write(line)
@@ -100,7 +177,7 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], store: Path) -> Path:
     return final
 
 
-def _in_our_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+def _in_our_columns(row: Mapping[str, Any], place: int = 0) -> dict[str, Any]:
     """Return a row as a data file has it: columns that we do not have are handed to the reward function.
 
     >>> _in_our_columns({"prompt": "1 + 1", "answer": "2"})
@@ -110,7 +187,12 @@ def _in_our_columns(row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     ours = {name: value for name, value in row.items() if name in _COLUMNS and name != "extra_info"}
     others = {name: value for name, value in row.items() if name not in _COLUMNS}
-    ours["extra_info"] = {**others, **(row.get("extra_info") or {})}
+    more = row.get("extra_info") or {}
+    if not isinstance(more, Mapping):
+        raise DataError(
+            f"data, row {place}: extra_info: expected a dict, found {type(more).__name__} {str(more)[:40]!r}"
+        )
+    ours["extra_info"] = {**others, **more}
     if not {"reward_model", "ground_truth"} & row.keys():
         ours["ground_truth"] = next((row[name] for name in _ANSWERS if row.get(name) is not None), "")
     return ours
@@ -118,7 +200,7 @@ def _in_our_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_json(row: Mapping[str, Any], place: int) -> bytes:
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise DataError(f"data, row {place}: {error}; expected texts, numbers, lists and dicts") from None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, load_config
@@ -17,6 +18,9 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.rollouts import read_rollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,13 +81,14 @@ class Run:
 
     @property
     def best(self) -> Best:
-        """The best step by validation score, or else by mean reward; the first of equals.
+        """The best step by validation score, or else by mean reward; the first of equals, and none that is not finite.
 
         Raises:
             RunFolderError: no step has a score yet.
         """
         for name in (VALIDATION, REWARD):
-            scores = {int(record[STEP]): record[name] for record in self._records() if name in record}
+            records = [record for record in self._records() if math.isfinite(record.get(name, math.nan))]
+            scores = {int(record[STEP]): record[name] for record in records}
             if scores:
                 step = max(scores, key=scores.__getitem__)
                 return Best(step, scores[step], self.checkpoints.get(step))
@@ -113,8 +118,10 @@ class Run:
             raise RunFolderError(f"a picture needs matplotlib; {PLOT_HINT}")
         return Picture(drawn)
 
-    def load(self, step: int | None = None) -> tuple[Any, Any]:
-        """Return a trained model and its tokenizer, as transformers (with LoRA: PEFT) loads them.
+    def load(self, step: int | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return a trained model and its tokenizer, as transformers loads them.
+
+        With LoRA the model is PEFT's, which passes on what a model of transformers has.
 
         Args:
             step: of a checkpoint; None for the newest.
@@ -150,7 +157,7 @@ def load_run(folder: str | Path) -> Run:
     return Run(path)
 
 
-def load_pair(name: str) -> tuple[Any, Any]:
+def load_pair(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer of what `find_trained` finds, as other tools load them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -163,4 +170,4 @@ def load_pair(name: str) -> tuple[Any, Any]:
     except ImportError:
         raise ModelError(f"{trained.path} is an adapter: install peft, or merge it with `rally export`") from None
     base = AutoModelForCausalLM.from_pretrained(trained.model_path, dtype="auto")
-    return PeftModel.from_pretrained(base, trained.path), tokenizer
+    return cast("PreTrainedModel", PeftModel.from_pretrained(base, trained.path)), tokenizer

@@ -34,7 +34,7 @@ def overrides_of(values: Mapping[str, object]) -> list[str]:
     overrides: list[str] = []
     for key, value in values.items():
         try:
-            overrides.append(f"{key}={json.dumps(value, default=_plain, ensure_ascii=False)}")
+            overrides.append(f"{key}={json.dumps(value, default=plain, ensure_ascii=False)}")
         except TypeError:
             problems.append(
                 f"{key} ({HERE}): expected a number, a text, a list or a dict, found {type(value).__name__}"
@@ -65,9 +65,10 @@ def renamed(error: ConfigError) -> ConfigError:
     return ConfigError(tuple(re.sub(rf"([(, ]){COMMAND_LINE}([,)])", rf"\1{HERE}\2", text) for text in error.problems))
 
 
-def _plain(value: object) -> Any:
+def plain(value: object) -> Any:
+    """Return a path, or a number or an array of numpy or torch, as JSON has it; for `json.dumps(default=)`."""
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, _Number) and not isinstance(value, type):
         return value.tolist()
-    raise TypeError
+    raise TypeError(f"found {type(value).__name__}")

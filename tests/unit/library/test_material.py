@@ -9,11 +9,38 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.config import load_config
 from rallypoint.data import DataSet, load_dataset, load_tokenizer
-from rallypoint.errors import ConfigError, DataError
+from rallypoint.errors import ConfigError, DataError, ModelError
 from rallypoint.library.material import data_files, model_path
 from rallypoint.library.settings import of_length, overrides_of, renamed
 
 ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(3)]
+
+
+class Yields:
+    """Rows as a `datasets.Dataset` is: neither a list nor a dict."""
+
+    def __init__(self, rows) -> None:
+        self._rows = rows
+
+    def __iter__(self):
+        return iter(self._rows)
+
+    def to_dict(self, batch_size=None):
+        raise AssertionError("columns are not asked for")
+
+
+class Frame(Yields):
+    """Rows as pandas has them: its names are what it yields."""
+
+    def __iter__(self):
+        return iter(self._rows[0])
+
+    def itertuples(self):
+        return (tuple(row.values()) for row in self._rows)
+
+    def to_dict(self, orient="dict"):
+        assert orient == "records"
+        return self._rows
 
 
 def test_rows_become_a_file_that_any_run_can_read(tmp_path):
@@ -29,6 +56,17 @@ def test_equal_rows_are_one_file_and_other_rows_are_another(tmp_path):
     assert first == again
     assert data_files(ROWS[:2], tmp_path) != first
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_data_set_and_a_data_frame_are_rows(tmp_path):
+    assert data_files(Yields(ROWS), tmp_path) == data_files(Frame(ROWS), tmp_path) == data_files(ROWS, tmp_path)
+
+
+def test_numbers_of_numpy_in_rows_are_numbers(tmp_path):
+    row = {"prompt": "a", "answer": np.int64(3), "levels": np.array([0.5, 1.0])}
+    (file,) = data_files([row], tmp_path)
+    with open(file) as lines:
+        assert json.loads(lines.readline())["extra_info"] == {"answer": 3, "levels": [0.5, 1.0]}
 
 
 def test_rows_without_an_answer_are_prompts_all_the_same(tmp_path):
@@ -66,6 +104,13 @@ def test_paths_are_paths(tmp_path):
         ([1], "found int"),
         ([{"prompt": "a", "picture": b"1"}], r"row 0: .*bytes.*expected texts"),
         ([{"prompt": "a", "level": float("nan")}], "row 0"),
+        ([{"prompt": "a"}, "b"], "row 1: .*dicts, found str"),
+        ([{"prompt": "a", "extra_info": "hard"}], "row 0: extra_info: expected a dict, found str 'hard'"),
+        (3, "found int"),
+        ({"prompt": "1 + 1", "answer": "2"}, "such as a list of dicts, found one dict of prompt, answer"),
+        ({"question": ["1 + 1"], "answer": ["2"]}, "found one dict of question, answer"),
+        ({"train": ROWS, "test": ROWS}, r"found train, test; name a split: data\['train'\]"),
+        ({"train": Yields(ROWS)}, r"name a split: data\['train'\]"),
     ],
 )
 def test_what_is_no_data_says_so_and_leaves_no_file(tmp_path, data, problem):
@@ -87,6 +132,21 @@ def test_a_model_of_transformers_becomes_a_folder_by_its_content(tmp_path):
     assert all((one == other).all() for one, other in zip(model.parameters(), again.parameters(), strict=True))
     assert load_tokenizer(saved).encode("12") == tokenizer.encode("12")
     assert len(list((tmp_path / "given").iterdir())) == 1
+
+
+def test_a_model_without_its_tokenizer_or_the_wrong_way_round_is_refused(tmp_path):
+    folder = make_tiny_model(tmp_path / "model")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+    expected = r"model: expected a folder, .* or a pair \(model, tokenizer\); found "
+    for given, found in (
+        (model, "LlamaForCausalLM alone"),
+        ((tokenizer, model), r"\(\w+, LlamaForCausalLM\)"),
+        ((str(folder), tokenizer), r"\(str, \w+\)"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(ModelError, match=expected + found):
+            model_path(given, tmp_path / "given")
+    assert not (tmp_path / "given").exists()
 
 
 def test_values_of_python_and_numpy_are_overrides(tmp_path):

@@ -1,0 +1,39 @@
+"""What a run says of itself, read from its folder."""
+
+import math
+import typing
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rallypoint.errors import RunFolderError
+from rallypoint.library.run import Best, Run
+from rallypoint.run import MetricsLog
+
+
+def run_with(folder, scores) -> Run:
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for step, name, score in scores:
+            log.write(step, {name: score})
+    return Run(folder)
+
+
+def test_the_best_step_is_the_first_of_the_best_finite_scores(tmp_path):
+    scores = [(0, math.nan), (3, -math.inf), (5, 0.2), (10, 0.7), (15, 0.7), (20, math.inf)]
+    run = run_with(tmp_path, [(step, "validation/score", score) for step, score in scores])
+    assert run.best == Best(10, 0.7, None)
+
+
+def test_without_a_validation_that_has_a_score_the_mean_reward_counts(tmp_path):
+    run = run_with(tmp_path, [(0, "validation/score", math.nan), (1, "reward/mean", math.nan), (2, "reward/mean", 0.3)])
+    assert run.best == Best(2, 0.3, None)
+
+
+def test_a_run_in_which_no_score_is_finite_has_no_best_step(tmp_path):
+    with pytest.raises(RunFolderError, match="no step has a score yet"):
+        _ = run_with(tmp_path, [(1, "reward/mean", math.nan)]).best
+
+
+def test_a_type_checker_knows_what_is_loaded():
+    names = {"PreTrainedModel": PreTrainedModel, "PreTrainedTokenizerBase": PreTrainedTokenizerBase}
+    assert typing.get_type_hints(Run.load, localns=names)["return"] == tuple[PreTrainedModel, PreTrainedTokenizerBase]
