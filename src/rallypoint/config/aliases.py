@@ -35,6 +35,11 @@ _ALGORITHMS = (
     ("dr_grpo", "recipe=grpo advantage.name=dr_grpo"),
     ("rloo", "recipe=grpo advantage.name=rloo"),
     ("reinforce_plus_plus", "recipe=grpo advantage.name=reinforce_plus_plus"),
+    ("reinforce", "recipe=grpo advantage.name=reinforce_plus_plus"),
+    ("reinforce_plus_plus_baseline", "recipe=grpo advantage.name=reinforce_plus_plus_baseline"),
+    ("reinforce_baseline", "recipe=grpo advantage.name=reinforce_plus_plus_baseline"),
+    ("gdpo", "recipe=grpo advantage.name=gdpo"),
+    ("opo", "recipe=grpo advantage.name=opo"),
 )
 _ESTIMATORS = (
     ("kl", "kl.estimator=k1"),
@@ -48,15 +53,6 @@ _ESTIMATORS = (
 _SCHEDULES = (("constant_with_warmup", "constant"), ("cosine_with_min_lr", "cosine"))
 _DTYPES = (("bf16", "bfloat16"), ("fp32", "float32"), ("torch.bfloat16", "bfloat16"), ("torch.float32", "float32"))
 _TRUNCATIONS = (("left", "truncate"), ("right", "truncate"), ("middle", "truncate"))
-_AGGREGATIONS = (
-    ("token-mean", "token"),
-    ("seq-mean-token-mean", "sequence"),
-    ("seq-mean-token-sum-norm", "fixed_length"),
-    ("grpo", "sequence"),
-    ("bnpo", "token"),
-    ("dapo", "token"),
-    ("dr_grpo", "fixed_length"),
-)
 _PER_STEP = "a step has rollout.num_prompts x rollout.group_size rows, cut into actor.num_mini_batches optimizer steps"
 _PACKED = "rows are packed without padding, and balanced, always"
 _SLEEP = "engine.sleep=true keeps roles that share a pool in CPU memory while others have their turn"
@@ -284,7 +280,6 @@ ALIASES: tuple[Alias, ...] = (
         "a count of processes for each node: {main: [8, 8]} is two nodes",
     ),
     # What has a key of another kind, or needs none.
-    Alias("loss_agg_mode loss_type", ("aggregation",), values=_same("aggregation", _AGGREGATIONS)),
     Alias("use_token_level_loss", ("aggregation",), values=(("true", "aggregation=token"),)),
     Alias("val_kwargs.temperature", (f"validation.temperature={VALUE}",)),
     Alias("val_kwargs.n n_samples_per_eval_prompt", (f"validation.num_samples={VALUE}",)),

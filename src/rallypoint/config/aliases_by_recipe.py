@@ -68,6 +68,55 @@ OF_TEACHERS: tuple[Alias, ...] = (
 )
 
 
+_AGGREGATIONS = (
+    ("token-mean", "aggregation=token"),
+    ("seq-mean-token-mean", "aggregation=sequence"),
+    ("seq-mean-token-sum-norm", "aggregation=fixed_length"),
+    ("grpo", "aggregation=sequence"),
+    ("bnpo", "aggregation=token"),
+    ("dapo", "aggregation=token"),
+    ("dr_grpo", "aggregation=fixed_length"),
+    ("cispo", "loss.name=cispo"),
+    ("sapo", "loss.name=sapo"),
+)
+_LOSS_NAMES = (
+    ("vanilla", "loss.name=clip"),
+    ("ppo", "loss.name=clip"),
+    ("gspo", "loss.name=gspo"),
+    ("geo_mean", "loss.name=gmpo"),
+    ("cispo", "loss.name=cispo"),
+    ("sapo", "loss.name=sapo"),
+    ("gpg", "loss.name=policy_gradient"),
+    ("dppo_tv", "loss.name=dppo"),
+    ("dppo_kl", "loss.name=dppo loss.divergence=kl"),
+    ("clip_cov", "loss.name=clip_cov"),
+    ("kl_cov", "loss.name=kl_cov"),
+)
+
+OF_POLICIES: tuple[Alias, ...] = (
+    Alias("loss_agg_mode loss_type", ("aggregation",), values=_AGGREGATIONS),
+    Alias("loss_mode policy_loss_type", ("loss.name",), values=_LOSS_NAMES),
+    Alias("sapo_temperature_pos", (f"loss.tau_positive={VALUE}",)),
+    Alias("sapo_temperature_neg", (f"loss.tau_negative={VALUE}",)),
+    Alias("eps_clip_low_high", ("loss.clip_low", "loss.clip_high")),
+    Alias(
+        "rollout_is rollout_is_threshold vllm_importance_sampling_correction vllm_importance_sampling_mode "
+        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "enable_vllm_is_correction vllm_is_correction_type vllm_is_truncated_threshold tis_clip use_tis",
+        ("correction",),
+        "a list, such as [{name: tis, cap: 2}], [{name: icepop, low: 0.5, high: 5}] or "
+        "[{name: mask, level: geometric}]",
+    ),
+    Alias(
+        "rollout_rs rollout_rs_threshold",
+        ("correction",),
+        "a list of masks, such as [{name: mask, level: geometric}] or [{name: kl_mask, max_kl: 0.1}]",
+    ),
+    Alias("off_policy_mask_threshold opsm_delta use_opsm", ("correction",), "[{name: off_policy_mask, delta: 0.5}]"),
+)
+"""Of recipes with a policy loss."""
+
+
 @functools.cache
 def aliases_for(recipe: str | None) -> Mapping[str, Alias]:
     """Return the aliases by each of their names, as a recipe has them; None for those that hold anywhere."""
@@ -79,5 +128,6 @@ def aliases_for(recipe: str | None) -> Mapping[str, Alias]:
         *(OF_FILES if spec.examples != "prompts" else ()),
         *(OF_PREFERENCES if spec.reads("preference") else ()),
         *(OF_TEACHERS if spec.reads("teacher") else ()),
+        *(OF_POLICIES if spec.reads("loss") else ()),
     )
     return known | {name: alias for alias in own for name in alias.names.split()}

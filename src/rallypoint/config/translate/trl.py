@@ -7,6 +7,7 @@ import re
 
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.translate import defaults
+from rallypoint.config.translate.corrections import set_trl_corrections
 from rallypoint.config.translate.reading import CALL, Keys, read_arguments
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.translate.table import (
@@ -51,6 +52,15 @@ _SIGNS = {
     "completion_only_loss": "SFTConfig",
 }
 """Arguments that only one of them has, for a command line or a file without its name."""
+_AGGREGATIONS = {
+    "grpo": "sequence",
+    "bnpo": "token",
+    "dapo": "token",
+    "dr_grpo": "fixed_length",
+    "cispo": "token",
+    "sapo": "sequence",
+}
+"""Its `loss_type`, which two losses are, too, and what each is a mean of."""
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -185,25 +195,31 @@ def _set_kind(kind: str, ends: Ends, found: Translation) -> None:
 
 
 def _set_loss(ends: Ends, found: Translation) -> None:
-    level, loss = ends.get("importance_sampling_level", "token"), str(ends.peek("loss_type", "dapo"))
+    level, kind = ends.get("importance_sampling_level", "token"), str(ends.get("loss_type", "dapo"))
+    if kind not in _AGGREGATIONS:
+        found.unknown.append(f"loss_type={kind}")
+    else:
+        found.keys["aggregation"] = _AGGREGATIONS[kind]
     if level == "sequence":
         found.keys["loss.name"] = "gspo"
     elif level != "token":
         found.unknown.append(f"importance_sampling_level={level}")
-    elif loss == "sapo":
+    elif kind == "sapo":
         taus = {
             "tau_positive": ends.get("sapo_temperature_pos", 1.0),
             "tau_negative": ends.get("sapo_temperature_neg", 1.05),
         }
-        found.keys |= {"loss.name": loss, "aggregation": "sequence", **{f"loss.{tau}": taus[tau] for tau in taus}}
-    elif loss == "cispo":
+        found.keys |= {"loss.name": kind, **{f"loss.{tau}": taus[tau] for tau in taus}}
+    elif kind == "cispo":
         bound = ends.get("epsilon_high", ends.get("epsilon"))
-        found.keys |= {"loss.name": loss, "aggregation": "token", "loss.clip_low": 1.0}
+        found.keys |= {"loss.name": kind, "loss.clip_low": 1.0}
         if bound > 1:
             found.keys["loss.clip_high"] = round(bound - 1, 6)
         found.open[f"epsilon_high={bound}"] = "it bounds the weight itself, loss.clip_high what it may be above 1"
-    if loss in {"sapo", "cispo"} and level == "token":
-        ends.get("loss_type")
+    if ends.get("multi_objective_aggregation") == "normalize_then_sum":
+        found.keys["advantage.name"] = "gdpo"
+        ends.get("scale_rewards")  # which says nothing then
+    set_trl_corrections(ends, found)
 
 
 def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:

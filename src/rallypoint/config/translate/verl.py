@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.config.translate import defaults
+from rallypoint.config.translate.corrections import set_verl_corrections
 from rallypoint.config.translate.reading import read_keys
 from rallypoint.config.translate.table import (
     Ends,
@@ -78,6 +79,7 @@ def from_verl(text: str) -> Translation:
         theirs = with_usual(theirs, defaults.VERL_LENGTH, given, found)
     ends = Ends(theirs, ends.taken)
     _set_kl(ends, found)
+    set_verl_corrections(ends, found)
     _set_batch(ends, found)
     _set_length(ends, found)
     _set_frame(ends, found)
