@@ -15,7 +15,7 @@ An estimator with the right value need not have the right gradient. In expectati
     loss, corrected   k2, abs       that of no divergence: refused
     reward            k2, k3, abs   likewise; a token that the policy has almost lost is driven out altogether: refused
 
-tests/unit/algorithms/test_gradients.py has them all on a policy whose responses can be enumerated.
+`rallypoint.testing.check_kl` holds each to it, on a policy whose responses can be enumerated.
 """
 
 from __future__ import annotations

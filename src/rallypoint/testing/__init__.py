@@ -1,4 +1,4 @@
-"""What holds an advantage, a loss or a correction to its paper; for our tests and for yours.
+"""What holds advantages, losses, corrections and KLs to their papers; for our tests and for yours.
 
 Must not know: processes, models.
 
@@ -8,10 +8,26 @@ Must not know: processes, models.
     check_objective(OwnObjective(function=my_loss))     # raises ConformanceError, and says what is wrong
 
 Owns: batches that break careless functions, the checks, the papers' formulas as loops over tokens, and a policy
-whose responses can be enumerated; and the learning suite, `learning`, of tasks whose optimum is known.
+whose responses can be enumerated, `POLICY`, on which expected gradients are exact; and the learning suite, `learning`,
+of tasks whose optimum is known.
 """
 
 from rallypoint.testing.cases import CASES, Case
-from rallypoint.testing.conformance import ConformanceError, check_advantage, check_correction, check_objective
+from rallypoint.testing.conformance import check_advantage, check_correction, check_objective
+from rallypoint.testing.exact import POLICY, EnumerablePolicy
+from rallypoint.testing.rules import ConformanceError
+from rallypoint.testing.terms import check_aggregation, check_kl, check_value_loss
 
-__all__ = ["CASES", "Case", "ConformanceError", "check_advantage", "check_correction", "check_objective"]
+__all__ = [
+    "CASES",
+    "POLICY",
+    "Case",
+    "ConformanceError",
+    "EnumerablePolicy",
+    "check_advantage",
+    "check_aggregation",
+    "check_correction",
+    "check_kl",
+    "check_objective",
+    "check_value_loss",
+]

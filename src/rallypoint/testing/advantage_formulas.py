@@ -35,7 +35,7 @@ def whitened(case: Case, advantages: Sequence[float]) -> list[float]:
     """Mean 0 and deviation 1 over the trained tokens."""
     counted = [advantages[t] for t in itertools.chain(*case.rows)]
     if not counted:
-        return list(advantages)
+        return [0.0] * len(advantages)
     middle, std = math.fsum(counted) / len(counted), deviation(counted)
     return [(x - middle) / std if m else 0.0 for x, m in zip(advantages, case.mask, strict=True)]
 
@@ -46,13 +46,18 @@ def centred(case: Case, row: int, scores: Sequence[float]) -> float:
     return 0.0 if len(set(peers)) == 1 else scores[row] - math.fsum(peers) / len(peers)
 
 
+def lambda_of(length: int, gae_lambda: float, length_alpha: float | None) -> float:
+    """Of a row of so many steps: eq. 12 of 2504.05118, and 0 where that is negative."""
+    return gae_lambda if length_alpha is None or not length else max(0.0, 1.0 - 1.0 / (length_alpha * length))
+
+
 def gae(
     case: Case, discount: float, gae_lambda: float, length_alpha: float | None = None
 ) -> tuple[list[float], list[float]]:
     """Eq. 16 of 1506.02438, backwards; lambda of VAPO, eq. 12 of 2504.05118."""
     advantages, returns = [0.0] * len(case.mask), [0.0] * len(case.mask)
     for steps in case.rows:
-        lam = gae_lambda if length_alpha is None or not steps else max(0.0, 1.0 - 1.0 / (length_alpha * len(steps)))
+        lam = lambda_of(len(steps), gae_lambda, length_alpha)
         next_value = next_advantage = 0.0
         for t in reversed(steps):
             delta = case.rewards[t] + discount * next_value - case.values[t]
@@ -62,8 +67,10 @@ def gae(
     return advantages, returns
 
 
-def turn_gae(case: Case, discount: float, gae_lambda: float) -> tuple[list[float], list[float]]:
-    """The same with a step for each run of neighbouring trained tokens."""
+def turn_gae(
+    case: Case, discount: float, gae_lambda: float, length_alpha: float | None = None
+) -> tuple[list[float], list[float]]:
+    """The same with a step for each run of neighbouring trained tokens; a row's length is its number of turns."""
     advantages, returns = [0.0] * len(case.mask), [0.0] * len(case.mask)
     for steps in case.rows:
         turns: list[list[int]] = []
@@ -72,11 +79,12 @@ def turn_gae(case: Case, discount: float, gae_lambda: float) -> tuple[list[float
                 turns[-1].append(t)
             else:
                 turns.append([t])
+        lam = lambda_of(len(turns), gae_lambda, length_alpha)
         next_value = next_advantage = 0.0
         for turn in reversed(turns):
             value = case.values[turn[0]]
             delta = math.fsum(case.rewards[t] for t in turn) + discount * next_value - value
-            next_advantage = delta + discount * gae_lambda * next_advantage
+            next_advantage = delta + discount * lam * next_advantage
             next_value = value
             for t in turn:
                 advantages[t], returns[t] = next_advantage, next_advantage + value

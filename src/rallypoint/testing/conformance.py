@@ -12,13 +12,14 @@
     signal      a loss that needs advantages has no loss and no gradient where they are 0: such rows are not computed
     formula     the numbers are those of a loop over tokens, and the gradient that of its differences
 
-Owns: these checks. All but the last need nothing but the function itself, and take a fraction of a second: a
-function of your own is held to them when a run starts.
+Owns: these checks; those of what else is in a loss are in `terms`. All but the last need nothing but the function
+itself, and take a fraction of a second: a function of your own is held to them when a run starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,20 +30,24 @@ from torch import Tensor
 
 from rallypoint.algorithms import Advantage, Correction, PolicyObjective, PolicyTokens, Rewards, aggregate, correct
 from rallypoint.testing.cases import CASES, Case
+from rallypoint.testing.rules import (
+    FINITE,
+    ConformanceError,
+    Outcome,
+    cuts,
+    derivative,
+    expect,
+    expect_again,
+    expect_close,
+    expect_gradient,
+    expect_same,
+    expect_shape,
+    orders,
+    unmodified,
+)
 from rallypoint.types import Metrics, merge
 
 BatchT = TypeVar("BatchT", PolicyTokens, Rewards)
-ResultT = TypeVar("ResultT")
-
-TOLERANCE = 1e-9
-"""Of float64 numbers that were added up in another order, relative to their size, or absolute below 1."""
-STEP = 1e-6
-"""Of differences that stand for a derivative."""
-
-
-class ConformanceError(ValueError):
-    """An advantage, a loss or a correction breaks a rule; the rule and the batch are named."""
-
 
 Formula = Callable[[Case, Sequence[float], Sequence[float]], list[float]]
 """(batch, logprobs, the same where the gradient is stopped) -> the loss of each trained token, or of each row."""
@@ -71,17 +76,17 @@ def check_objective(
         _check_tokens(objective, case, name)
         rows = range(len(case.lengths))
         whole, watched = _run(objective, case, rows), _watched(objective, case, rows)
-        for order in _orders(len(rows)):
-            _expect_same(whole, _run(objective, case, order), name, f"its rows are in the order {order}{_BY_ROW}")
-        for parts in _cuts(len(rows)):
+        for order in orders(len(rows)):
+            expect_same(whole, _run(objective, case, order), name, f"its rows are in the order {order}{_BY_ROW}")
+        for parts in cuts(len(rows)):
             cut = [_run(objective, case, part) for part in parts]
             together = sum(loss for loss, _ in cut), {row: g for _, by_row in cut for row, g in by_row.items()}
-            _expect_same(whole, together, name, f"rows are cut into the micro-batches {parts}{_BY_ROW}")
+            expect_same(whole, together, name, f"rows are cut into the micro-batches {parts}{_BY_ROW}")
             merged = merge(*(_watched(objective, case, part) for part in parts)).scalars()
             for metric, x in watched.scalars().items():
                 same = math.isclose(x, merged.get(metric, math.nan), rel_tol=1e-7, abs_tol=1e-7) or math.isnan(x)
-                _expect(same, name, f"the metric {metric} is {x}, but {merged.get(metric)} when rows are cut {parts}")
-        _expect_same(whole, _run(objective, case.trained(), rows), name, "its trained tokens are passed alone")
+                expect(same, name, f"the metric {metric} is {x}, but {merged.get(metric)} when rows are cut {parts}")
+        expect_same(whole, _run(objective, case.trained(), rows), name, "its trained tokens are passed alone")
         if objective.needs_advantage:
             _check_signal(objective, case, name)
         if formula is not None:
@@ -103,27 +108,27 @@ def check_advantage(
     """
     for name, case in cases.items():
         rewards = case.earned()
-        found = _unmodified(lambda rewards=rewards: advantage(rewards), _tensors_of(rewards), name)
-        _expect_shape(found, len(case.mask), name, "advantages")
-        _expect_again(found, advantage(rewards), name, "advantages")
+        found = unmodified(lambda rewards=rewards: advantage(rewards), _tensors_of(rewards), name)
+        expect_shape(found, len(case.mask), name, "advantages")
+        expect_again(found, advantage(rewards), name, "advantages")
         mask = rewards.loss_mask
-        _expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}{_FINITE}")
-        _expect(not bool(found[~mask].any()), name, "an advantage of a token that is not trained is not 0")
+        expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}{FINITE}")
+        expect(not bool(found[~mask].any()), name, "an advantage of a token that is not trained is not 0")
         poisoned = advantage(_poisoned(rewards, mask, ("token_rewards", "earned", "values")))
         same = torch.equal(poisoned, found)
-        _expect(same, name, f"NaN where no token is trained changes the advantages{_MASKED}")
-        for rows in _orders(len(case.lengths)):
+        expect(same, name, f"NaN where no token is trained changes the advantages{_MASKED}")
+        for rows in orders(len(case.lengths)):
             shuffled = advantage(case.picked(rows).earned())
             expected = found[_tokens_of(case, rows)]
             same = torch.allclose(shuffled, expected, rtol=1e-7, atol=1e-7)
-            _expect(
+            expect(
                 same,
                 name,
                 f"rows in the order {rows} have other advantages: {shuffled.tolist()} instead of {expected.tolist()}; "
                 "compare rows by `groups`, never by where they stand",
             )
         if formula is not None:
-            _expect_close(found.tolist(), formula(case), name, "the advantages")
+            expect_close(found.tolist(), formula(case), name, "the advantages")
 
 
 def check_correction(
@@ -142,22 +147,21 @@ def check_correction(
     for name, case in cases.items():
         tokens = case.tokens()
         mask = tokens.loss_mask
-        weights = _unmodified(lambda tokens=tokens: correct([correction], tokens)[0], _tensors_of(tokens), name)
-        _expect_shape(weights, len(case.mask), name, "weights")
+        weights = unmodified(lambda tokens=tokens: correct([correction], tokens)[0], _tensors_of(tokens), name)
+        expect_shape(weights, len(case.mask), name, "weights")
         trained = weights[mask]
-        _expect(bool((trained.isfinite() & (trained >= 0)).all()), name, f"a weight is not 0 or more: {weights}")
+        expect(bool((trained.isfinite() & (trained >= 0)).all()), name, f"a weight is not 0 or more: {weights}")
         poisoned, _ = correct([correction], _poisoned(tokens, mask, _NUMBERS))
-        _expect(torch.equal(poisoned[mask], trained), name, "NaN where no token is trained changes the weights")
-        for rows in [*_orders(len(case.lengths)), *itertools.chain(*_cuts(len(case.lengths)))]:
+        expect(torch.equal(poisoned[mask], trained), name, "NaN where no token is trained changes the weights")
+        for rows in [*orders(len(case.lengths)), *itertools.chain(*cuts(len(case.lengths)))]:
             part = case.picked(rows).tokens()
             same = torch.allclose(correct([correction], part)[0][part.loss_mask], weights[_trained(case, rows)])
-            _expect(same, name, f"rows {rows} by themselves have other weights")
+            expect(same, name, f"rows {rows} by themselves have other weights")
         if formula is not None:
-            _expect_close(trained.tolist(), formula(case), name, "the weights")
+            expect_close(trained.tolist(), formula(case), name, "the weights")
 
 
 _BY_ROW = "; what a token loses may depend on the tokens of its own row alone: see row_means and row_totals"
-_FINITE = "; divide by x.clamp(min=1e-6), and take tokens.ratio, which is cut off, for an exp of your own"
 _MASKED = "; read rewards.scores and lengths, or torch.where(rewards.loss_mask, x, 0), where they are left out"
 """Remedies."""
 _NUMBERS = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
@@ -167,25 +171,25 @@ def _check_tokens(objective: PolicyObjective, case: Case, name: str) -> None:
     """Shapes, finite numbers, arguments and the mask."""
     tokens = case.tokens()
     masked = tokens.masked()
-    losses, watched = _unmodified(lambda: objective.by_token(masked), _tensors_of(masked), name)
-    _expect_again(losses, objective.by_token(masked)[0], name, "losses")
+    losses, watched = unmodified(lambda: objective.by_token(masked), _tensors_of(masked), name)
+    expect_again(losses, objective.by_token(masked)[0], name, "losses")
     numbers = {what: x for what, x in watched.items() if isinstance(x, Tensor)}
     for what, found in {"losses": losses, **numbers}.items():
-        _expect_shape(found, len(case.mask), name, what)
+        expect_shape(found, len(case.mask), name, what)
         trained = found[tokens.loss_mask]
-        _expect(bool(trained.isfinite().all()), name, f"one of the {what} is not finite: {trained.tolist()}{_FINITE}")
+        expect(bool(trained.isfinite().all()), name, f"one of the {what} is not finite: {trained.tolist()}{FINITE}")
     loss, gradient = _backward(objective, _poisoned(tokens, tokens.loss_mask, _NUMBERS))
-    _expect(
+    expect(
         gradient is not None,
         name,
         "the loss does not depend on logprobs: it has no gradient",
     )
     assert gradient is not None, "as expected"
     inside, outside = gradient[tokens.loss_mask], gradient[~tokens.loss_mask]
-    _expect(bool(inside.isfinite().all()), name, f"a gradient is not finite: {inside.tolist()}{_FINITE}")
-    _expect(not bool(outside.any()), name, "the gradient leaves the mask")
+    expect(bool(inside.isfinite().all()), name, f"a gradient is not finite: {inside.tolist()}{FINITE}")
+    expect(not bool(outside.any()), name, "the gradient leaves the mask")
     poisoned = loss, {row: gradient[at].tolist() for row, at in enumerate(case.rows)}
-    _expect_same(_run(objective, case, range(len(case.rows))), poisoned, name, "NaN stands where none is trained")
+    expect_same(_run(objective, case, range(len(case.rows))), poisoned, name, "NaN stands where none is trained")
 
 
 def _check_signal(objective: PolicyObjective, case: Case, name: str) -> None:
@@ -193,18 +197,14 @@ def _check_signal(objective: PolicyObjective, case: Case, name: str) -> None:
     tokens = case.tokens()
     loss, gradient = _backward(objective, dataclasses.replace(tokens, advantages=torch.zeros_like(tokens.advantages)))
     is_nothing = loss == 0 and gradient is not None and not bool(gradient.any())
-    _expect(
+    expect(
         is_nothing,
         name,
         f"without an advantage the loss is {loss}, and its gradient {gradient}: set needs_advantage to False",
     )
 
 
-_Outcome = tuple[float, dict[int, list[float]]]
-"""A loss, and the gradient of each row's trained tokens."""
-
-
-def _run(objective: PolicyObjective, case: Case, rows: Sequence[int], weights: Tensor | None = None) -> _Outcome:
+def _run(objective: PolicyObjective, case: Case, rows: Sequence[int], weights: Tensor | None = None) -> Outcome:
     """Return what a loss says of some rows of a batch, in this order."""
     part = case.picked(rows)
     loss, gradient = _backward(objective, part.tokens(), weights)
@@ -237,37 +237,11 @@ def _check_formula(objective: PolicyObjective, formula: Formula, case: Case, nam
         of_row = aggregate("sequence", rewards.loss_mask, rewards.offsets, rewards.groups, length=1.0).by_row
         weights = of_row[tokens.rows]
     found, gradients = _run(objective, case, range(len(case.rows)), weights)
-    _expect_close([found], [math.fsum(formula(case, case.logprobs, case.logprobs))], name, "the loss")
+    expect_close([found], [math.fsum(formula(case, case.logprobs, case.logprobs))], name, "the loss")
     for row, at in enumerate(case.rows):
         for t, got in zip(at, gradients[row], strict=True):
-            wanted = _derivative(formula, case, t)
-            if wanted is not None:
-                close = math.isclose(got, wanted, rel_tol=1e-4, abs_tol=1e-5 * max(1.0, abs(found)))
-                _expect(close, name, f"the gradient of token {t} is {got}, where differences give {wanted}")
-
-
-def _derivative(formula: Formula, case: Case, t: int) -> float | None:
-    """Return the derivative by a token's logprob; None at a corner, or where the policy excludes the token."""
-    if not math.isfinite(case.logprobs[t]):
-        return None
-
-    def total(x: float) -> float:
-        return math.fsum(formula(case, [*case.logprobs[:t], x, *case.logprobs[t + 1 :]], case.logprobs))
-
-    x, middle = case.logprobs[t], total(case.logprobs[t])
-    up, down = (total(x + STEP) - middle) / STEP, (middle - total(x - STEP)) / STEP
-    is_corner = not math.isclose(up, down, rel_tol=1e-3, abs_tol=1e-4 * max(1.0, abs(middle)))
-    return None if is_corner else (up + down) / 2
-
-
-def _orders(num_rows: int) -> list[list[int]]:
-    backwards = list(reversed(range(num_rows)))
-    return [backwards, backwards[::2] + backwards[1::2]] if num_rows > 1 else []
-
-
-def _cuts(num_rows: int) -> list[list[list[int]]]:
-    rows = list(range(num_rows))
-    return [[rows[:1], rows[1:]], [rows[::2], rows[1::2]]] if num_rows > 1 else []
+            wanted = derivative(functools.partial(formula, case), case.logprobs, t)
+            expect_gradient(got, wanted, found, name, t)
 
 
 def _tokens_of(case: Case, rows: Sequence[int]) -> list[int]:
@@ -287,50 +261,3 @@ def _poisoned(batch: BatchT, mask: Tensor, names: Sequence[str]) -> BatchT:
 
 def _tensors_of(batch: PolicyTokens | Rewards) -> dict[str, Tensor]:
     return {f.name: x for f in dataclasses.fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}
-
-
-def _unmodified(call: Callable[[], ResultT], arguments: Mapping[str, Tensor], name: str) -> ResultT:
-    """Call, and see to it that no argument is another one afterwards."""
-    before = {argument: x.clone() for argument, x in arguments.items()}
-    result = call()
-    for argument, x in arguments.items():
-        same = torch.equal(torch.nan_to_num(before[argument]), torch.nan_to_num(x))
-        _expect(
-            same, name, f"the argument {argument} was modified; write x * 2 for x.mul_(2), and clone before x[0] = 1"
-        )
-    return result
-
-
-def _expect(holds: bool, name: str, otherwise: str) -> None:
-    if not holds:
-        raise ConformanceError(f"{otherwise} (batch: {name})")
-
-
-def _expect_shape(x: Tensor, num_tokens: int, name: str, what: str) -> None:
-    right = tuple(x.shape) == (num_tokens,)
-    _expect(right, name, f"the {what} must be a tensor of shape [{num_tokens}], found {list(x.shape)}")
-
-
-def _expect_again(found: Tensor, again: Tensor, name: str, what: str) -> None:
-    same = found.shape == again.shape and torch.equal(torch.nan_to_num(found), torch.nan_to_num(again))
-    _expect(
-        same, name, f"the same batch has other {what} the second time: keep nothing between calls, and draw no numbers"
-    )
-
-
-def _expect_close(found: Sequence[float], wanted: Sequence[float], name: str, what: str) -> None:
-    pairs = zip(found, wanted, strict=True)
-    close = all(math.isclose(x, y, rel_tol=1e-7, abs_tol=1e-7) for x, y in pairs)
-    _expect(close, name, f"{what} should be {list(wanted)}, found {list(found)}")
-
-
-def _expect_same(whole: _Outcome, other: _Outcome, name: str, when: str) -> None:
-    """Expect the same loss and the same gradients, but for rounding."""
-
-    def close(x: float, y: float) -> bool:
-        return math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-
-    _expect(close(whole[0], other[0]), name, f"the loss is {whole[0]}, but {other[0]} when {when}")
-    for row, gradient in whole[1].items():
-        same = all(map(close, gradient, other[1][row]))
-        _expect(same, name, f"the gradient of row {row} is {gradient}, but {other[1][row]} when {when}")

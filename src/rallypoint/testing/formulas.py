@@ -166,6 +166,58 @@ def kl_cov(case: Case, new: Floats, fixed: Floats, fraction: float, coef: float)
     return losses
 
 
+# What else is in a loss: of each trained token.
+
+
+def kl_estimate(new: float, reference: float, estimator: str) -> float:
+    """Schulman's k1 to k3, and the size of the log-ratio; `d` is cut off in k3 alone."""
+    d = gap(reference, new)
+    near = min(d, 20.0)
+    return {"k1": -d, "k2": d * d / 2, "k3": math.expm1(near) - near, "abs": abs(d)}[estimator]
+
+
+def kl(case: Case, new: Floats, estimator: str, *, importance_corrected: bool = False) -> list[float]:
+    """The estimate; corrected, eq. 7 of 2512.02556. The reference is the case's sampler: any logprobs do."""
+    return [
+        kl_estimate(new[t], case.rollout[t], estimator)
+        * (ratio(gap(new[t], case.old[t])) if importance_corrected else 1.0)
+        for t in itertools.chain(*case.rows)
+    ]
+
+
+def value_loss(case: Case, new: Floats, clip: float | None) -> list[float]:
+    """Half the squared error, of what is worse: the value, or the value that moved by at most `clip`.
+
+    The old values are the case's rewards, and the returns its advantages: any numbers do.
+    """
+    found: list[float] = []
+    for t in itertools.chain(*case.rows):
+        old, wanted = case.rewards[t], case.advantages[t]
+        near = new[t] if clip is None else clamp(new[t], old - clip, old + clip)
+        found.append(0.5 * max((new[t] - wanted) ** 2, (near - wanted) ** 2))
+    return found
+
+
+def aggregated(case: Case, losses: Floats, name: str, length: float) -> float:
+    """The mean of the losses of tokens, [T], as a person would write it: of tokens, rows or prompts."""
+    rows = [[losses[t] for t in row] for row in case.rows]
+    if name == "token":
+        return mean([x for row in rows for x in row])
+    if name == "fixed_length":
+        return mean([math.fsum(row) / length for row in rows])
+    if name == "prompt":
+        prompts = sorted(set(case.groups))
+        rows = [[x for row, group in zip(rows, case.groups, strict=True) if group == p for x in row] for p in prompts]
+    return mean([mean(row) for row in rows if row])
+
+
+def overlong(num_tokens: int, max_tokens: int, buffer: int, factor: float) -> float:
+    """DAPO, eq. 13 of 2503.14476: what a response loses, in its three cases."""
+    if num_tokens <= max_tokens - buffer:
+        return 0.0
+    return factor if num_tokens > max_tokens else factor * (num_tokens - (max_tokens - buffer)) / buffer
+
+
 # Corrections: the weight of each trained token, with rho = old / rollout.
 
 

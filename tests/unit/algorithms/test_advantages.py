@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,8 @@ from rallypoint.algorithms import (
     group_relative_token_advantages,
     whiten,
 )
+from rallypoint.testing import advantage_formulas as formulas
+from rallypoint.testing.cases import make_case
 
 numbers = st.integers(-64, 64).map(lambda n: n / 16)  # exact in float32
 fractions = st.sampled_from([0.0, 0.25, 0.9, 0.95, 1.0])
@@ -27,6 +30,13 @@ def ragged(draw):
     return tokens(numbers), tokens(numbers), tokens(st.booleans()), offsets, groups
 
 
+def case_of(rewards, values, mask, offsets, groups):
+    """The batch that formulas take."""
+    lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
+    fields = {"rewards": tuple(rewards), "values": tuple(values), "mask": tuple(mask)}
+    return dataclasses.replace(make_case(lengths, groups, seed=0), **fields)
+
+
 def floats(x):
     return torch.tensor(x, dtype=torch.float32)
 
@@ -40,7 +50,7 @@ def assert_close(actual, expected, *, atol=2e-5):
 
 
 @given(ragged(), fractions, fractions)
-def test_gae_equals_the_recursion_of_the_paper_on_ragged_rows_with_holes(reference, rows, discount, gae_lambda):
+def test_gae_equals_the_recursion_of_the_paper_on_ragged_rows_with_holes(rows, discount, gae_lambda):
     rewards, values, mask, offsets, _ = rows
     actual = gae_advantages(
         floats(rewards),
@@ -50,7 +60,7 @@ def test_gae_equals_the_recursion_of_the_paper_on_ragged_rows_with_holes(referen
         discount=discount,
         gae_lambda=gae_lambda,
     )
-    expected = reference.gae(rewards, values, mask, offsets, discount, gae_lambda)
+    expected = formulas.gae(case_of(*rows), discount, gae_lambda)
     for got, wanted in zip(actual, expected, strict=True):
         assert_close(got, wanted)
 
@@ -67,13 +77,14 @@ def test_gae_of_the_example_in_the_carriers_docstring():
     assert_close(advantages, [0, 0, 0.6, 0.4, 0.1], atol=1e-6)
 
 
-def test_gae_reaches_through_a_row_of_a_thousand_tokens(reference):
+def test_gae_reaches_through_a_row_of_a_thousand_tokens():
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 1000, generator=generator)
     advantages, _ = gae_advantages(
         rewards, values, torch.ones(1000).bool(), torch.tensor([0, 1000]), discount=1.0, gae_lambda=1.0
     )
-    expected, _ = reference.gae(rewards.tolist(), values.tolist(), [True] * 1000, [0, 1000], 1.0, 1.0)
+    row = case_of(rewards.tolist(), values.tolist(), [True] * 1000, [0, 1000], [0])
+    expected, _ = formulas.gae(row, 1.0, 1.0)
     assert_close(advantages, expected, atol=1e-6)
 
 
@@ -141,9 +152,9 @@ def test_a_nan_score_stays_visible_in_its_own_group_only():
 
 
 @given(ragged())
-def test_whiten_equals_the_definition(reference, rows):
+def test_whiten_equals_the_definition(rows):
     x, _, mask, _, _ = rows
-    assert_close(whiten(floats(x), bools(mask)), reference.whiten(x, mask))
+    assert_close(whiten(floats(x), bools(mask)), formulas.whitened(case_of(*rows), x))
 
 
 def test_whitening_equal_numbers_gives_zeros():
@@ -151,11 +162,13 @@ def test_whitening_equal_numbers_gives_zeros():
 
 
 @given(ragged(), st.booleans())
-def test_group_relative_equals_the_definition_for_groups_in_any_order(reference, rows, normalize_std):
+def test_group_relative_equals_the_definition_for_groups_in_any_order(rows, normalize_std):
     _, _, _, offsets, groups = rows
     scores = [float(stop - start) for start, stop in itertools.pairwise(offsets)]
     actual = group_relative_advantages(floats(scores), torch.tensor(groups), normalize_std=normalize_std)
-    assert_close(actual, reference.group_relative(scores, groups, normalize_std))
+    ones = [True] * len(scores)
+    case = case_of(scores, scores, ones, list(range(len(scores) + 1)), groups)
+    assert_close(actual, (formulas.grpo if normalize_std else formulas.dr_grpo)(case))
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -181,7 +194,7 @@ def test_one_success_in_four_by_hand():
 
 
 @given(ragged(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
-def test_token_advantages_equal_the_definition_of_process_supervision(reference, rows, normalize_std, discount):
+def test_token_advantages_equal_the_definition_of_process_supervision(rows, normalize_std, discount):
     rewards, _, mask, offsets, groups = rows
     actual = group_relative_token_advantages(
         floats(rewards),
@@ -191,7 +204,7 @@ def test_token_advantages_equal_the_definition_of_process_supervision(reference,
         normalize_std=normalize_std,
         discount=discount,
     )
-    expected = reference.group_relative_tokens(rewards, mask, offsets, groups, normalize_std, discount)
+    expected = formulas.grpo_by_token(case_of(*rows), discount, normalize_std=normalize_std)
     assert_close(actual, expected, atol=1e-4)
 
 

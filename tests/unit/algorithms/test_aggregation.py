@@ -2,8 +2,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -18,41 +16,7 @@ from rallypoint.algorithms import (
     weigh,
 )
 from rallypoint.testing import CASES
-from rallypoint.testing.cases import make_case
 from rallypoint.types import JudgedBatch, merge
-
-RULES = ["token", "sequence", "fixed_length", "prompt"]
-
-
-def by_the_paper(case, losses, rule, length):
-    """The mean as a person would write it: of rows, of prompts, of tokens."""
-    rows = [[losses[t] for t in row] for row in case.rows]
-    if rule == "token":
-        return sum(map(sum, rows)) / sum(map(len, rows))
-    if rule == "fixed_length":
-        return sum(sum(row) / length for row in rows) / len(rows)
-    if rule == "prompt":
-        members = [[b for b, group in enumerate(case.groups) if group == name] for name in set(case.groups)]
-        rows = [[x for b in group for x in rows[b]] for group in members]
-    return sum(sum(row) / len(row) for row in rows if row) / sum(bool(row) for row in rows)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 10**6), cut=st.integers(0, 6))
-def test_losses_of_any_cut_add_up_to_the_mean_of_the_rule(rule, lengths, seed, cut):
-    case = make_case(lengths, [row % 2 for row in range(len(lengths))], seed=seed)
-    if not any(case.rows):
-        return
-    tokens, rewards = case.tokens(), case.earned()
-    objective = OBJECTIVES["sapo"](tau_positive=1.0, tau_negative=1.05)
-    losses, _ = objective.by_token(tokens.masked())
-    weights = aggregate(rule, rewards.loss_mask, rewards.offsets, rewards.groups, length=10.0)
-    total = 0.0
-    for rows in (list(range(len(lengths)))[:cut], list(range(len(lengths)))[cut:]):
-        part = case.picked(rows).tokens()
-        total += float(objective(part, weights=weights.by_row[rows][part.rows]).sum)
-    expected = by_the_paper(case, losses.tolist(), rule, 10.0)
-    assert total / weights.denominator == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_a_prompt_in_two_mini_batches_counts_in_each_as_the_part_that_is_there():

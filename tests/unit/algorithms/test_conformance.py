@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_cases import random_cases
 
 from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from rallypoint.testing import CASES, check_advantage, check_correction, check_objective, formulas
@@ -62,6 +62,11 @@ BY_NAME = {
     "gae": ("gae", GAE, lambda case: advantages.gae(case, 0.97, 0.9)[0]),
     "vapo": ("gae", {**GAE, "length_alpha": 0.5}, lambda case: advantages.gae(case, 0.97, 0.9, 0.5)[0]),
     "gae of turns": ("gae", {**GAE, "unit": "turn"}, lambda case: advantages.turn_gae(case, 0.97, 0.9)[0]),
+    "vapo of turns": (
+        "gae",
+        {**GAE, "unit": "turn", "length_alpha": 0.75},
+        lambda case: advantages.turn_gae(case, 0.97, 0.9, 0.75)[0],
+    ),
     "grpo": ("grpo", {"token_discount": None}, advantages.grpo),
     "grpo by token": (
         "grpo",
@@ -103,14 +108,6 @@ def loss_of(which):
     unread = {"gspo": {"dual_clip"}, "clip_cov": OF_THE_CHOICE}.get(name, set())
     own = {key: value for key, value in parameters.items() if key not in unread}
     return OBJECTIVES[name](**parameters), lambda case, new, fixed: formula(case, new, fixed, *own.values())
-
-
-@st.composite
-def random_cases(draw):
-    lengths = draw(st.lists(st.integers(0, 6), max_size=5))
-    groups = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    spread, trained = draw(st.sampled_from([0.0, 0.02, 0.5, 4.0])), draw(st.sampled_from([0.5, 1.0]))
-    return {"random": make_case(lengths, groups, seed=draw(st.integers(0, 10**6)), spread=spread, trained=trained)}
 
 
 @pytest.mark.parametrize("which", LOSSES)
@@ -193,6 +190,7 @@ def test_max_rl_keeps_to_every_rule_and_to_its_paper_and_refuses_negative_reward
         ({**GAE, "length_alpha": 0.5}, lambda case: advantages.gae(case, 0.97, 0.9)),
         ({**GAE, "value_lambda": 1.0, "length_alpha": 0.5}, lambda case: advantages.gae(case, 0.97, 1.0)),
         ({**GAE, "unit": "turn"}, lambda case: advantages.turn_gae(case, 0.97, 0.9)),
+        ({**GAE, "unit": "turn", "length_alpha": 0.75}, lambda case: advantages.turn_gae(case, 0.97, 0.9)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)

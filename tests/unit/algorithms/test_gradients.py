@@ -1,13 +1,11 @@
-"""Gradients in expectation, on a policy whose responses can be enumerated.
+"""What advantages, policy losses and a KL give in expectation, on the policy of `rallypoint.testing.exact`.
 
-Responses are two tokens of three: the policy has three logits for the first one, and three for the second one after
-each first. What the losses give for every possible group, weighed by its probability, is compared with the gradient of
-what they are said to pursue, differentiated by itself.
+It is compared with the gradient of what each is said to pursue. A KL by itself is checked in tests/unit/testing.
 """
 
+import dataclasses
+import functools
 import itertools
-import math
-from collections import Counter
 
 import pytest
 import torch
@@ -26,166 +24,86 @@ from rallypoint.algorithms import (
     weigh_valued,
 )
 from rallypoint.algorithms.corrections import TIS
-from rallypoint.types import JudgedBatch
+from rallypoint.testing import POLICY
 
 NUM_TOKENS = 3
-RESPONSES = list(itertools.product(range(NUM_TOKENS), repeat=2))
 COEF = 0.7
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
+LOGITS, REFERENCE, REWARDS = POLICY.logits, POLICY.reference, POLICY.rewards
 
 
 def random(*shape, seed):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-LOGITS, REFERENCE = random(4, NUM_TOKENS, seed=1), random(4, NUM_TOKENS, seed=2).log_softmax(-1)
-REWARDS, VALUES = random(NUM_TOKENS, NUM_TOKENS, seed=3), random(4, seed=4)
-"""Row 0 of logits, reference and values is of the first token; row 1 + a of the second one after token a."""
+def right_or_wrong():
+    """The same policy, with a reward of 1 for the responses that had one above 0, and 0 for the others."""
+    return dataclasses.replace(POLICY, rewards=(REWARDS > 0).double())
 
 
-def token_logprobs(table, response):
-    """Logprobs of the two tokens of a response."""
-    first, second = response
-    return torch.stack([table[0, first], table[1 + first, second]])
-
-
-def probability(response):
-    return float(token_logprobs(LOGITS.log_softmax(-1), response).sum().exp())
-
-
-def batch_of(responses, rewards=REWARDS):
-    """The rollouts of one prompt, of one token, with the reward on the last token."""
-    num = len(responses)
-    old, reference = (
-        torch.stack([torch.cat([torch.zeros(1), token_logprobs(table, r)]) for r in responses]).flatten()
-        for table in (LOGITS.log_softmax(-1), REFERENCE)
+def by_gae(batch, kl):
+    responses = [tuple(row) for row in batch.tokens.reshape(-1, 3)[:, 1:].tolist()]
+    estimator = ADVANTAGES["gae"](
+        discount=1.0, gae_lambda=1.0, value_lambda=None, length_alpha=None, unit="token", whiten=False
     )
-    return JudgedBatch(
-        offsets=torch.arange(0, 3 * num + 1, 3),
-        tokens=torch.tensor([[0, *r] for r in responses]).flatten(),
-        loss_mask=torch.tensor([False, True, True]).repeat(num),
-        rollout_logprobs=old,
-        prompt_index=torch.zeros(num, dtype=torch.int64),
-        sample_index=torch.arange(num),
-        versions=torch.zeros(num, dtype=torch.int64),
-        truncated=torch.zeros(num, dtype=torch.bool),
-        token_rewards=torch.tensor([[0.0, 0.0, rewards[r]] for r in responses], dtype=torch.float64).flatten(),
-        old_logprobs=old,
-        reference_logprobs=reference,
-    )
+    return weigh_valued(batch.valued(POLICY.state_values(responses)), estimator, kl=kl)[0]
 
 
-def gae(batch, *, discount, gae_lambda, whiten_advantages, kl):
-    settings = {"discount": discount, "gae_lambda": gae_lambda, "value_lambda": None, "length_alpha": None}
-    return weigh_valued(batch, ADVANTAGES["gae"](**settings, unit="token", whiten=whiten_advantages), kl=kl)
+def by_estimator(estimator):
+    return lambda batch, kl: weigh(batch, estimator, kl=kl)
 
 
-def group_relative(batch, *, normalize_std, token_discount, kl):
-    estimator = ADVANTAGES["grpo" if normalize_std else "dr_grpo"](token_discount=token_discount, whiten=False)
-    return weigh(batch, estimator, kl=kl)
+def by_group(*, normalize_std=False, token_discount=None):
+    return by_estimator(ADVANTAGES["grpo" if normalize_std else "dr_grpo"](token_discount=token_discount, whiten=False))
 
 
-def by_gae(responses, kl, rewards):
-    values = torch.stack([torch.stack([VALUES[0] * 0, VALUES[0], VALUES[1 + r[0]]]) for r in responses]).flatten()
-    batch = batch_of(responses, rewards).valued(values)
-    return gae(batch, discount=1.0, gae_lambda=1.0, whiten_advantages=False, kl=kl)[0]
-
-
-def by_group(responses, kl, rewards, *, normalize_std=False, token_discount=None):
-    batch = batch_of(responses, rewards)
-    return group_relative(batch, normalize_std=normalize_std, token_discount=token_discount, kl=kl)
-
-
-def expected_gradient(weigh, group_size, *, kl=None, rewards=REWARDS):
+def expected_gradient(weigh, group_size, *, kl=None, policy=POLICY):
     """Gradient of minus the loss, a rollout, over all groups of responses weighed by their probability."""
-    logits, total = LOGITS.clone().requires_grad_(), 0.0
-    # Each group in one order, since the order of rows changes no result: see test_conformance.
-    for responses in itertools.combinations_with_replacement(RESPONSES, group_size):
-        num_orders = math.factorial(group_size) // math.prod(map(math.factorial, Counter(responses).values()))
-        weight = num_orders * torch.tensor([probability(r) for r in responses]).prod() / group_size
-        batch = weigh(responses, kl, rewards)
-        table = logits.log_softmax(-1)
-        zero = torch.zeros(1, dtype=torch.float64)
-        logprobs = torch.stack([torch.cat([zero, token_logprobs(table, r)]) for r in responses]).flatten()
-        loss = policy_loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **BOUNDS).sum
-        if batch.reference_logprobs is not None:
-            corrected_from = batch.old_logprobs if kl.importance_corrected else None
-            penalty = kl_loss(
-                logprobs,
-                batch.reference_logprobs,
-                batch.loss_mask,
-                estimator=kl.estimator,
-                corrected_from=corrected_from,
-            )
-            loss = loss + kl.coef * penalty.sum
-        total = total - weight * loss
-    return torch.autograd.grad(total, logits)[0]
 
+    def loss(logprobs, group):
+        batch = weigh(group, kl)
+        policy_part = policy_loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **BOUNDS).sum
+        if batch.reference_logprobs is None:
+            return policy_part
+        pull = kl_loss(
+            logprobs,
+            batch.reference_logprobs,
+            batch.loss_mask,
+            estimator=kl.estimator,
+            corrected_from=batch.old_logprobs if kl.importance_corrected else None,
+        )
+        return policy_part + kl.coef * pull.sum
 
-def gradient_of(objective):
-    """Gradient of a function of the logprob table."""
-    logits = LOGITS.clone().requires_grad_()
-    return torch.autograd.grad(objective(logits.log_softmax(-1)), logits)[0]
-
-
-def mean_reward(table, rewards=REWARDS):
-    return sum(token_logprobs(table, r).sum().exp() * rewards[r] for r in RESPONSES)
-
-
-def divergence(table):
-    """KL(policy || reference) of whole responses."""
-    both = [(token_logprobs(table, r).sum(), token_logprobs(REFERENCE, r).sum()) for r in RESPONSES]
-    return sum(policy.exp() * (policy - reference) for policy, reference in both)
-
-
-def token_divergence(table, *, forward):
-    """KL of the next token, summed over the two places, after prefixes that the policy as it is samples."""
-    prefixes = torch.cat([torch.ones(1, dtype=torch.float64), LOGITS[0].softmax(-1)])
-    over, under = (REFERENCE, table) if forward else (table, REFERENCE)
-    return (prefixes * (over.exp() * (over - under)).sum(-1)).sum()
+    return -policy.expected_gradient(loss, group_size=group_size)
 
 
 IN_REWARD = KL(coef=COEF, estimator="k1", placement="reward")
-ESTIMATORS = {"gae": (by_gae, 1, 1.0), "group of two": (by_group, 2, 1 / 2), "group of three": (by_group, 3, 2 / 3)}
+ESTIMATORS = {"gae": (by_gae, 1, 1.0), "group of two": (by_group(), 2, 1 / 2), "group of three": (by_group(), 3, 2 / 3)}
 """Weigh, group size, and by how much a baseline that contains the rollout itself shrinks the gradient."""
+CLIMBED = POLICY.gradient_of(POLICY.mean_reward)
 
 
 @pytest.mark.parametrize(("weigh", "size", "shrunk"), ESTIMATORS.values(), ids=ESTIMATORS)
 def test_every_estimator_climbs_the_mean_reward(weigh, size, shrunk):
-    torch.testing.assert_close(expected_gradient(weigh, size), shrunk * gradient_of(mean_reward))
+    torch.testing.assert_close(expected_gradient(weigh, size), shrunk * CLIMBED)
 
 
 @pytest.mark.parametrize(("weigh", "size", "shrunk"), ESTIMATORS.values(), ids=ESTIMATORS)
 def test_k1_in_the_reward_has_the_gradient_of_the_divergence_of_whole_responses(weigh, size, shrunk):
-    wanted = gradient_of(lambda table: mean_reward(table) - COEF * divergence(table))
+    wanted = CLIMBED - COEF * POLICY.gradient_of(POLICY.response_divergence)
     torch.testing.assert_close(expected_gradient(weigh, size, kl=IN_REWARD), shrunk * wanted)
 
 
-@pytest.mark.parametrize(("estimator", "forward"), [("k2", False), ("k3", True)])
-@pytest.mark.parametrize(("weigh", "size", "shrunk"), ESTIMATORS.values(), ids=ESTIMATORS)
-def test_in_the_loss_k2_and_k3_have_the_gradients_of_the_two_divergences(weigh, size, shrunk, estimator, forward):
-    kl = KL(coef=COEF, estimator=estimator, placement="loss")
-    wanted = shrunk * gradient_of(mean_reward) - COEF * gradient_of(lambda t: token_divergence(t, forward=forward))
-    torch.testing.assert_close(expected_gradient(weigh, size, kl=kl), wanted)
+IN_LOSS = {"k2": "reverse", "k3": "forward", "abs": "variation", "k1, corrected": "reverse", "k3, corrected": "reverse"}
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_corrected_by_importance_k1_and_k3_have_the_gradient_of_the_reverse_divergence(estimator):
-    kl = KL(coef=COEF, estimator=estimator, placement="loss", importance_corrected=True)
-    wanted = gradient_of(mean_reward) - COEF * gradient_of(lambda t: token_divergence(t, forward=False))
-    torch.testing.assert_close(expected_gradient(by_gae, 1, kl=kl), wanted)
-
-
-def test_in_the_loss_the_absolute_log_ratio_has_the_gradient_of_twice_the_total_variation():
-    kl = KL(coef=COEF, estimator="abs", placement="loss")
-
-    def variation(table):
-        prefixes = torch.cat([torch.ones(1, dtype=torch.float64), LOGITS[0].softmax(-1)])
-        return (prefixes * (table.exp() - REFERENCE.exp()).abs().sum(-1)).sum()
-
-    torch.testing.assert_close(
-        expected_gradient(by_gae, 1, kl=kl), gradient_of(mean_reward) - COEF * gradient_of(variation)
-    )
+@pytest.mark.parametrize("name", IN_LOSS)
+@pytest.mark.parametrize(("weigh", "size", "shrunk"), list(ESTIMATORS.values())[:2], ids=list(ESTIMATORS)[:2])
+def test_in_the_loss_a_kl_has_the_gradient_of_its_divergence_beside_that_of_the_reward(weigh, size, shrunk, name):
+    estimator, *corrected = name.split(", ")
+    kl = KL(coef=COEF, estimator=estimator, placement="loss", importance_corrected=bool(corrected))
+    pull = POLICY.gradient_of(functools.partial(POLICY.token_divergence, kind=IN_LOSS[name]))
+    torch.testing.assert_close(expected_gradient(weigh, size, kl=kl), shrunk * CLIMBED - COEF * pull)
 
 
 @pytest.mark.parametrize(
@@ -208,57 +126,40 @@ GROUPED = {
 def test_estimators_that_only_subtract_a_baseline_climb_the_mean_reward(name):
     parameters, shrunk = GROUPED[name]
     estimator = ADVANTAGES[name](**parameters, whiten=False)
-
-    def by_estimator(responses, kl, rewards):
-        return weigh(batch_of(responses, rewards), estimator, kl=kl)
-
-    torch.testing.assert_close(expected_gradient(by_estimator, 3), shrunk * gradient_of(mean_reward))
+    torch.testing.assert_close(expected_gradient(by_estimator(estimator), 3), shrunk * CLIMBED)
 
 
 def test_reinforce_plus_plus_before_whitening_climbs_the_mean_reward():
     estimator = ADVANTAGES["reinforce_plus_plus"](discount=1.0, whiten=False)
-
-    def by_estimator(responses, kl, rewards):
-        return weigh(batch_of(responses, rewards), estimator, kl=kl)
-
-    torch.testing.assert_close(expected_gradient(by_estimator, 1), gradient_of(mean_reward))
+    torch.testing.assert_close(expected_gradient(by_estimator(estimator), 1), CLIMBED)
 
 
 def test_with_responses_of_one_length_opo_climbs_the_mean_reward():
     estimator = ADVANTAGES["opo"](whiten=False)
-
-    def by_estimator(responses, kl, rewards):
-        return weigh(batch_of(responses, rewards), estimator, kl=kl)
-
-    torch.testing.assert_close(expected_gradient(by_estimator, 3), (1 - 1 / 3) * gradient_of(mean_reward))
+    torch.testing.assert_close(expected_gradient(by_estimator(estimator), 3), (1 - 1 / 3) * CLIMBED)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("max_rl", {}), ("pass_at_k", {"k": 2}), ("lite_ppo", {})])
 def test_estimators_that_rescale_prompts_climb_the_share_of_right_answers(name, parameters):
-    right = (REWARDS > 0).double()
+    right = right_or_wrong()
     estimator = ADVANTAGES[name](**parameters, whiten=False)
-
-    def by_estimator(responses, kl, rewards):
-        return weigh(batch_of(responses, rewards), estimator, kl=kl)
-
-    found = expected_gradient(by_estimator, 3, rewards=right).flatten()
-    wanted = gradient_of(lambda table: mean_reward(table, right)).flatten()
+    found = expected_gradient(by_estimator(estimator), 3, policy=right).flatten()
+    wanted = right.gradient_of(right.mean_reward).flatten()
     assert torch.cosine_similarity(found, wanted, dim=0) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_max_rl_has_the_gradient_of_the_first_terms_of_the_logarithm_of_the_pass_rate():
     """With a group of N, log p = -sum over k of (1 - p)**k / k is followed up to its term N - 1 (2602.02710)."""
-    right = (REWARDS > 0).double()
+    right = right_or_wrong()
     estimator = ADVANTAGES["max_rl"](whiten=False)
 
-    def by_estimator(responses, kl, rewards):
-        return weigh(batch_of(responses, rewards), estimator, kl=kl)
-
     def objective(table):
-        wrong = 1 - mean_reward(table, right)
+        wrong = 1 - right.mean_reward(table)
         return -(wrong + wrong**2 / 2)
 
-    torch.testing.assert_close(expected_gradient(by_estimator, 3, rewards=right), gradient_of(objective))
+    torch.testing.assert_close(
+        expected_gradient(by_estimator(estimator), 3, policy=right), POLICY.gradient_of(objective)
+    )
 
 
 OLD = random(4, NUM_TOKENS, seed=21).log_softmax(-1)
@@ -292,7 +193,7 @@ def test_without_their_bounds_off_policy_losses_climb_the_mean_advantage_of_the_
             num_rows=1,
         )
         total = total - OLD[0][token].exp() * objective(tokens, correction=correct(corrections, tokens)[0]).sum
-    wanted = gradient_of(lambda table: (table[0].exp() * advantages).sum())[0]
+    wanted = POLICY.gradient_of(lambda table: (table[0].exp() * advantages).sum())[0]
     torch.testing.assert_close(torch.autograd.grad(total, logits)[0], wanted)
 
 
@@ -332,32 +233,27 @@ def test_rewards_by_token_in_a_group_climb_what_comes_after_each_token(kl):
     """The mean over all tokens of the group is subtracted: a token's own share of it shrinks its rewards to go."""
     size = 2
 
-    def weigh(responses, kl, rewards):
-        return by_group(responses, kl, rewards, token_discount=1.0)
-
     def objective(table):
         total = 0.0
-        for response in RESPONSES:
-            now, fixed = token_logprobs(table, response), token_logprobs(LOGITS.log_softmax(-1), response)
+        for response in POLICY.responses:
+            now, fixed = POLICY.token_logprobs(table, response), POLICY.token_logprobs(POLICY.logprobs, response)
             rewards = torch.stack([REWARDS[response] * 0, REWARDS[response]])
             if kl is not None:
-                rewards = rewards - COEF * (fixed - token_logprobs(REFERENCE, response))
+                rewards = rewards - COEF * (fixed - POLICY.token_logprobs(REFERENCE, response))
             to_go = rewards.flip(0).cumsum(0).flip(0)
             shrunk = 1 - torch.tensor([2.0, 1.0]) / (2 * size)
             total = total + fixed.sum().exp() * (now * shrunk * to_go).sum()
         return total
 
-    torch.testing.assert_close(expected_gradient(weigh, size, kl=kl), gradient_of(objective))
+    torch.testing.assert_close(
+        expected_gradient(by_group(token_discount=1.0), size, kl=kl), POLICY.gradient_of(objective)
+    )
 
 
 def test_standardised_groups_climb_the_share_of_right_answers():
-    right = (REWARDS > 0).double()
-
-    def weigh(responses, kl, rewards):
-        return by_group(responses, kl, rewards, normalize_std=True)
-
-    found = expected_gradient(weigh, 3, rewards=right).flatten()
-    wanted = gradient_of(lambda table: mean_reward(table, right)).flatten()
+    right = right_or_wrong()
+    found = expected_gradient(by_group(normalize_std=True), 3, policy=right).flatten()
+    wanted = right.gradient_of(right.mean_reward).flatten()
     assert torch.cosine_similarity(found, wanted, dim=0) == pytest.approx(1.0, abs=1e-12)
 
 
@@ -367,9 +263,9 @@ def test_k2_and_k3_are_refused_in_the_reward_where_their_gradient_is_no_divergen
         KL(coef=COEF, estimator=estimator, placement="reward")
     fixed = LOGITS[0].log_softmax(-1)
     penalty = kl_penalty(fixed, REFERENCE[0], estimator)
-    score_function = gradient_of(lambda table: (fixed.exp() * penalty * table[0]).sum())
-    reverse = gradient_of(lambda table: (table[0].exp() * (table[0] - REFERENCE[0])).sum())
-    forward = gradient_of(lambda table: (REFERENCE[0].exp() * (REFERENCE[0] - table[0])).sum())
+    score_function = POLICY.gradient_of(lambda table: (fixed.exp() * penalty * table[0]).sum())
+    reverse = POLICY.gradient_of(lambda table: (table[0].exp() * (table[0] - REFERENCE[0])).sum())
+    forward = POLICY.gradient_of(lambda table: (REFERENCE[0].exp() * (REFERENCE[0] - table[0])).sum())
     assert not any(torch.cosine_similarity(score_function[0], g[0], dim=0) > 0.99 for g in (reverse, forward))
     if estimator == "k3":
         torch.testing.assert_close(score_function, reverse - forward)
@@ -398,7 +294,7 @@ def test_the_policy_loss_has_the_gradient_of_the_bounded_surrogate_off_policy(du
     free = torch.where(advantages > 0, ratio <= 1.3, ratio >= 0.8)
     if dual_clip is not None:
         free &= (advantages > 0) | (ratio <= dual_clip)
-    wanted = gradient_of(lambda table: (table[0].exp() * advantages * free).sum())[0]
+    wanted = POLICY.gradient_of(lambda table: (table[0].exp() * advantages * free).sum())[0]
     torch.testing.assert_close(torch.autograd.grad(total, logits)[0], wanted)
     assert ratio.min() < 0.8
     assert ratio.max() > 1.5

@@ -1,9 +1,13 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_cases import random_cases
 
 from rallypoint.algorithms import entropy_bonus, explained_variance, kl_loss, policy_loss, value_loss
+from rallypoint.testing import formulas
 from rallypoint.types import merge
 
 numbers = st.floats(-4, 4, width=32)
@@ -26,30 +30,27 @@ def tensors(parts):
     return *(torch.tensor(x, dtype=torch.float64) for x in numbers_of), torch.tensor(mask, dtype=torch.bool)
 
 
-@given(columns(), dual_clips)
-def test_policy_loss_equals_the_formula_token_by_token(reference, parts, dual_clip):
-    result = policy_loss(*tensors(parts), **BOUNDS, dual_clip=dual_clip)
-    total, clipped, moved = reference.policy_loss(*parts, 0.2, 0.28, dual_clip)
-    assert float(result.sum) == pytest.approx(total, rel=1e-9, abs=1e-9)
-    assert int(result.watched["clip_fraction"]) == clipped
-    assert float(result.kl_sum) == pytest.approx(moved, rel=1e-9, abs=1e-9)
-    assert int(result.num_tokens) == sum(parts[-1])
+@given(random_cases(), dual_clips)
+def test_the_policy_loss_watches_how_many_tokens_are_clipped_and_how_far_they_moved(cases, dual_clip):
+    case, tokens = cases["random"], cases["random"].tokens()
+    result = policy_loss(
+        tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.loss_mask, **BOUNDS, dual_clip=dual_clip
+    )
+    bounded = formulas.clip(case, case.logprobs, case.logprobs, 0.2, 0.28, dual_clip)
+    free = formulas.importance_sampling(case, case.logprobs, case.logprobs, "old")
+    moved = [formulas.kl_estimate(case.old[t], case.logprobs[t], "k3") for t in itertools.chain(*case.rows)]
+    assert float(result.sum) == pytest.approx(sum(bounded), rel=1e-9, abs=1e-9)
+    assert int(result.watched["clip_fraction"]) == sum(x != y for x, y in zip(bounded, free, strict=True))
+    assert float(result.kl_sum) == pytest.approx(sum(moved), rel=1e-9, abs=1e-9)
+    assert int(result.num_tokens) == sum(case.mask)
 
 
-@given(columns(), clips)
-def test_value_loss_equals_the_formula_token_by_token(reference, parts, clip):
-    result = value_loss(*tensors(parts), clip=clip)
-    total, clipped = reference.value_loss(*parts, clip)
-    assert float(result.sum) == pytest.approx(total, rel=1e-9, abs=1e-9)
-    assert int(result.num_clipped) == clipped
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@given(parts=columns(num_columns=2))
-def test_kl_loss_equals_the_formula_token_by_token(reference, estimator, parts):
-    result = kl_loss(*tensors(parts), estimator=estimator)
-    expected = sum(reference.kl(new, ref, estimator) for new, ref, trained in zip(*parts, strict=True) if trained)
-    assert float(result.sum) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+@given(random_cases(), clips)
+def test_the_value_loss_watches_how_many_tokens_are_clipped(cases, clip):
+    case, rewards = cases["random"], cases["random"].earned()
+    result = value_loss(rewards.values, rewards.token_rewards, case.tokens().advantages, rewards.loss_mask, clip=clip)
+    clipped, free = (formulas.value_loss(case, case.values, bound) for bound in (clip, None))
+    assert int(result.num_clipped) == sum(x != y for x, y in zip(clipped, free, strict=True))
 
 
 LOSSES = [

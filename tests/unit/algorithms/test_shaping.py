@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rallypoint.algorithms import ADVANTAGES, OverlongPenalty, RowMask, weigh, weigh_valued
+from rallypoint.algorithms import ADVANTAGES, OverlongPenalty, RowMask, overlong_penalty, weigh, weigh_valued
+from rallypoint.testing import formulas
 from rallypoint.types import JudgedBatch
 
 LENGTHS = (1, 3, 2, 4, 0)
@@ -45,6 +46,13 @@ def test_the_penalty_falls_on_the_last_token_and_its_mean_counts_all_rows():
     assert (after.scores - before.scores).tolist() == [0.0, -0.25, 0.0, -0.5, 0.0]
     assert (after.token_rewards != before.token_rewards).nonzero().flatten().tolist() == [5, 13]
     assert metrics.scalars() == {"reward/overlong_penalty": pytest.approx(0.75 / 5)}
+
+
+@pytest.mark.parametrize(("max_tokens", "buffer", "factor"), [(10, 4, 1.0), (7, 7, 0.5), (12, 1, 2.0)])
+def test_the_penalty_of_every_length_is_that_of_the_paper(max_tokens, buffer, factor):
+    bounds = {"max_tokens": max_tokens, "buffer": buffer, "factor": factor}
+    found = overlong_penalty(torch.arange(16), **bounds)
+    assert found.tolist() == pytest.approx([formulas.overlong(length, **bounds) for length in range(16)])
 
 
 def test_truncated_rows_do_not_train_and_count_in_the_baseline_of_their_prompt():
