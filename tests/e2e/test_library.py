@@ -16,7 +16,7 @@ import rallypoint as rally
 from rallypoint.config import RECIPES
 from rallypoint.data import load_tokenizer
 from rallypoint.display import Silent
-from rallypoint.errors import ConfigError, DataError, ResumeError, RunFolderError
+from rallypoint.errors import ConfigError, DataError, ResumeError, RewardError, RunFolderError
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.run.folder import RunFolder
 from rallypoint.types import Last, Metrics
@@ -87,6 +87,11 @@ def test_rows_and_a_closure_train_a_model_and_the_run_is_a_value(train, tmp_path
     )
     scored = rally.evaluate(run, ROWS[:4], reward=lambda completion: float(len(completion)), num_samples=2)
     assert len(scored.scores) == 8
+    length = {"one": lambda completion: float(len(completion)), "two": lambda completion: 2.0}
+    both = rally.evaluate(run, ROWS[:4], reward=length, num_samples=2)
+    assert both.scores == tuple(score + 2.0 for score in scored.scores)
+    with pytest.raises(RewardError, match=r"give it again: rally.evaluate\(run, rows, reward=lambda\)"):
+        rally.evaluate(run, ROWS[:4])
     assert rally.load_run(run.folder).num_steps == 4
     assert "4 of 4 steps" in repr(run)
 
@@ -139,6 +144,10 @@ def test_a_run_that_is_resumed_with_other_rows_is_refused(train):
         rally.train(run, data=ROWS[:-1], reward=reward, resume=True, num_steps=2, display=False)
     with pytest.raises(ConfigError, match=r"was given to rally.train in Python and is not kept"):
         rally.train(run, resume=True, display=False)
+    with pytest.raises(ConfigError, match=r"is the folder of a run: resume it with resume=True, or name a recipe"):
+        rally.train(run.folder, reward=reward, display=False)
+    with pytest.raises(RunFolderError, match=r"resume it with `rally.train\('.*/run', resume=True\)`, or choose"):
+        train(num_steps=1)
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_own_error(train):

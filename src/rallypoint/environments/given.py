@@ -75,6 +75,15 @@ def how_to_give(spec: str) -> str:
     )
 
 
+def how_to_give_for_eval(spec: str) -> str:
+    """Say the same to who scores the model of a run."""
+    own = spec.removeprefix(_MARK).partition("-")[0]
+    return (
+        f"the reward of this run, {own}, was given to rally.train in Python and is not kept: give it again: "
+        f"rally.evaluate(run, rows, reward={own}), or put it into a file and name it: --reward rewards.py:FUNCTION"
+    )
+
+
 @contextlib.contextmanager
 def giving(function: Callable[..., object]) -> Iterator[str]:
     """Yield the name under which configs may name a function as long as the block lasts."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,7 @@ def launch(
     from_step: int | None = None,
     progress: Progress | None = None,
     observer: Observer | None = None,
+    in_words_of: Callable[[str], str] = str,
 ) -> tuple[RunFolder, bool]:
     """Train.
 
@@ -60,6 +61,7 @@ def launch(
         from_step: of which step; see `loop.train`.
         progress: display; None for the one that fits the console.
         observer: see `loop.train`.
+        in_words_of: gives what the console says in the words of the caller; as it is, in those of the command.
 
     Returns:
         The folder of the run, and whether all steps are done.
@@ -90,10 +92,11 @@ def launch(
         when = (
             "interrupted; go on with" if isinstance(error, KeyboardInterrupt) else "the run stopped; when it is mended"
         )
-        console.print(f"{when}: rally train {folder.path} --resume", soft_wrap=True)
+        console.print(in_words_of(f"{when}: rally train {folder.path} --resume"), soft_wrap=True)
         raise
     if not finished:
-        console.print(f"interrupted, nothing is lost; go on with: rally train {folder.path} --resume", soft_wrap=True)
+        how = f"interrupted, nothing is lost; go on with: rally train {folder.path} --resume"
+        console.print(in_words_of(how), soft_wrap=True)
     return folder, finished
 
 

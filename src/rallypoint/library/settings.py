@@ -6,12 +6,24 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from rallypoint.config import COMMAND_LINE, read
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, RallyError
 
 HERE = "rally.train"
+ErrorT = TypeVar("ErrorT", bound=RallyError)
+_WORDS = (
+    (rf"([(, ]){COMMAND_LINE}([,)])", rf"\1{HERE}\2"),
+    (r"rally train (\S.*?) --resume --from-step (\d+)", r"rally.train('\1', resume=True, from_step=\2)"),
+    (r"rally train (\S.*?) --resume", r"rally.train('\1', resume=True)"),
+    (r"--resume --from-step (\d+)", r"resume=True, from_step=\1"),
+    ("--from-step", "from_step"),
+    ("--resume", "resume=True"),
+    (r"--reward (\S+:\S+)", r"reward='\1'"),
+    ("--max-response-tokens", "max_response_tokens"),
+)
+"""What messages say to who typed a command, and what it is in Python."""
 
 
 @runtime_checkable
@@ -60,9 +72,27 @@ def of_length(recipe: str, overrides: Sequence[str]) -> list[str]:
     return ["trainer.num_epochs=null"] if wins else []
 
 
-def renamed(error: ConfigError) -> ConfigError:
-    """Return an error that says where values were set from Python's point of view."""
-    return ConfigError(tuple(re.sub(rf"([(, ]){COMMAND_LINE}([,)])", rf"\1{HERE}\2", text) for text in error.problems))
+def in_python(text: str) -> str:
+    """Return a message in the words of the library.
+
+    >>> in_python("resume it with `rally train runs/mine --resume`, or seed=1 (command line)")
+    "resume it with `rally.train('runs/mine', resume=True)`, or seed=1 (rally.train)"
+    """
+    for ours, words in _WORDS:
+        text = re.sub(ours, words, text)
+    return text
+
+
+def renamed(error: ErrorT) -> ErrorT:
+    """Return an error in the words of the library; the same where it has none of the command's.
+
+    Errors whose only argument is what they say can be made anew.
+    """
+    if isinstance(error, ConfigError):
+        problems = tuple(map(in_python, error.problems))
+        return error if problems == error.problems else type(error)(problems)
+    said = str(error)
+    return error if error.args != (said,) or in_python(said) == said else type(error)(in_python(said))
 
 
 def plain(value: object) -> Any:

@@ -16,20 +16,24 @@ from rich.console import Console
 from rallypoint.config import RECIPES, TrainerConfig, declare, read
 from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
-from rallypoint.environments.given import GIVEN, ByName, giving
-from rallypoint.errors import ConfigError
+from rallypoint.errors import (
+    ConfigError,
+    ModelError,
+    RewardError,
+    RunFolderError,
+    ScheduleError,
+    UnusableCheckpointError,
+)
 from rallypoint.library.launch import launch
 from rallypoint.library.material import Data, Model, data_files, model_path
+from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
-from rallypoint.library.settings import of_length, overrides_of, renamed
+from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
 from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.recipe import Recipe
 from rallypoint.run.folder import RunFolder
 
 ResultT = TypeVar("ResultT")
-
-Reward: TypeAlias = str | Callable[..., object]
-"""`file.py:function`, the name of one that ships, or a function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def train(
     model: Model | None = None,
     data: Data | None = None,
     validation: Data | None = None,
-    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    reward: Rewards | None = None,
     config: Mapping[str, object] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
     resume: bool = False,
@@ -115,8 +119,10 @@ def train(
         watch = _Watch((callbacks,) if callable(callbacks) else tuple(callbacks))
         try:
             return _launched(recipe, keys, (model, data, validation), watch, resume, from_step, display)
-        except ConfigError as error:
-            raise renamed(error) from None
+        except (ConfigError, ModelError, RewardError, RunFolderError, ScheduleError, UnusableCheckpointError) as error:
+            if (ours := renamed(error)) is error:
+                raise
+            raise ours from None
 
 
 def _launched(
@@ -135,7 +141,16 @@ def _launched(
 
     def start() -> tuple[RunFolder, bool]:
         console, progress = Console(quiet=display is False), _progress(display)
-        return launch(named, overrides, console, resume=resume, from_step=from_step, progress=progress, observer=watch)
+        return launch(
+            named,
+            overrides,
+            console,
+            resume=resume,
+            from_step=from_step,
+            progress=progress,
+            observer=watch,
+            in_words_of=in_python,
+        )
 
     folder, _ = _beside_a_loop(start, watch)
     return Run(folder.path)
@@ -188,30 +203,17 @@ def _name_of_page(page: str | type) -> str:
     return page if isinstance(page, str) else f"{page.__module__}:{page.__qualname__}"
 
 
-def _rewards(
-    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None, stack: contextlib.ExitStack
-) -> dict[str, object]:
+def _rewards(reward: Rewards | None, stack: contextlib.ExitStack) -> dict[str, object]:
     """Return the keys that name the rewards; functions have names until the stack is left."""
-
-    def spec(one: Reward) -> str:
-        return one if isinstance(one, str) else stack.enter_context(giving(one))
-
     if reward is None:
         return {}
-    if isinstance(reward, str) or callable(reward):
-        return {"reward.function": spec(reward)}
-    named = reward if isinstance(reward, Mapping) else {_reward_name(one): one for one in reward}
-    if len(named) < len(reward):
-        raise ConfigError(("reward: two functions have the same name; give a dict, such as {'right': f, 'short': g}",))
+    found = specs_of(reward, stack)
+    if isinstance(found, str):
+        return {"reward.function": found}
     return {
         "reward.function": None,
-        "reward.functions": [{"name": name, "function": spec(one)} for name, one in named.items()],
+        "reward.functions": [{"name": name, "function": spec} for name, spec in found.items()],
     }
-
-
-def _reward_name(reward: Reward) -> str:
-    name = reward.rpartition(":")[2] if isinstance(reward, str) else getattr(reward, "__name__", "")
-    return name.strip("<>") or type(reward).__name__
 
 
 def _material(
@@ -222,7 +224,7 @@ def _material(
         return {}
     trainer = cast("Mapping[str, Any]", read(recipe, overrides).values.get("trainer") or {})
     store = Path(str(trainer.get("runs_dir") or TrainerConfig().runs_dir)).expanduser() / "given"
-    wanted = [name for given in GIVEN.values() if isinstance(given.function, ByName) for name in given.function.columns]
+    wanted = wanted_columns()
     found: dict[str, object] = {}
     if model is not None:
         found |= {"model.path": model_path(model, store), "model.create": None}

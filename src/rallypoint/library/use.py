@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rallypoint.environments.given import GIVEN, ByName, giving
+from rallypoint.errors import ConfigError, ModelError, RewardError
 from rallypoint.library.material import Data, Model, data_files, model_path
+from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
+from rallypoint.library.settings import renamed
 from rallypoint.recipes.use import Evaluation, Trained, complete, find_trained
 from rallypoint.recipes.use import evaluate as score
 
@@ -41,7 +43,7 @@ def generate(
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     if not several:
         return []
-    with _found(model, trust_remote_code) as (trained, store):
+    with _in_words_of_python(), _found(model, trust_remote_code) as (trained, store):
         (file,) = data_files([{"prompt": prompt, "ground_truth": ""} for prompt in several], store)
         return complete(trained, file, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
 
@@ -50,7 +52,7 @@ def evaluate(
     model: Model | Run,
     data: Data,
     *,
-    reward: str | Callable[..., object] | None = None,
+    reward: Rewards | None = None,
     temperature: float = 1.0,
     num_samples: int = 1,
     max_response_tokens: int | None = None,
@@ -63,7 +65,8 @@ def evaluate(
     Args:
         model: as for `generate`.
         data: files or rows, as for `train`.
-        reward: a function or its name; None for that of the model's run, if it is one that ships.
+        reward: a function, its name, or several functions, whose scores are added up; None for that of the model's
+            run, if it is one that ships.
         temperature: 0 is greedy.
         num_samples: responses to each prompt.
         max_response_tokens: most of a response; None: as in training, or 512.
@@ -73,18 +76,19 @@ def evaluate(
 
     Raises:
         RewardError: no reward function is known, or it failed on every response.
+        ConfigError: what is given as reward is none.
         DataError: the data have bad rows.
         ModelError: the model cannot be loaded.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_in_words_of_python())
         trained, store = stack.enter_context(_found(model, trust_remote_code))
-        spec = stack.enter_context(giving(reward)) if callable(reward) else reward
-        named = GIVEN[spec].function if spec in GIVEN else None
-        files = data_files(data, store, named.columns if isinstance(named, ByName) else ())
+        specs = None if reward is None else specs_of(reward, stack)
+        files = data_files(data, store, wanted_columns())
         return score(
             trained,
             files,
-            reward=spec,
+            reward=specs,
             temperature=temperature,
             num_samples=num_samples,
             max_response_tokens=max_response_tokens,
@@ -92,6 +96,16 @@ def evaluate(
             seed=seed,
             say=say,
         )
+
+
+@contextlib.contextmanager
+def _in_words_of_python() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, ModelError, RewardError) as error:
+        if (ours := renamed(error)) is error:
+            raise
+        raise ours from None
 
 
 @contextlib.contextmanager

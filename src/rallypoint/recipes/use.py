@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import RECIPES, LoRAConfig, OnTooLong, RewardConfig, RunConfig, load_config
+from rallypoint.config import RECIPES, LoRAConfig, OnTooLong, RunConfig, load_config
 from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.grader import open_grader
-from rallypoint.environments.reward import SHIPPED
 from rallypoint.environments.scoring import Scored, ScoredGroup, Scoring, combine
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
 from rallypoint.models import ModelShard
 from rallypoint.recipes.data_notes import say_fates
+from rallypoint.recipes.eval_rewards import rewards_for
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.roles.sampling import sampling_params
@@ -138,7 +138,7 @@ def evaluate(
     trained: Trained,
     data: Sequence[str],
     *,
-    reward: str | None,
+    reward: str | Mapping[str, str] | None,
     temperature: float,
     num_samples: int,
     max_response_tokens: int | None,
@@ -146,7 +146,7 @@ def evaluate(
     seed: int,
     say: Callable[[str], None],
 ) -> Evaluation:
-    """Sample responses to every prompt of a data set and score them.
+    """Sample responses to every prompt of a data set and score them by one function, or by the sum of several.
 
     Raises:
         RewardError: no reward function is known or may be run, or it failed on every response.
@@ -154,9 +154,7 @@ def evaluate(
         ModelError: the folder cannot be loaded.
     """
     config = trained.config
-    settings = config.reward if config else RewardConfig()
-    own = settings.model_copy(update={"function": reward, "parameters": {}, "functions": ()})
-    with contextlib.closing(open_grader(own if reward else _rewards_of(trained))) as grader:
+    with contextlib.closing(open_grader(rewards_for(trained.path, config, reward))) as grader:
         grader.load()
         columns = config.data.columns.named if config and config.data.columns else {}
         sampled = _sample(
@@ -243,32 +241,6 @@ def _sample(
     params = _params(trained, tokenizer, engine, temperature, limit, seed)
     batch = generate(engine, prompts, params, version=0, group_size=num_samples)
     return _Sampled(tokenizer, encoded, batch)
-
-
-def _rewards_of(trained: Trained) -> RewardConfig:
-    """Return the rewards of the model's run, if they ship: a folder must not choose whose code runs here."""
-    if trained.config is None:
-        raise RewardError(f"{trained.path} does not lie in a run folder, so name the reward: --reward file.py:function")
-    functions = [one.function for one in trained.config.reward.all_functions]
-    if "rollout" not in trained.config.roles:
-        raise RewardError(f"the run of {trained.path} had no rewards; name one: --reward file.py:function")
-    if not functions:
-        raise RewardError(
-            f"the run of {trained.path} has a reward model, which is asked in training only, and no function; "
-            "name one: --reward file.py:function"
-        )
-    if own := [spec for spec in functions if spec not in SHIPPED]:
-        raise RewardError(
-            f"the reward of this run is a file's, and a run folder does not decide what is run here; if you know and "
-            f"trust it, name it: --reward {own[0]}"
-        )
-    urls = [one.parameters["url"] for one in trained.config.reward.all_functions if "url" in one.parameters]
-    if urls:
-        raise RewardError(
-            f"the reward of this run asks {urls[0]}, and a run folder does not decide where responses are sent; name "
-            "another reward: --reward file.py:function"
-        )
-    return trained.config.reward
 
 
 def _summarise(group: ScoredGroup, scored: Scored, num_prompts: int) -> Evaluation:

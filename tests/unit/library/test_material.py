@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.config import load_config
 from rallypoint.data import DataSet, load_dataset, load_tokenizer
-from rallypoint.errors import ConfigError, DataError, ModelError
+from rallypoint.errors import ConfigError, DataError, ModelError, RunFolderError, UnusableCheckpointError
 from rallypoint.library.material import data_files, model_path
-from rallypoint.library.settings import of_length, overrides_of, renamed
+from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
 
 ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(3)]
 
@@ -174,3 +174,28 @@ def test_steps_go_before_the_epochs_of_a_recipe(recipe):
 
 def test_epochs_and_steps_that_are_both_given_stay_as_they_are():
     assert of_length("sft", overrides_of({"trainer": {"num_steps": 2, "num_epochs": 1}})) == []
+
+
+@pytest.mark.parametrize(
+    ("of_the_command", "of_the_library"),
+    [
+        ("runs/a is the folder of a run: resume it with --resume, or", "resume it with resume=True, or"),
+        ("resume it with `rally train runs/a --resume`, or", "resume it with `rally.train('runs/a', resume=True)`, or"),
+        ("whole: rally train my runs/a --resume --from-step 3", "rally.train('my runs/a', resume=True, from_step=3)"),
+        ("start over with --resume --from-step 0, or", "start over with resume=True, from_step=0, or"),
+        ("--from-step is for --resume: it", "from_step is for resume=True: it"),
+        ("name it: --reward a.py:f", "name it: reward='a.py:f'"),
+        ("lower --max-response-tokens, or", "lower max_response_tokens, or"),
+    ],
+)
+def test_messages_have_the_words_of_the_library(of_the_command, of_the_library):
+    assert of_the_library in in_python(of_the_command)
+    assert "--" not in in_python(of_the_command)
+
+
+def test_an_error_without_words_of_the_command_stays_the_same():
+    error = RunFolderError("in use")
+    assert renamed(error) is error
+    other = renamed(UnusableCheckpointError("go on with rally train a --resume"))
+    assert type(other) is UnusableCheckpointError
+    assert str(other) == "go on with rally.train('a', resume=True)"
