@@ -4,14 +4,18 @@ import json
 import random
 
 import pytest
+from chat_templates import QWEN3, make_chat_tokenizer
+from tiny_models import make_tiny_model
 from tiny_runs import Runs, weights_of
 
 from rallypoint.display import Silent
+from rallypoint.errors import DataError, ModelError
 from rallypoint.model_files import load_policy, load_reward_model
 from rallypoint.recipes.export import export
 from rallypoint.recipes.loop import train
+from rallypoint.recipes.material import examine
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.recipes.use import find_trained
+from rallypoint.recipes.use import complete, find_trained
 from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
@@ -121,6 +125,32 @@ def test_sft_trains_adapters(sft):
     run = start(sft, "run", "model.lora={rank: 4}")
     assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0]
     assert "adapter_model.safetensors" in weights_of(run)
+
+
+def test_a_base_model_becomes_one_that_chats_and_its_checkpoint_knows_its_end(tmp_path):
+    base, template = make_chat_tokenizer(QWEN3, eos="<|endoftext|>"), tmp_path / "chat.jinja"
+    template.write_text(QWEN3)
+    base.chat_template = None
+    make_tiny_model(tmp_path / "base", tokenizer=base, initializer_range=0.1)
+    shown = write(tmp_path / "shown.jsonl", [{"prompt": asked, "completion": "<8>"} for asked in "01234567"])
+    keys = [f"model.path={tmp_path}/base", f"data={{train: {shown}, num_examples: 8, max_row_tokens: 64}}"]
+    keys += [f"trainer={{num_epochs: 25, runs_dir: {tmp_path}/runs, name: run}}", "actor.optimizer={lr: 2e-2}"]
+    keys += ["cluster={runtime: inline, pools: {main: [1]}}"]
+    with pytest.raises(ModelError, match=r"no chat template, .* set model.tokenizer.chat_template=FILE"):
+        examine(load_checked("sft", keys).config)
+    keys.append(f"model.tokenizer.chat_template={template}")
+    with pytest.raises(DataError, match=r"set model.tokenizer.eos_token='<\|im_end\|>'"):
+        examine(load_checked("sft", keys).config)
+    run = Runs(tmp_path / "runs").run_with("sft", [*keys, "model.tokenizer.eos_token='<|im_end|>'"])
+    template.unlink()
+    trained = find_trained(str(run.path))
+    export(trained, tmp_path / "exported", merge=None)
+    asked = write(tmp_path / "asked.jsonl", [{"prompt": one} for one in "0123"])
+    for one in (trained, find_trained(str(tmp_path / "exported"))):
+        answers = complete(one, str(asked), temperature=0.0, max_response_tokens=30, seed=0)
+        assert answers == ["<think>\n\n</think>\n\n<8>"] * 4
+    ends = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
+    assert base.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
 
 
 MESHES = [("inline", "{dp_shard: 1}"), ("inline", "{sp: 2}"), ("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")]

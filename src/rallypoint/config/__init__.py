@@ -19,6 +19,7 @@ from rallypoint.config.sections.material import (
     LoRAConfig,
     OnTooLong,
     RewardConfig,
+    TokenizerConfig,
 )
 from rallypoint.config.sections.sampling import RolloutConfig
 from rallypoint.config.source import COMMAND_LINE, describe, read, shipped_recipes, to_yaml
@@ -45,6 +46,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ServedTeacherConfig",
+    "TokenizerConfig",
     "TrackingConfig",
     "TrainerConfig",
     "declare",

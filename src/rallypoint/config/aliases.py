@@ -188,7 +188,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias("gpu_memory_utilization", ("rollout.cache_tokens",), "the cache is sized in tokens"),
     Alias("max_num_seqs", (f"rollout.max_batch_rows={VALUE}",)),
-    Alias("stop_strings stop_token_ids eos_token", ("rollout.stop",), "texts; the model's own end is always a stop"),
+    Alias("stop_strings stop_token_ids", ("rollout.stop",), "texts; the model's own end is always a stop"),
     Alias(
         "tensor_model_parallel_size tensor_parallel_size ds_tensor_parallel_size tp_size tensor_model_parallel",
         (f"actor.mesh.tp={VALUE}",),
@@ -284,6 +284,9 @@ ALIASES: tuple[Alias, ...] = (
     Alias("val_kwargs.temperature", (f"validation.temperature={VALUE}",)),
     Alias("val_kwargs.n n_samples_per_eval_prompt", (f"validation.num_samples={VALUE}",)),
     Alias("val_kwargs.do_sample", ("validation.temperature",), values=(("false", "validation.temperature=0"),)),
+    Alias("eos_token", (f"model.tokenizer.eos_token={VALUE}",)),
+    Alias("chat_template_path", (f"model.tokenizer.chat_template={VALUE}",), "a file, in Jinja"),
+    Alias("custom_chat_template", ("model.tokenizer.chat_template",), "a file with the template in it"),
     Alias("use_rslora", (f"model.lora.rslora={VALUE}",)),
     Alias("lora.target_modules lora_target_modules model.target_modules", (f"model.lora.target_modules={VALUE}",)),
     Alias("val_max_samples", (f"validation.max_prompts={VALUE}",), values=(("-1", "validation.max_prompts=null"),)),

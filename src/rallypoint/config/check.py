@@ -30,6 +30,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
         yield from _sampling(config)
         yield from _shaping(config)
     yield from _created_model(config)
+    yield from _tokenizer(config)
     yield from _lora(config)
     yield from placement_contradictions(config)
     yield from ahead_contradictions(config)
@@ -180,6 +181,14 @@ def _created_model(config: RunConfig) -> Iterator[Problem]:
             ("model.create.num_key_value_heads", "model.create.num_heads"),
             f"model.create.num_key_value_heads={made.num_key_value_heads} does not divide model.create.num_heads="
             f"{made.num_heads}; expected one of {', '.join(map(str, fits))}",
+        )
+
+
+def _tokenizer(config: RunConfig) -> Iterator[Problem]:
+    if config.model.tokenizer is not None and config.model.create is not None:
+        yield Problem(
+            ("model.tokenizer", "model.create"),
+            "model.tokenizer changes the tokenizer of a model's folder, and model.create makes its own; expected null",
         )
 
 

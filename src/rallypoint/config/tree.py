@@ -133,7 +133,7 @@ class RunConfig(Section):
         "or prompts.",
     )
     teacher: TeacherConfig | None = section(None, help="The models that judge a student (opd); null for none.")
-    preference: PreferenceConfig = section(PreferenceConfig, help="The loss of pairs (dpo).")
+    preference: PreferenceConfig | None = section(None, help="The loss of pairs (dpo); null: its defaults.")
     engine: EngineConfig = section(EngineConfig, help="Forward and backward passes.")
     validation: ValidationConfig = section(ValidationConfig, help="Validation.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, help="Checkpoints.")
@@ -226,6 +226,11 @@ class RunConfig(Section):
     def teachers(self) -> TeacherConfig:
         """The section `teacher`, with its defaults where it is off."""
         return self.teacher or TeacherConfig()
+
+    @property
+    def preferences(self) -> PreferenceConfig:
+        """The section `preference`, with its defaults where it is off."""
+        return self.preference or PreferenceConfig()
 
     @property
     def trains_on_files(self) -> bool:

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
 
@@ -31,6 +31,8 @@ from rallypoint.errors import DataError
 
 Kind = Literal["conversations", "pairs"]
 _COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+_TOOLS = "tools"
+"""Column that other trainers read: it is looked at to say that it is not read here."""
 _FORMS: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "conversations": (("messages",), ("prompt", "completion")),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
@@ -53,6 +55,8 @@ class Conversation:
     messages: tuple[Message, ...]
     first_trained: int = 0
     """Index of the first message whose turn may be trained; turns of the assistant before it are context."""
+    has_tools: bool = False
+    """Whether its row has tools beside the messages, of which the template is not told."""
 
 
 NamedExample: TypeAlias = tuple[str, tuple[Conversation, ...]]
@@ -72,6 +76,16 @@ class Conversations:
     """Rows that cannot be used and were left out, each with the reason."""
     may_drop: frozenset[str] = frozenset()
     """Names of the examples that are left out, too, if the tokenizer cannot write them."""
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """Everything that is said in them."""
+        return (message.content for rows in self.examples for row in rows for message in row.messages)
+
+    @property
+    def with_tools(self) -> tuple[str, ...]:
+        """Names of the examples that have tools."""
+        return tuple(name for name, rows in zip(self.names, self.examples, strict=True) if rows[0].has_tools)
 
     @classmethod
     def of(cls, read: Sequence[NamedExample], *, is_part: bool = False) -> Self:
@@ -149,6 +163,8 @@ def read_conversations(
         else:
             for problem in said:
                 problems.add(f"{where}, {problem}")
+        if not wrong and row.get(_TOOLS) not in (None, [], "", "[]"):
+            example = tuple(dataclasses.replace(one, has_tools=True) for one in example)
         if not wrong:
             yield f"{label}:{number}", example
     for present, count in misfits.items():
@@ -170,7 +186,7 @@ class _Columns:
 
     def wanted(self, names: Sequence[str]) -> list[str]:
         """Return which columns of a table are read."""
-        wanted = {self.theirs(own) for own in _COLUMNS}
+        wanted = {_TOOLS, *map(self.theirs, _COLUMNS)}
         return [name for name in names if name in wanted]
 
     def form(self, names: Sequence[str], kind: Kind, where: str, problems: Problems) -> tuple[str, ...] | None:

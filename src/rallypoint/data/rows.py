@@ -70,6 +70,10 @@ class EncodedRows:
     """Whether there are more examples than were read."""
     bad: tuple[str, ...] = ()
     """Examples that cannot be used and were left out, each with the reason; see `Conversations.may_drop`."""
+    shortened: tuple[str, ...] = ()
+    """Names of the examples of which the template leaves out a part of a trained turn, one for each such turn."""
+    with_tools: tuple[str, ...] = ()
+    """Names of the examples that have tools, of which the template is not told."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -126,13 +130,12 @@ def encode_rows(
         DataError: all examples with a problem together; or none is left.
     """
     problems, writer = Problems(), _Writer(tokenizer, frozenset(stop_tokens))
-    texts = (message.content for rows in conversations.examples for row in rows for message in row.messages)
-    legibility = Legibility.of(tokenizer, texts)
+    legibility = Legibility.of(tokenizer, conversations.texts)
     kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
     names, dropped, truncated, bad = list[str](), list[str](), list[str](), list(conversations.bad)
     for name, rows, written in _written(writer, conversations, problems):
-        wrong = (_problem(row, ids, legibility, num_ids) for row, (ids, _) in zip(rows, written, strict=True))
-        longest, problem = max(len(ids) for ids, _ in written), next(filter(None, wrong), None)
+        longest, each = max(len(ids) for ids, _ in written), zip(rows, written, strict=True)
+        problem = next(filter(None, (_problem(row, ids, legibility, num_ids) for row, (ids, _) in each)), None)
         if problem is not None and name in conversations.may_drop:
             bad.append(f"{name} ({problem})")
             continue
@@ -159,6 +162,8 @@ def encode_rows(
         truncated=tuple(truncated),
         is_part=conversations.is_part,
         bad=tuple(bad),
+        shortened=tuple(writer.shortened),
+        with_tools=conversations.with_tools,
     )
 
 
@@ -211,6 +216,7 @@ def _written(
             if wrong is not None:
                 problems.add(f"{name}: {wrong}")
             else:
+                writer.shortened += [name] * sum(turns.num_shortened for turns in each)
                 yield name, rows, cast("list[_Written]", found)
 
 
@@ -221,8 +227,30 @@ _MARK_THEM = "mark the assistant's turns in the template with {% generation %} a
 class _Turns:
     """A conversation in the template, and where in its text the turns to train begin and end."""
 
+    row: Conversation
     text: str
     spans: tuple[tuple[int, int], ...]
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the messages to train."""
+        enumerated = enumerate(self.row.messages)
+        return [index for index, one in enumerated if one.role == "assistant" and index >= self.row.first_trained]
+
+    @property
+    def num_shortened(self) -> int:
+        """Number of turns to train that are not whole in the text, whatever blanks it has."""
+        said = [self.row.messages[index].content for index in self.trained]
+        texts = [self.text[start:stop] for start, stop in self.spans]
+        if len(texts) != len(said):  # marks need not be one for each turn
+            texts = [self.text] * len(said)
+        return sum(
+            one.strip() not in text and _dense(one) not in _dense(text) for one, text in zip(said, texts, strict=True)
+        )
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
 
 
 class _Writer:
@@ -230,6 +258,8 @@ class _Writer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_tokens: frozenset[int]) -> None:
         self._tokenizer, self._stops = tokenizer, stop_tokens
+        self.shortened: list[str] = []
+        """See `EncodedRows.shortened`."""
         self._is_marked = bool(_MARKED.search(str(tokenizer.chat_template)))
         if not tokenizer.is_fast:
             raise DataError(
@@ -248,7 +278,7 @@ class _Writer:
         if self._is_marked:
             begin = len(self._text(messages[: row.first_trained], cue=True)) if row.first_trained else 0
             text, marked = _render_marked(self._tokenizer, messages)
-            return _Turns(text, tuple(span for span in marked if span[0] >= begin))
+            return _Turns(row, text, tuple(span for span in marked if span[0] >= begin))
         text, starts = self._text(messages, cue=False), list[int]()
         for index, message in enumerate(row.messages):
             if message.role != "assistant" or index < row.first_trained:
@@ -265,7 +295,7 @@ class _Writer:
                     f"cannot be found where the turn begins; {_MARK_THEM}"
                 )
             starts.append(len(before))
-        return _Turns(text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)))
+        return _Turns(row, text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)))
 
     def encode(self, rows: Sequence[_Turns]) -> Iterator[_Written | str]:
         """Yield the ids of each row and which are trained, to its last trained one; or what is wrong."""
@@ -276,26 +306,51 @@ class _Writer:
         for row, ids, places in zip(rows, all_ids, cast("Any", encoded["offset_mapping"]), strict=True):
             begins = np.array([start for start, _ in places], dtype=np.int64)
             trained, problem = np.zeros(len(ids), dtype=np.bool_), None
-            for start, stop in row.spans:
-                first, last = np.searchsorted(begins, (start, stop))
-                if not self._is_marked:
-                    ends = [place for place in range(int(first), int(last)) if ids[place] in self._stops]
-                    if not ends:
-                        problem = self._unended(ids[int(first) : int(last)])
-                        break
-                    last = ends[0] + 1
-                trained[first:last] = True
+            for turn, (start, stop) in enumerate(row.spans):
+                first, last = map(int, np.searchsorted(begins, (start, stop)))
+                ends = [place for place in range(first, last) if ids[place] in self._stops]
+                # Several marks may make a turn, of which the last one has its end.
+                is_end = not self._is_marked or (turn == len(row.spans) - 1 and first < last)
+                if is_end and not ends:
+                    problem = self._unended(row.row, row.trained[-1 if self._is_marked else turn])
+                    break
+                trained[first : last if self._is_marked else ends[0] + 1] = True
             trained[:1] = False  # nothing precedes it
             length = int(trained.nonzero()[0].max(initial=-1)) + 1
             yield problem or (np.array(ids[:length], dtype=np.int32), trained[:length])
 
-    def _unended(self, ids: Sequence[int]) -> str:
-        ends = ", ".join(repr(str(self._tokenizer.decode([token]))) for token in sorted(self._stops))
+    def _unended(self, row: Conversation, index: int) -> str:
+        """Say that a turn does not end with a token that ends a response, and what makes it so."""
+        turn, special = self._alone(row, index), set(self._tokenizer.all_special_ids)
+        special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
+        ids = cast("list[int]", self._tokenizer(turn, add_special_tokens=False)["input_ids"])
+        last = next((token for token in reversed(ids) if token in special), None)
+        never = "a model trained on it would never end its answer"
+        if last in self._stops and self._is_marked:
+            return (
+                f"the template's {{% generation %}} leaves out {self._named(last)}, which ends a turn of the "
+                f"assistant: {never}; put {{% endgeneration %}} behind it"
+            )
+        said = f"the chat template does not end a turn of the assistant with {self._named(*sorted(self._stops))}"
+        if last is not None and last not in self._stops:
+            name = self._named(last)
+            return f"{said}, but with {name}: {never}; set model.tokenizer.eos_token={name}"
         return (
-            f"the chat template does not end a turn of the assistant with {ends}, but writes "
-            f"{str(self._tokenizer.decode(list(ids)))[-40:]!r}: a model trained on it would never end its answer; put "
-            "eos_token behind the content of the assistant's messages there"
+            f"{said}, but writes {turn[-40:]!r}: {never}; put eos_token behind the content of the assistant's messages "
+            "in a template of your own, and set model.tokenizer.chat_template=FILE"
         )
+
+    def _alone(self, row: Conversation, index: int) -> str:
+        """Return what the template writes for one turn of the assistant, without what follows."""
+        messages = _as_template_takes(row)
+        if self._is_marked:
+            text, marked = _render_marked(self._tokenizer, messages[: index + 1])
+            return text[marked[-1][0] :] if marked else text
+        begin = len(self._text(messages[:index], cue=True))
+        return self._text(messages[: index + 1], cue=False)[begin:]
+
+    def _named(self, *tokens: int) -> str:
+        return ", ".join(repr(str(self._tokenizer.decode([token]))) for token in tokens)
 
     def _text(self, messages: list[dict[str, str]], *, cue: bool) -> str:
         written = self._tokenizer.apply_chat_template(messages, add_generation_prompt=cue, tokenize=False)

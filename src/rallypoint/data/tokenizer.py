@@ -6,15 +6,19 @@ needed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from rallypoint.data.files import suggestion
 from rallypoint.data.hub import check_hub
 from rallypoint.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from rallypoint.config import TokenizerConfig
 
 _EOS = "<eos>"
 _PLAIN_NAMES = ("<unk>", "<system>", "<user>", "<assistant>")
@@ -70,7 +74,11 @@ def make_digits_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(
-    folder: str | Path, *, trust_remote_code: bool = False, for_chat: bool = True
+    folder: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    for_chat: bool = True,
+    changes: TokenizerConfig | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, or of a model on the Hugging Face hub when no such folder exists.
 
@@ -78,9 +86,10 @@ def load_tokenizer(
         folder: path or name.
         trust_remote_code: whether Python code in the folder may run.
         for_chat: whether a chat template is needed.
+        changes: what the config changes in it.
 
     Raises:
-        ModelError: it cannot be loaded, or lacks a chat template or an end-of-sequence token.
+        ModelError: it cannot be loaded or changed, or lacks a chat template or an end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -103,21 +112,56 @@ def load_tokenizer(
     config_file = f"{where}/tokenizer_config.json"
     if len(tokenizer) == 0 or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(f"{where}: the tokenizer has no vocabulary; save the model's own with save_pretrained")
+    if changes is not None:
+        _change(tokenizer, changes, where)
     if for_chat and tokenizer.chat_template is None:
         raise ModelError(
-            f"{where}: the tokenizer has no chat template, as is usual for base models; put a chat_template.jinja "
-            f"beside tokenizer.json, or the key 'chat_template' into {config_file}"
+            f"{where}: the tokenizer has no chat template, as is usual for base models; for training set "
+            "model.tokenizer.chat_template=FILE, a template in Jinja; elsewhere put it beside tokenizer.json as "
+            "chat_template.jinja"
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"{where}: the tokenizer has no end-of-sequence token, so that no response could end; "
-            f"name it with the key 'eos_token' in {config_file}"
+            f"{where}: the tokenizer has no end-of-sequence token, so that no response could end; for training set "
+            f"model.tokenizer.eos_token=TOKEN; elsewhere name it with the key 'eos_token' in {config_file}"
         )
     return tokenizer
 
 
+def _change(tokenizer: PreTrainedTokenizerBase, changes: TokenizerConfig, where: str) -> None:
+    """Give a tokenizer the chat template and the end token that a config names.
+
+    Raises:
+        ModelError: the template cannot be read, or is none; or the token is not in the vocabulary.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    if (end := changes.eos_token) is not None:
+        vocabulary = tokenizer.get_vocab()
+        if end not in vocabulary:
+            hint = suggestion(end, list(vocabulary)) or f"; special ones are {', '.join(tokenizer.all_special_tokens)}"
+            raise ModelError(f"model.tokenizer.eos_token={end!r} is no token of {where}{hint}")
+        tokenizer.eos_token = end
+    if changes.chat_template is None:
+        return
+    file = Path(changes.chat_template).expanduser()
+    try:
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no text: {error}"
+        raise ModelError(f"model.tokenizer.chat_template={file} cannot be read: {reason}") from error
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"model.tokenizer.chat_template={file}, line {error.lineno}: no template in Jinja: {error.message}"
+        ) from error
+    except template_errors():  # of a message that it does not like; the rows of the run will tell
+        return
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer into a model folder.
+    """Write a tokenizer into a model folder, and name its end token in generation_config.json there, if that lacks it.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -128,6 +172,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise
     except Exception as error:  # the tokenizers library raises bare `Exception` for a disk that is full
         raise OSError(f"{folder}: the tokenizer cannot be written: {error}") from error
+    file, end = folder / "generation_config.json", cast("int | None", tokenizer.eos_token_id)
+    if end is None or not file.is_file():
+        return
+    values = cast("dict[str, object]", json.loads(file.read_text(encoding="utf-8")))
+    named = values.get("eos_token_id")
+    ends = cast("list[object]", named) if isinstance(named, list) else [] if named is None else [named]
+    if end not in ends:
+        values["eos_token_id"] = [end, *ends] if ends else end
+        file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:

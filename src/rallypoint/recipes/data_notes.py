@@ -21,8 +21,21 @@ def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str
         if names:
             shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
             say(f"{len(names)} {what} are longer than {most} tokens and were {fate}: {shown}")
-    if isinstance(found, EncodedRows) and found.bad:
+    if not isinstance(found, EncodedRows):
+        return
+    if found.bad:
         say(f"{len(found.bad):,} examples cannot be used and were dropped; the first is {found.bad[0]}")
+    if found.shortened:
+        say(
+            f"the chat template leaves out or rewrites a part of {len(found.shortened):,} turns of the assistant, the "
+            f"first in {found.shortened[0]}: that part, such as reasoning before an earlier answer, is not trained; "
+            "model.tokenizer.chat_template=FILE names a template that keeps it"
+        )
+    if found.with_tools:
+        say(
+            f"{len(found.with_tools):,} examples have tools, which are not read: the chat template is told of none; "
+            f"the first is {found.with_tools[0]}"
+        )
 
 
 def repetitions(

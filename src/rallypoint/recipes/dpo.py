@@ -27,7 +27,7 @@ class DPO(Recipe):
     @classmethod
     async def create(cls, setup: Setup) -> Self:
         """Start the actor; it is its own reference, before the first step."""
-        loss = PreferenceLoss(name=setup.config.preference.name, beta=setup.config.preference.beta)
+        loss = PreferenceLoss(name=setup.config.preferences.name, beta=setup.config.preferences.beta)
         actor, source = await Actor.create(setup.placement, loss), setup.examples()
         reference = InitialLogprobs(setup.config, actor, source, setup.say)
         return cls(config=setup.config, actor=actor, source=source, loss=loss, reference=reference)

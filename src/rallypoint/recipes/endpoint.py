@@ -51,11 +51,15 @@ class Endpoint:
         self._outside, self._running = outside, asyncio.create_task(outside.run())
         self._running.add_done_callback(self._hear_outside)
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
+        model = placement.config.model
         tokenizer = load_tokenizer(
-            material.model_path, trust_remote_code=placement.config.model.trust_remote_code, for_chat=False
+            material.model_path,
+            trust_remote_code=model.trust_remote_code,
+            for_chat=False,
+            changes=model.tokenizer,
         )
         name, (_, port) = self._folder.path.name, self._socket.getsockname()
-        model = Model(
+        served = Model(
             name=name,
             engine=outside,
             bridge=Bridge(outside, max_concurrency=_MAX_CONCURRENCY),
@@ -65,7 +69,7 @@ class Endpoint:
         key = secrets.token_urlsafe(24)
         access = Access(keys=(key,), hosts=(_HOST, "localhost"), max_body_bytes=_MAX_BODY_BYTES)
         server = Server(
-            make_app(model, access), self._socket, grace_s=_GRACE_S, on_end=self._hear_end, say=self._write_down
+            make_app(served, access), self._socket, grace_s=_GRACE_S, on_end=self._hear_end, say=self._write_down
         )
         try:
             _write_secret(self._folder.endpoint_key, key)

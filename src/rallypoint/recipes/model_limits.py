@@ -31,7 +31,7 @@ def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, 
         path = "model.create"
     else:
         model = read_config(path, trust)  # before the tokenizer, which would be blamed for what is wrong in it
-        tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust, changes=config.model.tokenizer)
         check_vocabulary(path, tokenizer, model)
         limits = [RowLimits.of(model)]
         stops = stop_tokens(path, tokenizer, limits[0].num_ids)

@@ -90,7 +90,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         outline,
         max_request_tokens=config.max_row_tokens,
         max_rows=rollout.max_batch_rows,
-        decode=spec.decoder(),
+        decode=spec.stop_decoder(),
         silence_s=config.cluster.call_timeout_s,
     )
 

@@ -111,11 +111,16 @@ class WorkerSpec:
             frozen=frozen,
         )
 
-    def decoder(self) -> Callable[[Sequence[int]], str] | None:
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """Return what turns tokens into text, with a tokenizer of its own."""
+        trust, changes = self.config.model.trust_remote_code, self.config.model.tokenizer
+        if changes is not None:  # a file of the driver's machine
+            changes = changes.model_copy(update={"chat_template": None})
+        return decoder(load_tokenizer(self.model_path, trust_remote_code=trust, for_chat=False, changes=changes))
+
+    def stop_decoder(self) -> Callable[[Sequence[int]], str] | None:
         """Return what turns tokens into the text that stop texts are looked for in; None if there are none."""
-        if not self.config.rollout.stop:
-            return None
-        return decoder(load_tokenizer(self.model_path, trust_remote_code=self.config.model.trust_remote_code))
+        return self.decoder() if self.config.rollout.stop else None
 
     @contextlib.contextmanager
     def meeting(self, context: WorkerContext) -> Iterator[DeviceMesh]:

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
-from rallypoint.data import decoder, load_tokenizer
 from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output, Request
 from rallypoint.generation.vllm import VLLMEngine
@@ -60,7 +59,7 @@ class RolloutWorker(TurnTaker):
             self._engine: GenerationEngine = self._server
         else:
             self._shard = self._own_model(context, spec)
-            self._engine = make_engine(config, self._shard.model, spec.decoder())
+            self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
         self._engine.sleep()
         self._training = RankEngine(self._engine, context.tick)
         self._outside: RankEngine | None = None
@@ -143,8 +142,7 @@ class RolloutWorker(TurnTaker):
         return self._outside.engine.max_request_tokens
 
     def _new_outside(self, max_rows: int) -> RankEngine:
-        config = self._spec.config
-        decode = decoder(load_tokenizer(self._spec.model_path, trust_remote_code=config.model.trust_remote_code))
+        config, decode = self._spec.config, self._spec.decoder()
         model = None if self._shard is None else self._shard.model
         engine = make_outside_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
         return RankEngine(engine, self._context.tick)

@@ -252,6 +252,8 @@ def anchored(config: RunConfig) -> RunConfig:
         values[section][name] = _absolute(values[section][name])
     if config.model.lora is not None:
         values["model"]["lora"]["path"] = _absolute(config.model.lora.path)
+    if config.model.tokenizer is not None:
+        values["model"]["tokenizer"]["chat_template"] = _absolute(config.model.tokenizer.chat_template)
     if config.teacher is not None:
         teacher = values["teacher"]
         teacher["path"] = _absolute(teacher["path"])

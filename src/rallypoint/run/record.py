@@ -124,6 +124,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
     models: dict[str, str | None] = {**config.named_models}
     if config.model.lora is not None:
         models["model.lora.path"] = config.model.lora.path
+    if config.model.tokenizer is not None and config.model.tokenizer.chat_template is not None:
+        yield "model.tokenizer.chat_template", {"the template": _reader(config.model.tokenizer.chat_template)}
     for key, path in models.items():
         # A hub model that is not in the cache is compared by name only.
         if path is not None and (files := _model(path)):

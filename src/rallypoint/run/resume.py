@@ -27,6 +27,7 @@ _SAME = {
     "recipe": "the checkpoint is of another algorithm",
     "seed": "the order of prompts and every draw follow from it",
     "model": "the weights so far are of that model",
+    "model.tokenizer": "the weights so far have learned rows that were written with it",
     "critic.path": "the critic so far is of that model",
     "data.train": "which prompts come next follows from it",
     "data.columns": "which prompts there are follows from it",

@@ -34,6 +34,16 @@ def test_messages_and_a_prompt_with_a_completion_become_conversations(tmp_path):
     assert found.examples == ((Conversation(messages, 0),), (Conversation(messages, 1),), (Conversation(messages, 1),))
 
 
+def test_a_row_with_tools_says_so_for_they_are_not_read(tmp_path):
+    rows = [{"messages": [ASKED, ANSWERED], "tools": tools} for tools in (None, [], "[]", [{"name": "f"}])]
+    assert load_conversations([write(tmp_path / "a.jsonl", *rows)], "conversations").with_tools == ("a.jsonl:4",)
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "1", "chosen": "2", "rejected": "3", "tools": "[f]"}]), tmp_path / "b.parquet"
+    )
+    found = load_conversations([tmp_path / "b.parquet"], "pairs")
+    assert found.with_tools == ("b.parquet:0",)
+
+
 def test_parquet_has_the_same_rows_and_a_null_is_no_column(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"messages": [ASKED, ANSWERED], "id": 7}] * 2), tmp_path / "a.parquet")
     found = load_conversations([tmp_path / "a.parquet"], "conversations", max_rows=1)

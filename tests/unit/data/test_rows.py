@@ -1,7 +1,10 @@
 """Which tokens of a conversation are trained: the assistant's, to the token that ends a response."""
 
+import re
+
 import numpy as np
 import pytest
+from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer
 from sine_models import MARKED
 
 from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
@@ -84,6 +87,66 @@ def test_a_template_that_does_not_end_a_turn_is_refused():
     endless = tokenizer_with().chat_template.replace("{{- eos_token -}}", "")
     with pytest.raises(DataError, match=r"does not end a turn of the assistant with '<eos>', but writes '13'"):
         encoded(talk("31", "13"), template=endless)
+
+
+def test_marks_that_leave_out_the_end_of_a_turn_are_refused():
+    short = MARKED.replace("+ eos_token -}}{%- endgeneration -%}", "-}}{%- endgeneration -%}{{- eos_token -}}")
+    assert short != MARKED
+    named = r"{% generation %} leaves out '<eos>', which ends a turn .*; put {% endgeneration %} behind it"
+    with pytest.raises(DataError, match=named):
+        encoded(talk("31", "13"), template=short)
+
+
+def chatted(template, *contents, eos=None):
+    """Encode one conversation with a tokenizer that has the tokens of a template; return that, and how it looks."""
+    tokenizer = make_chat_tokenizer(template, eos=eos)
+    given = Conversations(("a.jsonl:0",), ((talk(*contents, system="S"),),))
+    rows = encode_rows(tokenizer, given, stop_tokens=(tokenizer.eos_token_id,), max_row_tokens=999)
+    shown, was = "", False
+    for token, trained in zip(rows.tokens.tolist(), rows.is_trained.tolist(), strict=True):
+        shown += ("[" if trained else "]") * (trained != was) + tokenizer.decode([token])
+        was = trained
+    return rows, shown + "]" * was
+
+
+def test_templates_as_published_models_have_them_are_trained_from_the_cue_to_the_end_of_the_turn():
+    system, user, answer = (f"<|im_start|>{role}\n" for role in ("system", "user", "assistant"))
+    rows, shown = chatted(QWEN3, "hi", "yo", "so", "<think>\nr\n</think>\n\nno")
+    assert shown == (
+        f"{system}S<|im_end|>\n{user}hi<|im_end|>\n{answer}[yo<|im_end|>]\n"
+        f"{user}so<|im_end|>\n{answer}[<think>\nr\n</think>\n\nno<|im_end|>]"
+    )
+    assert rows.shortened == ()
+    system, user, answer = (
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")
+    )
+    rows, shown = chatted(LLAMA3, "hi", "\nyo ")
+    assert shown == f"<|begin_of_text|>{system}S<|eot_id|>{user}hi<|eot_id|>{answer}[yo<|eot_id|>]"
+    assert rows.shortened == (), "blanks are nothing that is said"
+    _, shown = chatted(ZEPHYR, "hi", "yo", "so", "no")
+    assert (
+        shown
+        == "<|system|>\nS</s>\n<|user|>\nhi</s>\n<|assistant|>\n[yo</s>]\n<|user|>\nso</s>\n<|assistant|>\n[no</s>]"
+    )
+
+
+def test_turns_of_which_the_template_leaves_out_a_part_are_counted():
+    reasoned = "<think>\nr\n</think>\n\nyo"
+    rows, shown = chatted(QWEN3, "hi", reasoned, "so", reasoned, "no", reasoned)
+    assert rows.shortened == ("a.jsonl:0", "a.jsonl:0")
+    assert shown.count("r\n</think>") == 1
+    marked = MARKED.replace("message.content + eos_token", 'message.content.split("=")[-1] + eos_token')
+    assert encoded(talk("1", "2=3", "1", "2"), template=marked).shortened == ("a.jsonl:0",)
+
+
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3], ids=["qwen3", "llama3"])
+def test_the_error_on_a_base_model_whose_end_is_not_that_of_a_turn_names_the_line_to_set(template):
+    first, *_, end = SPECIAL[template]
+    named = (
+        rf"with '{re.escape(first)}', but with '{re.escape(end)}': .*; set model.tokenizer.eos_token='{re.escape(end)}'"
+    )
+    with pytest.raises(DataError, match=named):
+        chatted(template, "hi", "yo", "so", "no", eos=first)
 
 
 def test_a_template_in_which_a_turn_cannot_be_found_is_refused_and_the_marks_are_the_remedy():

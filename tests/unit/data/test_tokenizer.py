@@ -3,7 +3,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 
+from rallypoint.config import TokenizerConfig
 from rallypoint.data import (
     Example,
     Message,
@@ -101,14 +103,53 @@ def test_a_folder_without_a_tokenizer_names_the_files_and_the_remedy(tmp_path):
 def test_a_missing_chat_template_names_the_file_and_the_remedy(tmp_path):
     saved(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r"no chat template.*chat_template.jinja"):
+    with pytest.raises(ModelError, match=r"no chat template.*model.tokenizer.chat_template=FILE.*chat_template.jinja"):
         load_tokenizer(tmp_path)
 
 
 def test_a_missing_end_of_sequence_token_names_the_file_and_the_key(tmp_path):
     saved(tmp_path, eos_token=None)
-    with pytest.raises(ModelError, match=r"no end-of-sequence token.*'eos_token' in .*tokenizer_config.json"):
+    named = r"no end-of-sequence token.*model.tokenizer.eos_token=TOKEN.*'eos_token' in .*tokenizer_config.json"
+    with pytest.raises(ModelError, match=named):
         load_tokenizer(tmp_path)
+
+
+def changed(folder, **changes):
+    """Load the tokenizer of a folder that has neither a template nor an end, with what a config changes."""
+    saved(folder, eos_token=None)
+    (folder / "chat_template.jinja").unlink()
+    return load_tokenizer(folder, changes=TokenizerConfig(**changes))
+
+
+def test_a_config_gives_a_base_model_its_template_and_its_end_which_are_saved_with_it(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ '<user>' + messages[0].content + '=' }}")
+    tokenizer = changed(tmp_path, chat_template=str(template), eos_token="=")
+    (tmp_path / "copy").mkdir()
+    stops = tmp_path / "copy" / "generation_config.json"
+    for before, after in [({}, 17), ({"eos_token_id": 3}, [17, 3]), ({"eos_token_id": [3, 17]}, [3, 17])]:
+        stops.write_text(json.dumps(before))
+        save_tokenizer(tokenizer, tmp_path / "copy")
+        assert json.loads(stops.read_text()) == {"eos_token_id": after}
+    loaded = load_tokenizer(tmp_path / "copy")
+    assert (loaded.eos_token, loaded.eos_token_id) == ("=", 17)
+    assert loaded.apply_chat_template([{"role": "user", "content": "12"}], tokenize=False) == "<user>12="
+
+
+def test_what_cannot_be_changed_in_a_tokenizer_names_the_key(tmp_path):
+    with pytest.raises(ModelError, match=r"model.tokenizer.eos_token='<end>' is no token of .*"):
+        changed(tmp_path, eos_token="<end>")
+    with pytest.raises(ModelError, match=r"model.tokenizer.eos_token='<eoss>' .*did you mean '<eos>'"):
+        changed(tmp_path, eos_token="<eoss>")
+    with pytest.raises(ModelError, match=r"model.tokenizer.chat_template=.*/none cannot be read: No such file"):
+        changed(tmp_path, chat_template=str(tmp_path / "none"))
+    (tmp_path / "broken").write_text("\n{% if %}")
+    with pytest.raises(ModelError, match=r"model.tokenizer.chat_template=.*/broken, line 2: no template in Jinja"):
+        changed(tmp_path, chat_template=str(tmp_path / "broken"))
+    (tmp_path / "sly").write_text("{{ ''.__class__.__mro__ }}")  # transformers' sandbox: read, and not run freely
+    sly = changed(tmp_path, chat_template=str(tmp_path / "sly"), eos_token="=")
+    with pytest.raises(SecurityError, match=r"access to attribute '__class__'"):
+        sly.apply_chat_template([{"role": "user", "content": "1"}])
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"model": {"type": "Nope"}}', "[1]"])

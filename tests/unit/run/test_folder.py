@@ -234,11 +234,15 @@ def test_paths_that_workers_get_hold_from_their_own_working_directory(tmp_path: 
     for name in ("model", "critic", "adapter", "scorer"):
         (tmp_path / name).mkdir()
     own = ["data.train=x.jsonl", "reward.path=scorer", "model.lora={path: adapter}", "critic.path=critic"]
+    (tmp_path / "chat.jinja").touch()
+    own.append("model.tokenizer.chat_template=chat.jinja")
     config = anchored(load_config("ppo", [*own, "model.path=model"]).config)
     assert (config.model.path, config.critic.path) == (f"{tmp_path}/model", f"{tmp_path}/critic")
     assert (config.reward.path, config.reward.function) == (f"{tmp_path}/scorer", None)
     assert config.model.lora is not None
     assert config.model.lora.path == f"{tmp_path}/adapter"
+    assert config.model.tokenizer is not None
+    assert config.model.tokenizer.chat_template == f"{tmp_path}/chat.jinja"
     (tmp_path / "logs").mkdir()
     assert open_run(Path()).path == tmp_path
 

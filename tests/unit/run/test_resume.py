@@ -173,6 +173,22 @@ def test_an_edited_file_is_found_by_its_content(run: RunFolder, material: Path):
         resumed(run)
 
 
+def test_a_template_is_compared_by_its_content(material: Path):
+    def changed(path: str, end: str = "<end>") -> str:
+        return f"model.tokenizer={{chat_template: {path}, eos_token: {end}}}"
+
+    (material / "chat.jinja").write_text("{{ messages }}")
+    run = create_run(load_config("ppo", [*OWN, changed("chat.jinja")]))
+    saved(run, 20, config_of(changed("chat.jinja")))
+    (material / "chat.jinja").rename(material / "moved.jinja")
+    assert not resumed(run, changed("moved.jinja")).notes
+    with pytest.raises(ResumeError, match=r"eos_token='<other>' \(was '<end>'\): .* rows that were written with it"):
+        resumed(run, changed("moved.jinja", "<other>"))
+    (material / "moved.jinja").write_text("{{ messages }}.")
+    with pytest.raises(ResumeError, match=r"chat_template: the template differs: .* rows that were written with it"):
+        resumed(run, changed("moved.jinja"))
+
+
 def test_what_was_moved_is_the_same(run: RunFolder, material: Path):
     (material / "a.jsonl").rename(material / "other.jsonl")
     (material / "model").rename(material / "moved")

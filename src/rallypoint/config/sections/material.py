@@ -36,6 +36,13 @@ class LoRAConfig(Section):
     path: str | None = key(None, help="Adapter to start the actor from; its folder has the other keys.")
 
 
+class TokenizerConfig(Section):
+    """What is changed in the tokenizer of the model's folder, and saved with it: base models need that for chats."""
+
+    chat_template: str | None = key(None, help="File of the chat template, in Jinja; null: the model's own.")
+    eos_token: str | None = key(None, help="Token that ends a response, such as <|im_end|>; null: the model's own.")
+
+
 class ModelConfig(Section):
     """The model to train: exactly one of path and create."""
 
@@ -45,6 +52,7 @@ class ModelConfig(Section):
         "float32", automatic=True, help="Type of weights and computation; null: float32 on the CPU, elsewhere bfloat16."
     )
     trust_remote_code: bool = key(False, help="Run Python code that the model folder brings along.")
+    tokenizer: TokenizerConfig | None = section(None, help="Change the tokenizer's chat template or end token.")
     lora: LoRAConfig | None = section(None, help="Train adapters of actor and critic instead of all weights.")
 
 
