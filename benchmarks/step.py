@@ -225,9 +225,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens-at-once", type=int, default=8192, help="tokens of a micro-batch of ours")
     parser.add_argument("--judge", action="store_true", help="ours judges its rollouts in a pass of its own")
-    parser.add_argument(
-        "--spinning", action="store_true", help="also ours with idle threads that spin"
-    )
+    parser.add_argument("--spinning", action="store_true", help="also ours with idle threads that spin")
     parser.add_argument("--trl-python", type=Path, help="interpreter with trl")
     parser.add_argument("--trl-rows-at-once", type=int, default=16, help="rows of a micro-batch of TRL")
     parser.add_argument("--trl-cache", choices=["dynamic", "static"], default="dynamic", help="of TRL's generate")
