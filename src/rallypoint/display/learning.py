@@ -24,6 +24,7 @@ _AXES = {
     "aggregation": "Aggregations",
     "correction": "Corrections (the sampler is two steps behind)",
     "kl": "KL (on the bandit, its own optimum counts)",
+    "shaping": "Shaping",
 }
 _COLUMNS, _INK, _FAINT = 9, "#333333", "#d8d8d8"
 

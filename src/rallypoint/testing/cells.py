@@ -17,9 +17,11 @@ from rallypoint.algorithms import (
     AdaptiveKL,
     Advantage,
     Correction,
+    OverlongPenalty,
     OwnAdvantage,
     OwnObjective,
     PolicyObjective,
+    RowMask,
 )
 from rallypoint.algorithms.aggregation import AggregationName
 from rallypoint.config import RunConfig
@@ -37,7 +39,7 @@ Goal = Literal["score", "score and pull", "distance"]
 class Cell:
     """An algorithm: one name of docs/algorithms.md, and what goes with it."""
 
-    axis: Literal["advantage", "loss", "correction", "aggregation", "kl"]
+    axis: Literal["advantage", "loss", "correction", "aggregation", "kl", "shaping"]
     name: str
     advantage: Advantage
     objective: PolicyObjective
@@ -46,6 +48,14 @@ class Cell:
     kl: KL | None = None
     adaptive: AdaptiveKL | None = None
     refresh_every_steps: int | None = None
+    value_clip: float | None = None
+    """How far a critic's value may move in a step before its loss is clipped."""
+    mask: RowMask = RowMask()
+    """Rows that do not train."""
+    overlong: OverlongPenalty | None = None
+    """What long responses lose; then the optimum is that of score and penalty."""
+    cut_share: float = 0.0
+    """Share of rows that are truncated; a policy is judged by whole ones."""
     staleness: int = 0
     """Steps that the sampler's weights are behind."""
     num_epochs: int = 2
@@ -116,6 +126,7 @@ def _cells() -> dict[str, Cell]:
             for name in ("token", "sequence", "fixed_length", "prompt")
         ),
         *_kls(with_kl),
+        *_shapings(dataclasses.replace(usual, axis="shaping")),
     ]
     return {cell.name: cell for cell in cells}
 
@@ -136,7 +147,8 @@ def _advantages(usual: Cell) -> list[Cell]:
         "pass_at_k": ("bandit",),  # scores above 0 are right answers, and only the bandit has no others
         "grpo by token": ("bandit", "copy", "sort"),  # its baseline is a reward a token: on the chain both ways pay 0.2
     }
-    return [dataclasses.replace(cell, tasks=only.get(cell.name, cell.tasks)) for cell in cells]
+    clipped = dataclasses.replace(usual, name="gae, value clip", advantage=_advantage("gae"), value_clip=0.2)
+    return [*(dataclasses.replace(cell, tasks=only.get(cell.name, cell.tasks)) for cell in cells), clipped]
 
 
 def _losses(usual: Cell) -> list[Cell]:
@@ -207,6 +219,22 @@ def _kls(usual: Cell) -> list[Cell]:
             num_steps=160,
         ),
         dataclasses.replace(usual, name="kl: refreshed", kl=strong, refresh_every_steps=4, tasks=("bandit",)),
+    ]
+
+
+def _shapings(usual: Cell) -> list[Cell]:
+    # On the chain five tokens earn 1 and lose 1, so that one token is best; elsewhere all rows are of one length.
+    penalty = OverlongPenalty(max_tokens=5, buffer=4, factor=1.0)
+    return [
+        dataclasses.replace(
+            usual,
+            name="mask: truncated",
+            mask=RowMask(truncated=True),
+            cut_share=0.3,
+            tasks=("chain", "copy", "sort"),  # a response of one token cannot be cut
+        ),
+        dataclasses.replace(usual, name="mask: zero variance", mask=RowMask(zero_variance=True)),
+        dataclasses.replace(usual, name="overlong penalty", overlong=penalty, tasks=("chain",)),
     ]
 
 

@@ -30,11 +30,12 @@ from rallypoint.algorithms import (
     LossInputs,
     TokenOutputs,
     kl_penalty,
+    overlong_penalty,
     weigh,
     weigh_valued,
 )
 from rallypoint.testing.cells import Cell
-from rallypoint.testing.tasks import Task
+from rallypoint.testing.tasks import Task, cut_off
 from rallypoint.types import ActorBatch, JudgedBatch, Sequences
 
 GROUP_SIZE = 16
@@ -88,6 +89,10 @@ class _Learner:
         cell = self.cell
         sampler = self.past[max(0, len(self.past) - 1 - cell.staleness)]
         scored = self.task.sample(sampler, GROUP_SIZE, self.generator)
+        if cell.cut_share:
+            scored = cut_off(scored, cell.cut_share, self.generator)
+        if cell.overlong is not None:
+            scored, _ = cell.overlong(scored)
         old, reference = self.logprobs(scored, self.table.detach()), self.logprobs(scored, self.reference)
         batch = scored.judged(old_logprobs=old, reference_logprobs=None if self.kl is None else reference)
         self.update(self.weighed(batch))
@@ -97,12 +102,13 @@ class _Learner:
 
     def weighed(self, batch: JudgedBatch) -> ActorBatch:
         """Weigh the tokens; with a critic, train that first."""
-        advantage, aggregation = self.cell.advantage, self.cell.aggregation
+        advantage, aggregation, mask = self.cell.advantage, self.cell.aggregation, self.cell.mask
         if not isinstance(advantage, GAE):
-            return weigh(batch, advantage, kl=self.kl, aggregation=aggregation)
+            return weigh(batch, advantage, kl=self.kl, aggregation=aggregation, mask=mask)
         values = torch.where(batch.loss_mask, self.critic.detach()[self.observations(batch)], 0.0)
-        actor_batch, critic_batch = weigh_valued(batch.valued(values), advantage, kl=self.kl, aggregation=aggregation)
-        loss = ClippedValueLoss(clip=None)
+        valued = batch.valued(values)
+        actor_batch, critic_batch = weigh_valued(valued, advantage, kl=self.kl, aggregation=aggregation, mask=mask)
+        loss = ClippedValueLoss(clip=self.cell.value_clip)
         for _ in range(4):
             inputs = _inputs(critic_batch, is_on_policy=False)
             found = self.critic[self.observations(critic_batch)][inputs.positions]
@@ -126,6 +132,8 @@ class _Learner:
             prompts = torch.randperm(len(self.task.starts), generator=self.generator)
             order = prompts[batch.prompt_index].argsort(stable=True)
             for part in batch.rows(order).split(self.cell.num_mini_batches):
+                if not part.num_loss_tokens:
+                    continue  # its rows are masked: a step of nothing, as in a run
                 inputs = _inputs(part, is_on_policy=is_on_policy)
                 total, _ = loss(self.outputs(part, inputs.positions), inputs)
                 _minimise(self.optimizer, total / loss.denominator(part))
@@ -161,7 +169,12 @@ def _minimise(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def _measure(cell: Cell, task: Task, start: Tensor) -> Callable[[Tensor], float]:
     """Return what makes of a table the share of the possible gain."""
-    goal = cell.goal(task)
+    goal, overlong = cell.goal(task), cell.overlong
+    if overlong is not None:
+        max_tokens, buffer, factor = overlong.max_tokens, overlong.buffer, overlong.factor
+        task = task.penalised(
+            lambda lengths: overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer, factor=factor)
+        )
     divergence = functools.partial(
         _divergence, "k1" if cell.kl is None else _of(cell.kl), start.double().log_softmax(-1)
     )

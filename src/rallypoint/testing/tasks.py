@@ -78,6 +78,20 @@ class Task:
             values = (self.rewards + torch.where(self.follows >= 0, values[self.follows], 0.0)).amax(-1)
         return float(values[self.starts].mean())
 
+    def penalised(self, penalty: Callable[[Tensor], Tensor]) -> Task:
+        """Return the task with a penalty for length in its rewards, of which values and the optimum are computed.
+
+        Args:
+            penalty: [S] int64 tokens of the response that ends in each state -> [S] what it loses.
+        """
+        lengths, here = torch.zeros(len(self.sees), dtype=torch.int64), self.starts
+        for length in range(1, self.longest + 1):
+            lengths[here] = length
+            after = self.follows[here].flatten()
+            here = after[after >= 0]
+        ends = self.follows < 0
+        return dataclasses.replace(self, rewards=self.rewards - torch.where(ends, penalty(lengths)[:, None], 0.0))
+
     def sample(self, table: Tensor, group_size: int, generator: torch.Generator) -> ScoredBatch:
         """Return a group of rows for every prompt, with one token of prompt before each response.
 
@@ -127,6 +141,22 @@ class Task:
             reward_parts=parts,
             part_names=PARTS,
         )
+
+
+def cut_off(batch: ScoredBatch, share: float, generator: torch.Generator) -> ScoredBatch:
+    """Return the rows, of which a share is truncated, as by a limit: after a token of chance, without its end's reward.
+
+    A response of one token stays whole.
+    """
+    lengths = batch.lengths - 1  # the prompt's token is before them
+    is_cut = (torch.rand(len(batch), generator=generator) < share) & (lengths > 1)
+    drawn = 1 + (torch.rand(len(batch), generator=generator) * (lengths - 1)).long()
+    kept = 1 + torch.where(is_cut, drawn, lengths)
+    tokens = torch.arange(batch.num_tokens) - batch.offsets[batch.row_of_token] < kept[batch.row_of_token]
+    by_token = {
+        name: getattr(batch, name)[tokens] for name in ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")
+    }
+    return dataclasses.replace(batch, offsets=offsets_from_lengths(kept), truncated=is_cut, **by_token)
 
 
 def bandit() -> Task:

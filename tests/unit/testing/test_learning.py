@@ -5,7 +5,15 @@ from typing import get_args
 
 import pytest
 
-from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES, Advantage, PolicyObjective
+from rallypoint.algorithms import (
+    ADVANTAGES,
+    CORRECTIONS,
+    OBJECTIVES,
+    Advantage,
+    OverlongPenalty,
+    PolicyObjective,
+    RowMask,
+)
 from rallypoint.algorithms.aggregation import AggregationName
 from rallypoint.cli.learn import learn_check
 from rallypoint.display.learning import save_learning
@@ -35,6 +43,8 @@ def test_every_name_of_every_kind_is_in_the_suite():
     pulls = {(cell.kl.placement, cell.kl.estimator, cell.kl.importance_corrected) for cell in cells if cell.kl}
     in_loss = {("loss", name, False) for name in ("k2", "k3", "abs")} | {("loss", name, True) for name in ("k1", "k3")}
     assert pulls == {("reward", "k1", False)} | in_loss
+    assert {cell.mask for cell in cells} == {RowMask(), RowMask(truncated=True), RowMask(zero_variance=True)}
+    assert {cell.overlong is None for cell in cells} == {cell.value_clip is None for cell in cells} == {True, False}
     assert {cell.axis for cell in cells if cell.staleness} == {"loss", "correction"}
 
 
@@ -108,6 +118,50 @@ class Scaled(Advantage):
 
     def estimate(self, rewards):
         return self.factor * self.right.estimate(rewards)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inverted(RowMask):
+    """A mask that lets the rows train that it should leave out."""
+
+    def for_critic(self, batch):
+        return ~super().for_critic(batch)
+
+
+def test_a_mask_that_is_inverted_is_found():
+    """Sorting is rewarded at the end, which truncated rows do not have."""
+    cell = CELLS["mask: truncated"]
+    inverted = dataclasses.replace(cell, mask=Inverted(truncated=True))
+    assert learn(cell, TASKS["sort"], 0)[-1] > BOUND
+    assert learn(inverted, TASKS["sort"], 0)[-1] < 0.2
+
+
+def test_a_step_of_masked_rows_alone_trains_nothing():
+    everything = dataclasses.replace(shortened("mask: truncated"), mask=RowMask(truncated=True), cut_share=1.0)
+    assert learn(everything, TASKS["copy"], 0) == pytest.approx([0.0] * 26)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_penalty_that_is_forgotten_or_flipped_is_found(factor):
+    """With the right one, one token is best on the chain; the policy of the others goes on for five."""
+    cell = dataclasses.replace(CELLS["overlong penalty"], num_steps=25)
+    assert learn(cell, TASKS["chain"], 0)[-1] > BOUND
+    broken = Miscounted(**dataclasses.asdict(cell.overlong), by=factor)
+    assert learn(dataclasses.replace(cell, overlong=broken), TASKS["chain"], 0)[-1] < 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Miscounted(OverlongPenalty):
+    """A penalty that a batch gets with another factor than the optimum has."""
+
+    by: float
+
+    def __call__(self, batch):
+        return dataclasses.replace(OverlongPenalty(**_limits(self)), factor=self.by * self.factor)(batch)
+
+
+def _limits(penalty):
+    return {"max_tokens": penalty.max_tokens, "buffer": penalty.buffer, "factor": penalty.factor}
 
 
 def test_a_reference_that_is_refreshed_lets_the_policy_go_where_the_fixed_one_would_not():

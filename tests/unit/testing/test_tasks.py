@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rallypoint.testing.tasks import PARTS, TASKS
+from rallypoint.testing.tasks import PARTS, TASKS, cut_off
 
 
 def test_the_value_of_a_policy_is_that_of_the_sum_over_its_ways_by_hand():
@@ -43,3 +43,24 @@ def test_two_rewards_of_other_ranges_add_up_to_the_score(name):
     even, odd = batch.reward_parts.unbind(1)
     torch.testing.assert_close(even / 10 + odd * 10, batch.scores)
     assert float(even.max()) > 50 * float(odd.max())
+
+
+def test_a_penalty_for_length_changes_what_is_best_on_the_chain():
+    chain = TASKS["chain"].penalised(lambda lengths: (lengths - 1) / 4)
+    assert chain.optimum() == pytest.approx(0.2), "one token earns 0.2; five earn 1 and lose 1"
+    assert float(chain.value(torch.tensor([[-50.0, 50.0]] * 5))) == pytest.approx(0.0)
+    two_tokens = torch.tensor([[-50.0, 50.0]] + [[50.0, -50.0]] * 4)
+    assert float(chain.value(two_tokens)) == pytest.approx(0.2 - 0.25)
+
+
+def test_rows_that_are_cut_off_are_the_beginning_of_whole_ones():
+    task, generator = TASKS["sort"], torch.Generator().manual_seed(0)
+    whole = task.sample(torch.zeros(task.shape), 50, generator)
+    part = cut_off(whole, 0.5, generator)
+    assert 0.4 < float(part.truncated.float().mean()) < 0.6
+    assert part.lengths[~part.truncated].equal(whole.lengths[~part.truncated])
+    assert set(part.lengths[part.truncated].tolist()) == {2, 3}, "of one token of prompt and three more"
+    assert not part.scores[part.truncated].any()
+    for row in (0, 1, 2, len(part) - 1):
+        begin, length = int(whole.offsets[row]), int(part.lengths[row])
+        assert part.rows([row]).tokens.equal(whole.tokens[begin : begin + length])
