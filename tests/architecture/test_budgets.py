@@ -28,6 +28,7 @@ BROAD: dict[str, str] = {
     "data/tokenizer.py:load_tokenizer": "the tokenizers library raises bare Exception for a file it cannot read",
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/training_engine.py:train": "raised again as soon as the other ranks know",
+    "extras.py:find_unusable": "a package that does not fit to others raises anything while it is imported",
     "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",

@@ -84,7 +84,7 @@ def test_the_wheel_trains_in_an_environment_of_its_own_from_a_folder_of_its_own(
 def test_every_extra_that_an_error_names_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    named = set(re.findall(r"how_to_install\(['\"]([\w-]+)['\"]\)", text))
+    named = set(re.findall(r"(?:find_missing|find_unusable|why_not)\(.+['\"]([\w-]+)['\"]\)", text))
     named |= {extra for group in re.findall(r"\.\[([\w,-]+)\]'", text) for extra in group.split(",")}
     named |= {extra for _, extra in _NEEDS.values()} | set(TRACKERS)
     assert {"ray", "serve", "plot", "math"} <= named

@@ -18,7 +18,7 @@ from rallypoint.disk import naming
 from rallypoint.display.learning import save_learning
 from rallypoint.display.theme import PALETTE
 from rallypoint.errors import ConfigError
-from rallypoint.run import PLOT_HINT
+from rallypoint.run import why_no_plot
 from rallypoint.testing.cells import CELLS, Cell, own_advantage, own_loss
 from rallypoint.testing.learning import BOUND, Result, learn
 from rallypoint.testing.tasks import TASKS
@@ -83,4 +83,4 @@ def _write(console: Console, folder: Path, results: Sequence[Result]) -> None:
         values = {"bound": BOUND, "cells": [result.described() for result in results]}
         table.write_text(json.dumps(values), encoding="utf-8")
     picture = save_learning(results, folder / "learning.png")
-    console.print(f"wrote {escape(str(table))} and {picture or PLOT_HINT}", soft_wrap=True)
+    console.print(f"wrote {escape(str(table))} and {picture or f'no picture: {why_no_plot()}'}", soft_wrap=True)

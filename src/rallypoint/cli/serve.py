@@ -9,7 +9,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from rallypoint.errors import ServingError, how_to_install
+from rallypoint.errors import ServingError
+from rallypoint.extras import why_not
 from rallypoint.recipes.use import find_trained
 
 
@@ -33,10 +34,8 @@ def serve(
     """Serve until Ctrl-C or SIGTERM; a second one cancels the requests that still run."""
     try:
         from rallypoint.recipes.serve import Options, Serving
-    except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise ServingError(f"rally serve needs {error.name}; {how_to_install('serve')}") from None
+    except ImportError as error:
+        raise ServingError(f"rally serve {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
     console = Console(highlight=False, markup=False, soft_wrap=True)
     events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
     options = Options(

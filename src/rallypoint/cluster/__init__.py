@@ -32,7 +32,8 @@ from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, ResourcePoolManager, Runtime, merge
 from rallypoint.cluster.process import ProcessInfo, WorkerContext
 from rallypoint.cluster.ray_thread import is_held_by_ray
-from rallypoint.errors import ClusterError, how_to_install
+from rallypoint.errors import ClusterError
+from rallypoint.extras import why_not
 
 
 def open_runtime(
@@ -70,11 +71,9 @@ def open_runtime(
     try:
         from rallypoint.cluster.ray_cluster import RayCluster
         from rallypoint.cluster.ray_runtime import RayRuntime
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
+    except ImportError as error:
         raise ClusterError(
-            f"cluster.runtime=ray, but ray is not installed; {how_to_install('ray')}, "
+            f"cluster.runtime=ray {why_not(error, ('ray',), 'ray')}, "
             "or run everything in one process with cluster.runtime=inline"
         ) from None
     if address is None:

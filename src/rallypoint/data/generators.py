@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from rallypoint.data.files import Problems, Row, Table, suggestion
+from rallypoint.extras import find_unusable
 
 _PREFIX = "reasoning_gym:"
 _SIZE = 10_000
@@ -38,8 +38,8 @@ def is_generator(path: str) -> bool:
 
 def check_generator(path: str) -> str | None:
     """Return what is wrong with the name of a generator, or what has to be installed; None if nothing is."""
-    if find_spec("reasoning_gym") is None:
-        return f"{path} needs reasoning-gym: pip install -e '.[reasoning-gym]'"
+    if (problem := find_unusable("reasoning_gym", "reasoning-gym")) is not None:
+        return f"{path} {problem}"
     from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
     name = path.removeprefix(_PREFIX)

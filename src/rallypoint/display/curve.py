@@ -34,7 +34,7 @@ Record = Mapping[str, float]
 def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
     """Draw the learning curve of a metrics file and return its path; None where matplotlib is missing.
 
-    `reports.PLOT_HINT` says how to install it. A file without steps gives an empty picture that says so.
+    `reports.why_no_plot` says what to do then. A file without steps gives an empty picture that says so.
 
     Raises:
         DiskError: the disk is full or not writable.

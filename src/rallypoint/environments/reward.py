@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from rallypoint.environments.given import GIVEN, how_to_give, is_given
-from rallypoint.errors import RewardError, UserCodeError, how_to_install
+from rallypoint.errors import RewardError, UserCodeError
+from rallypoint.extras import find_unusable
 from rallypoint.user_code import UserFunction, own_signature, split, written_signature
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -101,8 +101,8 @@ def check_reward_spec(spec: str, parameters: Mapping[str, object] | None = None)
             return how_to_give(spec)
         return _find_signature_problem(spec, own_signature(GIVEN[spec].function), parameters or {})
     if spec in SHIPPED:
-        if spec in _NEEDS and importlib.util.find_spec(_NEEDS[spec][0]) is None:
-            return f"it needs the package {_NEEDS[spec][0]}; {how_to_install(_NEEDS[spec][1])}"
+        if spec in _NEEDS and (unusable := find_unusable(*_NEEDS[spec])) is not None:
+            return f"it {unusable}"
         problem = _find_signature_problem(spec, own_signature(_imported(SHIPPED[spec])), parameters or {})
         return problem or (_imported(_CHECKS[spec])(parameters or {}) if spec in _CHECKS else None)
     try:

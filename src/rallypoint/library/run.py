@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, load_config
 from rallypoint.display import save_curve
-from rallypoint.errors import ModelError, RunFolderError
+from rallypoint.errors import ModelError, RunFolderError, first_line
 from rallypoint.model_files import is_adapter
 from rallypoint.recipes.use import find_trained
-from rallypoint.run import PLOT_HINT, read_metrics
+from rallypoint.run import read_metrics, why_no_plot
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.reports import REWARD, VALIDATION
@@ -115,7 +115,7 @@ class Run:
         folder = RunFolder(self.folder)
         drawn = save_curve(folder.metrics, folder.curve, self.folder.name)
         if drawn is None:
-            raise RunFolderError(f"a picture needs matplotlib; {PLOT_HINT}")
+            raise RunFolderError(f"no picture: {why_no_plot()}")
         return Picture(drawn)
 
     def load(self, step: int | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -167,7 +167,10 @@ def load_pair(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         return AutoModelForCausalLM.from_pretrained(trained.path, dtype="auto"), tokenizer
     try:
         from peft import PeftModel
-    except ImportError:
-        raise ModelError(f"{trained.path} is an adapter: install peft, or merge it with `rally export`") from None
+    except ImportError as error:
+        said = "" if isinstance(error, ModuleNotFoundError) and error.name == "peft" else f" ({first_line(error)})"
+        raise ModelError(
+            f"{trained.path} is an adapter, which peft loads{said}: pip install peft, or merge it with `rally export`"
+        ) from None
     base = AutoModelForCausalLM.from_pretrained(trained.model_path, dtype="auto")
     return cast("PreTrainedModel", PeftModel.from_pretrained(base, trained.path)), tokenizer

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import Protocol, TypeAlias
 
-from rallypoint.errors import first_line, how_to_install
+from rallypoint.errors import first_line
+from rallypoint.extras import find_unusable
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 """Each is also the name of its package, and of its extra."""
@@ -70,10 +70,10 @@ Open: TypeAlias = Callable[[Tracked], Tracker]
 
 
 def find_tracker_problem(name: str) -> str | None:
-    """Say what is wrong with the name of a tracker, or how to install its package; None if it can be opened."""
+    """Say what is wrong with the name of a tracker, or with its package; None if it can be opened."""
     if name not in TRACKERS:
         return f"is no tracker that is known; expected any of {', '.join(TRACKERS)}"
-    return None if importlib.util.find_spec(name) is not None else f"needs the package {name}; {how_to_install(name)}"
+    return find_unusable(name, name)
 
 
 class Trackers:

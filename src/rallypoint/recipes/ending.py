@@ -13,7 +13,7 @@ from rallypoint.environments.given import is_given
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import first_line
 from rallypoint.recipes.machine import look_around, plan_on
-from rallypoint.run import PLOT_HINT, Summary
+from rallypoint.run import Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored
 
 
@@ -25,7 +25,8 @@ def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]
 def draw(folder: RunFolder) -> tuple[Path | None, str]:
     """Draw the learning curve; return its file, or None and the reason: a picture must not end a run."""
     try:
-        return save_curve(folder.metrics, folder.curve, folder.path.name), PLOT_HINT
+        drawn = save_curve(folder.metrics, folder.curve, folder.path.name)
+        return drawn, "" if drawn else why_no_plot()
     except Exception as error:  # noqa: BLE001 - of whatever draws: the run is done
         return None, f"{type(error).__name__}: {first_line(error)}"
 

@@ -8,7 +8,6 @@ may go on with it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tempfile
@@ -36,7 +35,8 @@ from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_rows
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.errors import ConfigError, DataError, EngineError, ScheduleError, how_to_install
+from rallypoint.errors import ConfigError, DataError, EngineError, ScheduleError
+from rallypoint.extras import find_missing, find_unusable
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.observability.trackers import find_tracker_problem
 from rallypoint.plan.role_memory import cache_bytes_per_token
@@ -77,18 +77,15 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _generated(config)
     yield from _cache(config)
     yield from _schedule(config)
-    if config.cluster.runtime == "ray" and importlib.util.find_spec("ray") is None:
+    if config.cluster.runtime == "ray" and (problem := find_missing("ray", "ray")) is not None:
         yield Problem(
             ("cluster.runtime",),
-            f"cluster.runtime=ray, but ray is not installed; {how_to_install('ray')}, or run everything in one process "
-            "with cluster.runtime=inline",
+            f"cluster.runtime=ray {problem}, or run everything in one process with cluster.runtime=inline",
         )
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if config.rollout.serve is not None and missing:
-        yield Problem(
-            ("rollout.serve",),
-            f"rollout.serve={config.rollout.serve} needs {' and '.join(missing)}; {how_to_install('serve')}",
-        )
+    if config.rollout.serve is not None:
+        for name in ("starlette", "uvicorn"):
+            if (problem := find_unusable(name, "serve")) is not None:
+                yield Problem(("rollout.serve",), f"rollout.serve={config.rollout.serve} {problem}")
     if config.rollout.engine in BUILDS:
         try:
             find_engine(config.rollout.engine)

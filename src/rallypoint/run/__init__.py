@@ -11,14 +11,14 @@ Values flow one way:
 """
 
 from rallypoint.run.metrics_log import MetricsLog, read_metrics
-from rallypoint.run.reports import PLOT_HINT, Completion, RunInfo, StepReport, Summary
+from rallypoint.run.reports import Completion, RunInfo, StepReport, Summary, why_no_plot
 
 __all__ = [
-    "PLOT_HINT",
     "Completion",
     "MetricsLog",
     "RunInfo",
     "StepReport",
     "Summary",
     "read_metrics",
+    "why_no_plot",
 ]

@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint.config import WATCHED
-from rallypoint.errors import how_to_install
+from rallypoint.extras import find_unusable
 from rallypoint.observability.health import health
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.metrics_log import STEP, TIME, read_metrics
 
-PLOT_HINT = how_to_install("plot")
 VALIDATION, REWARD = "validation/score", "reward/mean"
 REWARD_FAILED, REWARD_SCORED = "reward/failed", "reward/num_scored"
 TOKENS_SAMPLED, TOKENS_TRAINED = "rollout/num_tokens", "actor/num_tokens"
 """Names in metrics.jsonl under which the summary finds a step's token counts."""
 MEMORY = "/memory_gib"
 """Suffix after a role's name: the role's peak memory in a step."""
+
+
+def why_no_plot() -> str:
+    """Say why a picture was not drawn."""
+    return f"it {find_unusable('matplotlib', 'plot') or 'was not drawn; try it again'}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +103,7 @@ class Summary:
     """Median of the seconds that a step took, without start-up, validation and checkpoints; NaN without steps."""
     curve: Path | None = None
     """The picture, if there is one."""
-    why_no_curve: str = PLOT_HINT
+    why_no_curve: str = ""
     """Why there is no picture."""
     checkpoints: Sequence[Path] = ()
     """Oldest first."""

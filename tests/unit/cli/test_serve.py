@@ -51,5 +51,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(trained):
         [sys.executable, "-c", code, "serve", str(trained.run)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "rally serve needs uvicorn; in a clone of rallypoint: pip install -e '.[serve]'" in done.stderr
+    assert "rally serve needs the package uvicorn, which is not installed" in done.stderr
+    assert "in a clone of rallypoint: pip install -e '.[serve]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ def chains(seed=0, **parameters):
 
 
 def test_a_generator_that_is_not_installed_or_not_there_is_named():
-    with pytest.raises(DataError, match=r"needs reasoning-gym: pip|reasoning-gym has no such data set; did you"):
+    with pytest.raises(DataError, match=r"needs the package reasoning_gym|reasoning-gym has no such data set; did you"):
         load_dataset(["reasoning_gym:chain_sums"])
 
 

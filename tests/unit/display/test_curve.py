@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.display import save_curve
-from rallypoint.run import PLOT_HINT, MetricsLog, Summary
+from rallypoint.run import MetricsLog, Summary
 
 
 def write_run(path: Path, num_steps: int, scale: float = 1.0) -> Path:
@@ -60,11 +60,12 @@ def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> 
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path\n"
         "from rallypoint.display import save_curve\n"
-        "print(save_curve(Path('metrics.jsonl'), Path('curve.png'), 'x'))"
+        "from rallypoint.run import why_no_plot\n"
+        "print(save_curve(Path('metrics.jsonl'), Path('curve.png'), 'x'), why_no_plot())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
-    assert ".[plot]" in PLOT_HINT
+    assert done.stdout.startswith("None it needs the package matplotlib, which is not installed")
+    assert ".[plot]" in done.stdout
 
 
 def test_the_package_imports_neither_torch_nor_ray_nor_matplotlib() -> None:
