@@ -42,6 +42,7 @@ from rallypoint.algorithms.advantages import (
     turn_gae_advantages,
     whiten,
 )
+from rallypoint.errors import RewardError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -295,12 +296,14 @@ class MaxRL(ByScore):
         """See `ByScore.by_row`.
 
         Raises:
-            ValueError: a score is negative, for which the formula has no meaning.
+            RewardError: a score is negative, for which the formula has no meaning.
         """
         earned = rewards.earned_scores
-        if bool((earned < 0).any()):
-            raise ValueError(
-                f"max_rl: expected rewards of 0 or more, found {float(earned.min()):g}: use another advantage"
+        if len(negative := (earned < 0).nonzero().flatten()):
+            row = int(negative[0])
+            raise RewardError(
+                f"max_rl: expected scores of 0 or more, found {float(earned[row]):g} for a rollout of prompt "
+                f"{int(rewards.groups[row])}: add to all scores what makes the lowest one 0, or take another advantage"
             )
         count = group_sums(torch.ones_like(earned), rewards.groups)
         mean = group_sums(earned, rewards.groups) / count

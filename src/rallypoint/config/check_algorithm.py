@@ -97,10 +97,22 @@ def _sound(config: RunConfig) -> Iterator[Problem]:
             "that counts the gap twice; expected one of them, others may be masks",
         )
     for item in config.correction:
-        if isinstance(item, IcePopConfig | MaskConfig) and item.low >= item.high:
+        if isinstance(item, TISConfig) and item.cap < 1:
             yield Problem(
                 ("correction",),
-                f"correction: {item.name} has low={item.low:g} and high={item.high:g}; expected low below high",
+                f"correction: tis has cap={item.cap:g}, which weighs less what sampler and trainer agree on, whose "
+                "ratio is 1; expected at least 1, usually 2",
+            )
+        if not isinstance(item, IcePopConfig | MaskConfig):
+            continue
+        bounds = f"correction: {item.name} has low={item.low:g} and high={item.high:g}"
+        if item.low >= item.high:
+            yield Problem(("correction",), f"{bounds}; expected low below high")
+        elif not item.low <= 1 <= item.high:
+            yield Problem(
+                ("correction",),
+                f"{bounds}, which leaves out what sampler and trainer agree on, whose ratio is 1; expected low of at "
+                "most 1 and high of at least 1",
             )
 
 

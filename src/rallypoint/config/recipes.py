@@ -125,24 +125,46 @@ def _check_advantage(config: RunConfig) -> Iterator[Problem]:
             f"advantage.name=gdpo normalises several rewards apart, and the run has {len(config.reward.weights)}; "
             "expected at least 2 in reward.functions and reward.models; with one take advantage.name=grpo",
         )
-    elif name == "gdpo" and config.kl is not None and config.kl.placement == "reward":
-        yield Problem(
-            ("kl.placement", "advantage.name"),
-            "kl.placement=reward has no effect with advantage.name=gdpo, which takes the rewards apart; expected "
-            "kl.placement=loss",
-        )
-    elif name == "gdpo" and config.reward.overlong is not None:
-        yield Problem(
-            ("reward.overlong", "advantage.name"),
-            "reward.overlong has no effect with advantage.name=gdpo, which takes the rewards apart; expected null, and "
-            "a function of the length among reward.functions",
-        )
     elif config.advantage.name == "pass_at_k" and config.advantage.k > size:
         yield Problem(
             ("advantage.k", "rollout.group_size"),
             f"advantage.k={config.advantage.k} is more than the rollouts of a group, rollout.group_size={size}; "
             f"expected at most {size}",
         )
+    else:
+        yield from _check_penalties(config)
+
+
+_NO_PENALTIES = {
+    "gdpo": (
+        "kl.placement=reward has no effect with advantage.name=gdpo, which takes the rewards apart",
+        "reward.overlong has no effect with advantage.name=gdpo, which takes the rewards apart; expected null, and a "
+        "function of the length among reward.functions",
+    ),
+    "pass_at_k": (
+        "kl.placement=reward has no effect with advantage.name=pass_at_k, which counts right rollouts (scores above 0)",
+        "reward.overlong has no effect with advantage.name=pass_at_k, which counts right rollouts (scores above 0), or "
+        "makes a wrong one of a right one; expected null",
+    ),
+    "max_rl": (
+        "kl.placement=reward is divided by the mean score of the prompt with advantage.name=max_rl, and left out where "
+        "no rollout is right",
+        "reward.overlong makes scores negative, for which advantage.name=max_rl has no meaning; expected null",
+    ),
+}
+"""Advantages of scores alone: what becomes of a KL in the reward, and of a penalty for length."""
+
+
+def _check_penalties(config: RunConfig) -> Iterator[Problem]:
+    """Yield penalties in the reward that an advantage cannot take into account."""
+    name = config.advantage.name
+    if name not in _NO_PENALTIES:
+        return
+    of_kl, of_length = _NO_PENALTIES[name]
+    if config.kl is not None and config.kl.placement == "reward" and RECIPES[config.recipe].reads("kl"):
+        yield Problem(("kl.placement", "advantage.name"), f"{of_kl}; expected kl.placement=loss")
+    if config.reward.overlong is not None:
+        yield Problem(("reward.overlong", "advantage.name"), of_length)
 
 
 def _check_prompts(config: RunConfig) -> Iterator[Problem]:

@@ -5,10 +5,12 @@ import functools
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from random_cases import random_cases
 
 from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES
+from rallypoint.errors import RewardError
 from rallypoint.testing import CASES, check_advantage, check_correction, check_objective, formulas
 from rallypoint.testing import advantage_formulas as advantages
 from rallypoint.testing.cases import make_case
@@ -179,8 +181,10 @@ def test_an_advantage_of_any_batch_keeps_to_its_paper(which, cases):
 
 def test_max_rl_keeps_to_every_rule_and_to_its_paper_and_refuses_negative_rewards():
     check_advantage(ADVANTAGES["max_rl"](whiten=False), formula=advantages.max_rl, cases=NOT_NEGATIVE)
-    with pytest.raises(ValueError, match="max_rl: expected rewards of 0 or more, found -"):
-        check_advantage(ADVANTAGES["max_rl"](whiten=False))
+    earned = make_case([1, 1], [40, 40], seed=1, trained=1.0).earned()
+    negative = dataclasses.replace(earned, earned=torch.tensor([1.0, -0.5]))
+    with pytest.raises(RewardError, match=r"max_rl: expected scores .* found -0.5 for a rollout of prompt 40: add"):
+        ADVANTAGES["max_rl"](whiten=False)(negative)
 
 
 @pytest.mark.parametrize(

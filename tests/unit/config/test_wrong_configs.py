@@ -391,6 +391,26 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         'recipe=grpo advantage={"name":"pass_at_k","k":9}',
         ("advantage.k=9", "rollout.group_size"),
     ),
+    "fit: right answers and a KL": (
+        "recipe=grpo advantage.name=pass_at_k kl.placement=reward",
+        ("kl.placement=reward has no effect with advantage.name=pass_at_k", "expected kl.placement=loss"),
+    ),
+    "fit: right answers and their length": (
+        "recipe=grpo advantage.name=pass_at_k reward.overlong={}",
+        ("reward.overlong has no effect with advantage.name=pass_at_k", "a wrong one of a right one; expected null"),
+    ),
+    "fit: a pass rate and a KL": (
+        "recipe=grpo advantage.name=max_rl kl.placement=reward",
+        ("kl.placement=reward is divided by the mean score", "expected kl.placement=loss"),
+    ),
+    "fit: a pass rate and penalties": (
+        "recipe=grpo advantage.name=max_rl reward.overlong={}",
+        ("reward.overlong makes scores negative, for which advantage.name=max_rl has no meaning", "expected null"),
+    ),
+    "fit: penalties of a student without rewards": (
+        "recipe=opd teacher.path=model reward.overlong={}",
+        ("reward.overlong={} has no effect: with teacher.reward_coef=0 nothing reads it",),
+    ),
     "fit: two weights": (
         'correction=[{"name":"tis"},{"name":"icepop"}]',
         ("tis and icepop", "counts the gap twice"),
@@ -411,6 +431,15 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         'correction=[{"name":"mask","low":2,"high":1}]',
         ("low=2 and high=1", "expected low below high"),
     ),
+    "fit: bounds above a ratio of 1": (
+        'correction=[{"name":"mask","low":1.5,"high":2}]',
+        ("mask has low=1.5 and high=2", "expected low of at most 1 and high of at least 1"),
+    ),
+    "fit: bounds below a ratio of 1": (
+        'correction=[{"name":"icepop","low":0.2,"high":0.9}]',
+        ("icepop has low=0.2 and high=0.9, which leaves out what sampler and trainer agree on", "high of at least 1"),
+    ),
+    "fit: a cap that shrinks all weights": ('correction=[{"name":"tis","cap":0.5}]', ("tis has cap=0.5", "at least 1")),
     "fit: no such key of a correction": (
         'correction=[{"name":"tis","low":1}]',
         ("tis has no key low", "a list of sections"),
