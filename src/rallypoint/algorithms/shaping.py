@@ -52,7 +52,7 @@ class OverlongPenalty:
         )
         last = torch.zeros(len(batch), dtype=torch.int64).scatter_reduce_(0, rows, tokens, "amax")
         token_rewards = batch.token_rewards.index_add(0, last, -penalty.float())
-        shaped = batch.scored(token_rewards)
+        shaped = dataclasses.replace(batch, token_rewards=token_rewards, scores_before=batch.scores)
         return shaped, Metrics({"reward/overlong_penalty": Mean(float(penalty.sum()), len(batch))})
 
 
@@ -63,7 +63,8 @@ class RowMask:
     truncated: bool = False
     """Rows that ended at the length limit (DAPO's overlong filtering, arXiv 2503.14476)."""
     zero_variance: bool = False
-    """Rows of prompts whose scores are all equal; a critic learns from them all the same."""
+    """Rows of prompts whose scores are all equal, before a penalty for their length, as where dynamic sampling replaces
+    them; a critic learns from them all the same."""
 
     def for_critic(self, batch: ScoredBatch) -> Bool[Tensor, " B"]:
         """Return which rows a critic learns from."""
@@ -72,7 +73,8 @@ class RowMask:
     def for_actor(self, batch: ScoredBatch) -> Bool[Tensor, " B"]:
         """Return which rows the policy learns from."""
         trains = self.for_critic(batch)
-        return trains & has_signal(batch.scores, batch.prompt_index) if self.zero_variance else trains
+        scores = batch.scores if batch.scores_before is None else batch.scores_before
+        return trains & has_signal(scores, batch.prompt_index) if self.zero_variance else trains
 
 
 def has_signal(scores: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:

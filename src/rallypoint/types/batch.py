@@ -143,6 +143,8 @@ class ScoredBatch(RolloutBatch):
     """[B, K] float64: the score by each of K rewards before it is weighed; None where there is one reward."""
     part_names: tuple[str, ...] = ()
     """Name of each of the K rewards."""
+    scores_before: Tensor | None = per_row(optional=True)
+    """[B] float64: the scores before a penalty for length was subtracted; None if none was."""
 
     @property
     def scores(self) -> Tensor:

@@ -1,5 +1,7 @@
 """What long, truncated and signal-less rollouts do to a step, against numbers made by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -48,6 +50,15 @@ def test_the_penalty_falls_on_the_last_token_and_its_mean_counts_all_rows():
     assert metrics.scalars() == {"reward/overlong_penalty": pytest.approx(0.75 / 5)}
 
 
+def test_what_each_of_several_rewards_said_stays_with_rows_that_have_a_penalty():
+    parts = torch.tensor([[1.0, 0.0]] * 5, dtype=torch.float64)
+    batch = dataclasses.replace(judged(), reward_parts=parts, part_names=("right", "short"))
+    after, _ = OverlongPenalty(max_tokens=4, buffer=2, factor=0.5)(batch)
+    assert after.part_names == ("right", "short")
+    assert after.reward_parts is not None
+    assert after.reward_parts.equal(parts)
+
+
 @pytest.mark.parametrize(("max_tokens", "buffer", "factor"), [(10, 4, 1.0), (7, 7, 0.5), (12, 1, 2.0)])
 def test_the_penalty_of_every_length_is_that_of_the_paper(max_tokens, buffer, factor):
     bounds = {"max_tokens": max_tokens, "buffer": buffer, "factor": factor}
@@ -73,6 +84,18 @@ def test_groups_without_a_difference_do_not_train_the_policy():
     assert kept.prompt_index.tolist() == [3, 3], "scores 2 and 2 are equal, and one alone has no other"
     both = weighed(RowMask(truncated=True, zero_variance=True))
     assert both.prompt_index.tolist() == [3]
+
+
+def test_groups_differ_by_their_scores_and_not_by_what_their_length_costs():
+    """As with dynamic sampling, which chooses groups before the penalty: this is the same without new prompts."""
+    mask, penalty = RowMask(zero_variance=True), OverlongPenalty(max_tokens=4, buffer=2, factor=0.5)
+    after, _ = penalty(judged())
+    assert after.scores.tolist() == [1.0, -0.25, 2.0, 1.5, 0.0], "rows 2 and 3 are of one prompt, and equally right"
+    assert mask.for_actor(after).tolist() == [True, True, False, False, False]
+    made_equal, _ = penalty(judged(scores=(0.5, 0.75, 2.0, 2.5, 0.0)))
+    assert made_equal.scores.tolist()[:4] == [0.5, 0.5, 2.0, 2.0]
+    assert mask.for_actor(made_equal).tolist() == [True, True, True, True, False]
+    assert mask.for_actor(made_equal.rows([4, 2, 3])).tolist() == [False, True, True]
 
 
 def test_a_step_of_truncated_rows_trains_nothing():
