@@ -57,7 +57,7 @@ def raise_it(error):
 
 
 def write_to_all():
-    for number in range(3, 40):
+    for number in range(3, 1000):
         try:
             os.write(number, b"\\0\\0\\0\\5hello")
         except OSError:
@@ -90,7 +90,7 @@ FATES = {
     "pid": lambda: {"score": 1.0, "pid": os.getpid()},
     "writes to all": write_to_all,
     "answers itself": answer_itself,
-    "closes": lambda: os.closerange(3, 100) or 1.0,
+    "closes": lambda: os.closerange(3, 1000) or 1.0,
 }
 
 
