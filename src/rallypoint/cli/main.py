@@ -336,16 +336,17 @@ def run() -> None:
     try:
         _run()
     except SystemExit as end:
-        if "rallypoint.cluster" in sys.modules:  # otherwise Ray cannot hold it, and importing takes time
+        if "rallypoint.cluster" in sys.modules:  # otherwise nothing can hold it, and importing takes time
             _leave_at_once_if_held(end)
         raise
 
 
 def _leave_at_once_if_held(end: SystemExit) -> None:
-    """End the process here if it is tied to a Ray that was lost: an orderly end would hang or crash."""
+    """End the process here if an orderly end would hang or crash: because of a lost Ray, or of a tracker."""
     from rallypoint.cluster import is_held_by_ray
+    from rallypoint.observability.leaving import is_anyone_left_behind
 
-    if is_held_by_ray():
+    if is_held_by_ray() or is_anyone_left_behind():
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

@@ -5,7 +5,7 @@ Owns: that none of them can slow or stop a run. Must not know: what a metric mea
 
 Consumes: lines of metrics, tables and the picture, in their order. Produces: calls of each client, on a thread of its
 own. Waits for: these. Unblocked by: `log`, `table`, `picture`, `close`. A client that raises is told once and asked no
-more; one that hangs is left behind.
+more; one that hangs is told, and left behind at the end.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from rallypoint.errors import first_line
 from rallypoint.extras import find_unusable
+from rallypoint.observability.leaving import leave_behind
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 """Each is also the name of its package, and of its extra."""
@@ -27,6 +29,10 @@ _MAX_WAITING = 10_000
 """Lines, tables and pictures that may wait for a client: days of steps, if it hangs."""
 CLOSE_S = 20.0
 """Seconds that clients are given at the end of a run to write or send what they have."""
+QUIET_S = 3.0
+"""Seconds of these in which nothing is said."""
+SLOW_S = 30.0
+"""Seconds after which a client that is still busy with one thing is told of, while the run goes on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +93,8 @@ class Trackers:
         *,
         rename: Callable[[str], str] = str,
         close_s: float = CLOSE_S,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[str], None] = leave_behind,
     ) -> None:
         """Open each on a thread of its own.
 
@@ -96,9 +104,11 @@ class Trackers:
             say: called with a line when one has failed, from its thread.
             rename: gives the name that a metric has for trackers.
             close_s: seconds that all of them together are waited for at the end.
+            clock: seconds.
+            leave: called with the name of one that still hangs then.
         """
-        self._close_s, self._rename = close_s, rename
-        self._feeds = [_Feed(name, open_it, run, say) for name, open_it in opens.items()]
+        self._close_s, self._rename, self._clock, self._leave, self._say = close_s, rename, clock, leave, say
+        self._feeds = [_Feed(name, open_it, run, say, clock) for name, open_it in opens.items()]
 
     @property
     def are_any(self) -> bool:
@@ -108,60 +118,104 @@ class Trackers:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass metrics on, and return at once."""
         named = {self._rename(name): value for name, value in scalars.items()}
-        self._put(lambda tracker: tracker.log(step, named))
+        self._put(_Job(step, lambda tracker: tracker.log(step, named)))
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
         """Pass a few rollouts on, and return at once."""
-        self._put(lambda tracker: tracker.table(step, rows))
+        self._put(_Job(step, lambda tracker: tracker.table(step, rows)))
 
     def picture(self, step: int, png: Path) -> None:
         """Pass the learning curve on, and return at once."""
-        self._put(lambda tracker: tracker.picture(step, png))
+        self._put(_Job(step, lambda tracker: tracker.picture(step, png)))
 
-    def _put(self, job: Callable[[Tracker], None]) -> None:
+    def _put(self, job: _Job) -> None:
         for feed in self._feeds:
             feed.put(job)
 
     def close(self) -> None:
-        """Let each write what it has, and wait for that, but not for long."""
-        ended = [feed.end() for feed in self._feeds]
-        give_up = threading.Event()
-        timer = threading.Timer(self._close_s, give_up.set)
-        timer.daemon = True
-        timer.start()
-        for thread in ended:
-            while thread.is_alive() and not give_up.is_set():
-                thread.join(0.05)
-        timer.cancel()
+        """Let each write what it has, and wait for that, but not for long; what was not sent is said."""
+        for feed in self._feeds:
+            feed.end()
+        begun, has_said = self._clock(), False
+        while (busy := [feed for feed in self._feeds if feed.is_busy]) and self._clock() - begun < self._close_s:
+            if not has_said and self._clock() - begun >= QUIET_S:
+                names = " and ".join(feed.name for feed in busy)
+                self._say(f"waiting for {names} to take what is left, at most {self._close_s - QUIET_S:.0f} s")
+                has_said = True
+            busy[0].join(0.05)
+        for feed in busy:
+            self._say(f"tracking with {feed.name} hangs and is left: {feed.unsent()}; metrics.jsonl has everything")
+            self._leave(feed.name)
+
+
+class _Job(NamedTuple):
+    """Something to tell a client."""
+
+    step: int
+    call: Callable[[Tracker], None]
 
 
 class _Feed:
     """The thread of one tracker, and what waits for it."""
 
-    def __init__(self, name: str, open_it: Open, run: Tracked, say: Callable[[str], None]) -> None:
-        self._name, self._open, self._run, self._say = name, open_it, run, say
-        self._jobs: Queue[Callable[[Tracker], None] | None] = Queue(_MAX_WAITING)
+    def __init__(
+        self, name: str, open_it: Open, run: Tracked, say: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        self.name, self._open, self._run, self._say, self._clock = name, open_it, run, say, clock
+        self._jobs: Queue[_Job | None] = Queue(_MAX_WAITING)
+        self._current: _Job | None = None
+        self._doing, self._since = "opening the run", clock()
+        self._is_idle = self._was_told = False
+        self._dropped: _Job | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, job: Callable[[Tracker], None]) -> None:
-        with contextlib.suppress(Full):  # it hangs; what it does not get is in the run's folder
-            self._jobs.put_nowait(job)
+    @property
+    def is_busy(self) -> bool:
+        return self._thread.is_alive()
 
-    def end(self) -> threading.Thread:
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def put(self, job: _Job) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except Full:  # it hangs; what it does not get is in the run's folder
+            self._dropped = self._dropped or job
+        doing, seconds = self._doing, self._clock() - self._since
+        if self.is_busy and not self._is_idle and not self._was_told and seconds > SLOW_S:
+            self._was_told = True
+            self._say(
+                f"tracking with {self.name} is slow: {doing} for {seconds:.0f} s now; the run does not wait for it, "
+                "and metrics.jsonl has everything"
+            )
+
+    def end(self) -> None:
         with contextlib.suppress(Full):
             self._jobs.put_nowait(None)
-        return self._thread
+
+    def unsent(self) -> str:
+        """Say what the client has not taken, as its thread still runs."""
+        with self._jobs.mutex:
+            waiting = [job.step for job in (self._current, *self._jobs.queue, self._dropped) if job is not None]
+        return f"what came from step {min(waiting)} on was not sent" if waiting else "it may not have sent everything"
+
+    def _begin(self, doing: str, job: _Job | None = None) -> None:
+        self._doing, self._since, self._current, self._is_idle = doing, self._clock(), job, False
 
     def _work(self) -> None:
         try:
             tracker = self._open(self._run)
+            self._is_idle = True
             while (job := self._jobs.get()) is not None:
-                job(tracker)
+                self._begin(f"sending step {job.step}", job)
+                job.call(tracker)
+                self._is_idle, self._current = True, None
+            self._begin("ending the run")
             tracker.close()
         except Exception as error:  # noqa: BLE001 - clients of networks raise anything; the run goes on without it
             self._say(
-                f"tracking with {self._name} has ended: {type(error).__name__}: {first_line(error)}; the run goes on, "
+                f"tracking with {self.name} has ended: {type(error).__name__}: {first_line(error)}; the run goes on, "
                 "and metrics.jsonl has everything"
             )
             self._empty()

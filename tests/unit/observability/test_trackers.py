@@ -1,5 +1,8 @@
 """Trackers get what metrics.jsonl gets, and none of them can slow or stop a run."""
 
+import itertools
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -85,13 +88,94 @@ def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end(tmp_path):
         hangs.set()
         release.wait(LONG_S)
 
-    trackers = Trackers({"slow": lambda _: Recording(hang)}, run_in(tmp_path), print, close_s=0.0)
-    for step in range(20_000):  # more than may wait
+    said, left = [], []
+    opens = {"slow": lambda _: Recording(hang)}
+    trackers = Trackers(opens, run_in(tmp_path), said.append, close_s=0.0, leave=left.append)
+    for step in range(7, 20_000):  # more than may wait
         trackers.log(step, {"x": 1.0})
     assert hangs.wait(LONG_S)
     trackers.close()
     assert not release.is_set(), "it was left behind"
     release.set()
+    assert left == ["slow"]
+    assert said == [
+        "tracking with slow hangs and is left: what came from step 7 on was not sent; metrics.jsonl has everything"
+    ]
+
+
+def test_a_tracker_that_is_busy_with_one_thing_for_long_is_told_of_once_while_the_run_goes_on(tmp_path):
+    release, time_s, said = threading.Event(), [0.0], []
+
+    def hang(_run: Tracked) -> Recording:
+        release.wait(LONG_S)
+        return Recording()
+
+    trackers = Trackers(
+        {"slow": hang}, run_in(tmp_path), said.append, close_s=LONG_S, clock=lambda: time_s[0], leave=print
+    )
+    for step in (1, 2, 3):
+        trackers.log(step, {"x": 1.0})
+        time_s[0] += 31.0
+    release.set()
+    trackers.close()
+    assert said == [
+        "tracking with slow is slow: opening the run for 31 s now; the run does not wait for it, and metrics.jsonl "
+        "has everything"
+    ]
+
+
+def test_a_tracker_that_is_waited_for_at_the_end_is_named(tmp_path):
+    release, said = threading.Event(), []
+    seconds = itertools.count()
+
+    def say(line: str) -> None:
+        said.append(line)
+        release.set()
+
+    def hang() -> None:
+        release.wait(LONG_S)
+
+    opens = {"slow": lambda _: Recording(hang)}
+    trackers = Trackers(opens, run_in(tmp_path), say, close_s=10_000.0, clock=lambda: next(seconds), leave=print)
+    trackers.log(1, {"x": 1.0})
+    trackers.close()
+    assert said == ["waiting for slow to take what is left, at most 9997 s"]
+
+
+HELD = """
+import atexit, sys, threading, time
+from pathlib import Path
+from rallypoint.observability import leaving
+from rallypoint.observability.trackers import Tracked, Trackers
+
+leaving.GRACE_S = 0.1
+at_work = threading.Event()
+
+class Held:
+    def log(self, step, scalars):
+        at_work.set()
+        time.sleep(600)
+
+def open_it(run):
+    atexit.register(time.sleep, 600)
+    return Held()
+
+trackers = Trackers({"wandb": open_it}, Tracked(Path("."), "p", 0, {}), print, close_s=0.0)
+trackers.log(4, {"x": 1.0})
+at_work.wait()
+trackers.close()
+sys.stdout.write("the end")
+"""
+
+
+def test_a_tracker_that_was_left_behind_does_not_hold_the_process():
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "what came from step 4 on was not sent" in done.stdout
+    assert done.stdout.endswith("the end")
+    assert done.stderr == "wandb still held this process 0 s after its end, so it was ended\n"
+    done = subprocess.run([sys.executable, "-c", HELD + "raise ValueError"], capture_output=True, check=False)
+    assert done.returncode == 1
 
 
 def test_a_table_and_a_picture_go_the_same_way_and_metrics_by_the_names_that_are_wanted(tmp_path):
