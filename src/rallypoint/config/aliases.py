@@ -54,8 +54,8 @@ _SCHEDULES = (("constant_with_warmup", "constant"), ("cosine_with_min_lr", "cosi
 _DTYPES = (("bf16", "bfloat16"), ("fp32", "float32"), ("torch.bfloat16", "bfloat16"), ("torch.float32", "float32"))
 _TRUNCATIONS = (("left", "truncate"), ("right", "truncate"), ("middle", "truncate"))
 _PER_STEP = "a step has rollout.num_prompts x rollout.group_size rows, cut into actor.num_mini_batches optimizer steps"
-_PACKED = "rows are packed without padding, and balanced, always"
-_SLEEP = "engine.sleep=true keeps roles that share a pool in CPU memory while others have their turn"
+PACKED = "rows are packed without padding, and balanced, always"
+SLEEP = "engine.sleep=true keeps roles that share a pool in CPU memory while others have their turn"
 _BY_TOKENS = "micro-batches are cut by tokens, never by rows"
 
 
@@ -294,12 +294,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias(
         "use_remove_padding use_rmpad use_dynamic_bsz log_prob_use_dynamic_bsz padding_free balance_batch "
         "group_by_length",
-        note=_PACKED,
+        note=PACKED,
     ),
     Alias(
         "param_offload optimizer_offload grad_offload offload_policy free_cache_engine enforce_eager "
         "vllm_enable_sleep_mode",
-        note=_SLEEP,
+        note=SLEEP,
     ),
     Alias(
         "log_prob_micro_batch_size reward_model.micro_batch_size forward_micro_batch_size_per_gpu "
@@ -316,29 +316,6 @@ ALIASES: tuple[Alias, ...] = (
         "ddp_find_unused_parameters",
         note="there is nothing to choose here",
     ),
-    Alias(
-        "profiler profile global_profiler",
-        note="each run measures its phases, and rally show says where the time goes",
-    ),
-    Alias(
-        "reshard_after_forward forward_prefetch entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
-        "entropy_checkpointing update_weights_bucket_megabytes enable_prefix_caching enable_sleep_mode "
-        "filter_overlong_prompts_workers preprocessing_num_workers dataset_num_proc skip_tokenizer_init "
-        "megatron.sequence_parallel megatron.use_distributed_optimizer",
-        note="it changes how fast a run is and what memory it takes there; here there is nothing to choose",
-    ),
-    Alias(
-        "use_dist_checkpointing dist_checkpointing_path load_weight save_contents load_contents async_save",
-        note="checkpoints have one form here, and weights are read from the model's folder",
-    ),
-    Alias("image_key video_key audio_key freeze_vision_tower", note="models read text alone"),
-    Alias("optim.total_training_steps lr_decay_steps", note="the schedule ends with trainer.num_steps"),
-    Alias(
-        "reward_model.use_dynamic_bsz reward_model.use_remove_padding reward_model.model.use_remove_padding "
-        "reward_model.model.use_rmpad reward_model.forward_max_token_len_per_gpu",
-        note=_PACKED,
-    ),
-    Alias("reward_model.model.fsdp_config.param_offload reward_model.param_offload", note=_SLEEP),
     Alias("overlong_buffer.log overlong_buffer_cfg.log", note="reward/mean has the penalty in it"),
     Alias("critic.model.enable_gradient_checkpointing", note="engine.activations is one setting for all roles"),
     Alias(
@@ -363,25 +340,6 @@ ALIASES: tuple[Alias, ...] = (
     ),
     Alias("colocate_all_models colocate_actor_ref", note="roles on the same pool share its processes, as by default"),
 )
-
-SAME: tuple[Alias, ...] = (
-    Alias("top_k", (f"rollout.top_k={VALUE}",), values=(("-1", "rollout.top_k=null"),)),
-    Alias("temperature", (f"rollout.temperature={VALUE}",)),
-    Alias("top_p", (f"rollout.top_p={VALUE}",)),
-    Alias("min_p", (f"rollout.min_p={VALUE}",)),
-    Alias("repetition_penalty", (f"rollout.repetition_penalty={VALUE}",)),
-    Alias("warmup_ratio", (f"actor.optimizer.warmup_ratio={VALUE}",)),
-    Alias("weight_decay", (f"actor.optimizer.weight_decay={VALUE}",)),
-    Alias("max_grad_norm", (f"actor.optimizer.max_grad_norm={VALUE}",)),
-    Alias("betas", (f"actor.optimizer.betas={VALUE}",)),
-    Alias("min_lr_ratio", (f"actor.optimizer.min_lr_ratio={VALUE}",)),
-    Alias("lr", (f"actor.optimizer.lr={VALUE}",)),
-    Alias("seed", (f"seed={VALUE}",)),
-    Alias("data.shuffle shuffle_dataset", (f"data.shuffle={VALUE}",)),
-    Alias("actor_rollout_ref.model.path", (f"model.path={VALUE}",)),
-    Alias("trust_remote_code", (f"model.trust_remote_code={VALUE}",)),
-)
-"""Keys of the same name in a section of ours; for whole configs, since a single one is found by likeness."""
 
 VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "kl.coef": _NO_KL,

@@ -534,6 +534,8 @@ def test_a_value_that_only_a_shell_knows_is_no_value():
         "actor_rollout_ref.ref.entropy_from_logits_with_chunking=True",
         "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True",
         "data.image_key=images",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
     ],
 )
 def test_keys_that_need_nothing_here_say_so(key):
@@ -575,3 +577,26 @@ def test_a_loss_is_a_mean_of_what_it_is_there():
     assert (
         from_trl("GRPOConfig(importance_sampling_level='sequence', loss_type='grpo')").keys["aggregation"] == "sequence"
     )
+
+
+def test_arguments_of_a_reward_function_are_its_parameters(tmp_path):
+    given = "path=mine.py reward_kwargs.weight=0.5 reward_kwargs.unit=m"
+    found = from_verl(GRPO + " ".join(f"custom_reward_function.{key}" for key in given.split()))
+    assert (found.keys["reward.function"], found.unknown) == ("mine.py:compute_score", [])
+    assert found.keys["reward.parameters"] == {"weight": 0.5, "unit": "m"}
+
+
+def test_the_device_is_theirs_with_its_processes():
+    found = from_verl(GRPO + "trainer.n_gpus_per_node=2 trainer.device=cpu")
+    assert (found.keys["cluster.device"], found.keys["cluster.pools"]) == ("cpu", {"main": [2]})
+    found = from_verl(GRPO + "trainer.n_gpus_per_node=2 trainer.device=npu")
+    assert "cluster.device" not in found.keys
+    assert found.open["trainer.device=npu"] == "cluster.device: cpu or cuda"
+
+
+def test_tokens_of_a_part_of_a_row_become_those_of_whole_rows():
+    tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2816"
+    assert from_verl(GRPO + tokens).keys["engine.max_tokens_per_micro_batch"] == 2816
+    sp = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=8"
+    found = from_verl(f"{GRPO} {tokens} {sp}").keys
+    assert (found["engine.max_tokens_per_micro_batch"], found["actor.mesh.sp"]) == (22_528, 8)

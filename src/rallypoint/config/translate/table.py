@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import yaml
 
-from rallypoint.config.aliases import SAME, Alias
+from rallypoint.config.aliases import Alias
 from rallypoint.config.aliases_by_recipe import aliases_for
 from rallypoint.config.fields import named_sections
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
+from rallypoint.config.translate.names import KNOWN
 from rallypoint.config.translate.reading import Keys
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
-_SAME = {name: alias for alias in SAME for name in alias.names.split()}
 _WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler")
 """Sections of which one thing is said, whatever they hold."""
 
@@ -89,9 +89,15 @@ class Ends:
         """Whether there is such a key."""
         return any(self._ending(end))
 
-    def take_section(self, section: str) -> None:
-        """Take all keys of a section."""
-        self.taken.update(key for key in self._theirs if f".{section}." in f".{key}")
+    def section(self, end: str) -> Keys:
+        """Return what a section holds, which is taken by that; the section's name may have others before it."""
+        inside: Keys = {}
+        for key, value in self._theirs.items():
+            _, here, name = f".{key}".partition(f".{end}.")
+            if here:
+                self.taken.add(key)
+                inside[name] = value
+        return inside
 
     def _ending(self, end: str) -> Iterator[str]:
         return (key for key in self._theirs if f".{key}".endswith(f".{end}"))
@@ -131,7 +137,7 @@ def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str
             one must be in a name of the table, so that it is about this section.
     """
     setter, usual = _Setter(found), set(found.usual)
-    known = {**_SAME, **aliases_for(str(found.keys["recipe"]))}
+    known = {**KNOWN, **aliases_for(str(found.keys["recipe"]))}
     for key, value in sorted(theirs.items(), key=lambda item: f"{item[0]}={item[1]}" in usual):  # theirs go before
         written, parts = f"{key}={value}", key.split(".")
         alias = _alias(parts, known, apart)

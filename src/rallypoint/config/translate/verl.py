@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_verl_corrections
 from rallypoint.config.translate.reading import read_keys
@@ -155,6 +157,12 @@ def _set_batch(ends: Ends, found: Translation) -> None:
             found.keys[f"{role}.num_mini_batches"] = max(1, -(-prompts // size))
         else:
             found.open[f"{role}.ppo_mini_batch_size={size}"] = f"{role}.num_mini_batches: batch divided by mini-batch"
+    tokens = ends.get("actor.ppo_max_token_len_per_gpu")
+    parts = [
+        ends.peek(f"actor.{name}", 1) for name in ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
+    ]
+    if tokens is not None and all(isinstance(one, int) for one in (tokens, *parts)):  # of a part of each row there
+        found.keys["engine.max_tokens_per_micro_batch"] = tokens * math.prod(parts)
     if (sampled := ends.get("data.gen_batch_size")) is not None:
         found.open[f"data.gen_batch_size={sampled}"] = "prompts are sampled as they are needed, in no other batches"
 
@@ -178,18 +186,25 @@ def _set_length(ends: Ends, found: Translation) -> None:
 
 def _set_frame(ends: Ends, found: Translation) -> None:
     per_node, nodes = ends.get("trainer.n_gpus_per_node"), ends.get("trainer.nnodes", 1)
+    device = ends.get("trainer.device", "cuda")
     if isinstance(per_node, int) and isinstance(nodes, int):
-        found.keys |= {"cluster.pools": {"main": [per_node] * nodes}, "cluster.device": "cuda"}
+        found.keys["cluster.pools"] = {"main": [per_node] * nodes}
+        if device in ("cpu", "cuda"):
+            found.keys["cluster.device"] = device
+        else:
+            found.open[f"trainer.device={device}"] = "cluster.device: cpu or cuda"
     path = ends.get("custom_reward_function.path")
     name = ends.get("custom_reward_function.name", "compute_score")
     if path:
         found.keys["reward.function"] = f"{path}:{name}"
+        if arguments := ends.section("custom_reward_function.reward_kwargs"):
+            found.keys["reward.parameters"] = arguments
     if ends.get("data.filter_overlong_prompts", False):
         found.keys["data.on_too_long"] = "drop"
         ends.get("data.truncation")
     for section in ("reward_model", "overlong_buffer", "overlong_buffer_cfg", "filter_groups"):
         if not ends.get(f"{section}.enable", True):  # the others say nothing then
-            ends.take_section(section)
+            ends.section(section)
     set_trackers(ends.get("trainer.logger"), found)
     if ends.peek("trainer.test_freq") == -1:
         ends.get("trainer.test_freq")
