@@ -580,18 +580,22 @@ def test_a_loss_is_a_mean_of_what_it_is_there():
 
 
 def test_arguments_of_a_reward_function_are_its_parameters(tmp_path):
-    given = "path=mine.py reward_kwargs.weight=0.5 reward_kwargs.unit=m"
+    given = "path=mine.py reward_kwargs.weight=0.5 reward_kwargs.units.length=m"
     found = from_verl(GRPO + " ".join(f"custom_reward_function.{key}" for key in given.split()))
     assert (found.keys["reward.function"], found.unknown) == ("mine.py:compute_score", [])
-    assert found.keys["reward.parameters"] == {"weight": 0.5, "unit": "m"}
+    assert found.keys["reward.parameters"] == {"weight": 0.5, "units": {"length": "m"}}
 
 
 def test_the_device_is_theirs_with_its_processes():
     found = from_verl(GRPO + "trainer.n_gpus_per_node=2 trainer.device=cpu")
     assert (found.keys["cluster.device"], found.keys["cluster.pools"]) == ("cpu", {"main": [2]})
+    assert from_verl(GRPO + "trainer.device=cpu").keys["cluster.device"] == "cpu"
+
+
+def test_a_device_that_torch_does_not_know_by_itself_is_named():
     found = from_verl(GRPO + "trainer.n_gpus_per_node=2 trainer.device=npu")
-    assert "cluster.device" not in found.keys
-    assert found.open["trainer.device=npu"] == "cluster.device: cpu or cuda"
+    assert (found.keys["cluster.device"], found.unknown) == ("cuda", [])
+    assert "trainer.device=npu: expected cuda, cpu, xpu; cluster.device is cuda" in found.as_yaml()
 
 
 def test_tokens_of_a_part_of_a_row_become_those_of_whole_rows():
@@ -600,3 +604,5 @@ def test_tokens_of_a_part_of_a_row_become_those_of_whole_rows():
     sp = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=8"
     found = from_verl(f"{GRPO} {tokens} {sp}").keys
     assert (found["engine.max_tokens_per_micro_batch"], found["actor.mesh.sp"]) == (22_528, 8)
+    lost = from_verl(f"{GRPO} {tokens} actor_rollout_ref.actor.ulysses_sequence_parallel_size=$SP_NOWHERE")
+    assert lost.keys["engine.max_tokens_per_micro_batch"] == 2816, "the parts are named, and the tokens are not lost"

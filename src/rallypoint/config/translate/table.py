@@ -48,13 +48,7 @@ class Translation:
         """Return a config file, which says at its end what became of the other keys."""
         recipe = self.keys.get("recipe", "ppo")
         lines = [f"# {self.num_known} of {self.num_given} keys are known.", f"base: {recipe}"]
-        tree: dict[str, Any] = {}
-        for dotted, value in self.keys.items():
-            *sections, name = dotted.split(".")
-            inside = tree
-            for section in sections:
-                inside = inside.setdefault(section, {})
-            inside[name] = value
+        tree = nested(self.keys)
         tree.pop("recipe", None)
         lines += [to_yaml(tree).rstrip()] if tree else []
         for title, said in (
@@ -101,6 +95,22 @@ class Ends:
 
     def _ending(self, end: str) -> Iterator[str]:
         return (key for key in self._theirs if f".{key}".endswith(f".{end}"))
+
+
+def nested(keys: Mapping[str, object]) -> dict[str, Any]:
+    """Return dotted keys as sections in sections.
+
+    >>> nested({"kl.coef": 0.1, "kl.adaptive.target": 6, "seed": 1})
+    {'kl': {'coef': 0.1, 'adaptive': {'target': 6}}, 'seed': 1}
+    """
+    tree: dict[str, Any] = {}
+    for dotted, value in keys.items():
+        *sections, name = dotted.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return tree
 
 
 def with_usual(theirs: Keys, usual: Mapping[str, object], given: Keys, found: Translation) -> Keys:

@@ -12,6 +12,7 @@ from rallypoint.config.translate.table import (
     Translation,
     by_table,
     name_doubtful,
+    nested,
     set_trackers,
     set_warmup,
     take_unresolved,
@@ -40,6 +41,9 @@ _ADVANTAGES = {
     name: name for name in ("rloo", "dr_grpo", "gdpo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 } | {"gpg": "dr_grpo"}
 """Its names of estimators, besides `gae` and `grpo`."""
+_CUTS_OF_ROWS = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
+_DEVICES = ("cuda", "cpu", "xpu")
+"""Its devices that torch knows by itself."""
 _OF_REWARDS = frozenset(
     {
         "reward_model",
@@ -157,11 +161,10 @@ def _set_batch(ends: Ends, found: Translation) -> None:
             found.keys[f"{role}.num_mini_batches"] = max(1, -(-prompts // size))
         else:
             found.open[f"{role}.ppo_mini_batch_size={size}"] = f"{role}.num_mini_batches: batch divided by mini-batch"
-    tokens = ends.get("actor.ppo_max_token_len_per_gpu")
-    parts = [
-        ends.peek(f"actor.{name}", 1) for name in ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
-    ]
-    if tokens is not None and all(isinstance(one, int) for one in (tokens, *parts)):  # of a part of each row there
+    tokens = ends.peek("actor.ppo_max_token_len_per_gpu")  # there of the part of each row that a GPU has
+    parts = [ends.peek(f"actor.{name}", 1) for name in _CUTS_OF_ROWS]
+    if all(isinstance(one, int) for one in (tokens, *parts)):
+        ends.get("actor.ppo_max_token_len_per_gpu")
         found.keys["engine.max_tokens_per_micro_batch"] = tokens * math.prod(parts)
     if (sampled := ends.get("data.gen_batch_size")) is not None:
         found.open[f"data.gen_batch_size={sampled}"] = "prompts are sampled as they are needed, in no other batches"
@@ -186,19 +189,20 @@ def _set_length(ends: Ends, found: Translation) -> None:
 
 def _set_frame(ends: Ends, found: Translation) -> None:
     per_node, nodes = ends.get("trainer.n_gpus_per_node"), ends.get("trainer.nnodes", 1)
-    device = ends.get("trainer.device", "cuda")
+    device = ends.get("trainer.device")
     if isinstance(per_node, int) and isinstance(nodes, int):
-        found.keys["cluster.pools"] = {"main": [per_node] * nodes}
-        if device in ("cpu", "cuda"):
-            found.keys["cluster.device"] = device
-        else:
-            found.open[f"trainer.device={device}"] = "cluster.device: cpu or cuda"
+        found.keys |= {"cluster.pools": {"main": [per_node] * nodes}, "cluster.device": "cuda"}
+    if device in _DEVICES:
+        found.keys["cluster.device"] = device
+    elif device is not None:
+        found.open[f"trainer.device={device}"] = f"expected {', '.join(_DEVICES)}; cluster.device is cuda"
+        found.keys["cluster.device"] = "cuda"  # not cpu, which is what a config without it has
     path = ends.get("custom_reward_function.path")
     name = ends.get("custom_reward_function.name", "compute_score")
     if path:
         found.keys["reward.function"] = f"{path}:{name}"
         if arguments := ends.section("custom_reward_function.reward_kwargs"):
-            found.keys["reward.parameters"] = arguments
+            found.keys["reward.parameters"] = nested(arguments)
     if ends.get("data.filter_overlong_prompts", False):
         found.keys["data.on_too_long"] = "drop"
         ends.get("data.truncation")
