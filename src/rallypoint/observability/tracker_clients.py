@@ -2,6 +2,9 @@
 
 Owns: what each client is called with. Must not know: threads, and what a metric means. Each is given a run (`Tracked`),
 and continues that of an earlier start if the run was resumed.
+
+A resumed run does the steps after its checkpoint again. TensorBoard drops the old ones; the others would have them
+twice, so they are told nothing that an earlier start has told them (`Once`).
 """
 
 from __future__ import annotations
@@ -10,16 +13,23 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rallypoint.observability.trackers import CLOSE_S, Open, Row, Tracked, Trackers
+from rallypoint.observability.trackers import CLOSE_S, Ending, Open, Row, Tracked, Trackers
 
 _ROLLOUTS, _CURVE = "rollouts", "curve"
 """Names of the table and of the picture."""
 _TABLE_TAG, _MAX_TABLES = "mlflow.loggedArtifacts", 20
 """The tag by which MLflow's page finds tables, and how many of the newest it names: a tag has a bound."""
+_MAX_PARAMS = 100
+"""Params that MLflow takes at once."""
+_MLFLOW_STATUS: dict[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_WANDB_EXIT: dict[Ending, int] = {"finished": 0, "stopped": 255, "failed": 1}
+"""255 is wandb's own for a run that was ended by Ctrl-C."""
+_SWANLAB_STATE: dict[Ending, str] = {"finished": "success", "stopped": "aborted", "failed": "crashed"}
 
 
 class TensorBoard:
@@ -47,7 +57,7 @@ class TensorBoard:
 
         self._writer.add_image(_CURVE, image.imread(png), step, dataformats="HWC")
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:  # noqa: ARG002 - event files have no status
         """Flush."""
         self._writer.close()
 
@@ -80,16 +90,17 @@ class WeightsAndBiases:
         """An image of wandb's."""
         self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Wait until all is written or sent."""
-        self._run.finish()
+        self._run.finish(exit_code=_WANDB_EXIT[ending])
 
 
 class MLflow:
     """A run of MLflow, at MLFLOW_TRACKING_URI; a resumed run goes on with it."""
 
-    def __init__(self, run: Tracked, client: Any = None) -> None:
-        self._client = client or importlib.import_module("mlflow").MlflowClient()
+    def __init__(self, run: Tracked, mlflow: Any = None) -> None:
+        mlflow = mlflow or importlib.import_module("mlflow")
+        self._client, self._entities = mlflow.MlflowClient(), mlflow.entities
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
 
@@ -99,14 +110,18 @@ class MLflow:
         self._id = kept_id(run, "mlflow", begin)
         self._tables: list[dict[str, str]] = []
         if run.first_step == 0:
-            for key, value in run.config.items():
-                self._client.log_param(self._id, key, str(value)[:500])
+            params = [self._entities.Param(key, str(value)[:500]) for key, value in run.config.items()]
+            for begin_at in range(0, len(params), _MAX_PARAMS):
+                self._client.log_batch(self._id, params=params[begin_at : begin_at + _MAX_PARAMS])
+        else:
+            self._client.update_run(self._id, status="RUNNING")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Leave out a value that is not finite, since stores differ in what they do with it."""
-        for name, value in scalars.items():
-            if math.isfinite(value):
-                self._client.log_metric(self._id, name.replace("@", "_at_"), float(value), step=step)
+        """Tell a line in one call, without values that are not finite: stores differ in what they do with those."""
+        now_ms = time.time_ns() // 1_000_000
+        finite = {name.replace("@", "_at_"): float(value) for name, value in scalars.items() if math.isfinite(value)}
+        metrics = [self._entities.Metric(name, value, now_ms, step) for name, value in finite.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
         """Write what MLflow's own `log_table` writes, which needs pandas."""
@@ -120,9 +135,9 @@ class MLflow:
         """Copy the file."""
         self._client.log_artifact(self._id, str(png))
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._id)
+    def close(self, ending: Ending) -> None:
+        """Give the run its status."""
+        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[ending])
 
 
 class Trackio:
@@ -150,7 +165,7 @@ class Trackio:
         """An image of trackio's."""
         self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:  # noqa: ARG002 - its runs have no status
         """Wait until all is written or sent."""
         self._run.finish()
 
@@ -184,9 +199,10 @@ class SwanLab:
         """An image of SwanLab's."""
         self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Wait until all is written or sent."""
-        self._run.finish()
+        error = "see logs/train.log in the run's folder" if ending == "failed" else None
+        self._run.finish(state=_SWANLAB_STATE[ending], error=error)
 
 
 def kept_id(run: Tracked, tracker: str, begin: Callable[[], str]) -> str:
@@ -197,6 +213,53 @@ def kept_id(run: Tracked, tracker: str, begin: Callable[[], str]) -> str:
     found = begin()
     file.write_text(found + "\n", encoding="utf-8")
     return found
+
+
+class Once:
+    """A tracker of a run that may have been resumed: what an earlier start has told it is not told again.
+
+    The run's folder keeps the last step that each metric was told of. A line that is under way when the process is
+    killed may still come twice.
+    """
+
+    def __init__(self, run: Tracked, name: str, open_it: Open) -> None:
+        self._file = run.folder / f"{name}.told.json"
+        if run.first_step == 0:
+            self._file.unlink(missing_ok=True)
+        is_kept = self._file.is_file()
+        self._before: dict[str, int] = json.loads(self._file.read_text(encoding="utf-8")) if is_kept else {}
+        self._last = dict(self._before)
+        self._tracker = open_it(run)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Tell what is new, and remember it."""
+        new = {name: value for name, value in scalars.items() if self._is_new(name, step)}
+        if new:
+            self._tracker.log(step, new)
+            self._remember(step, new)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """Likewise."""
+        if self._is_new(_ROLLOUTS, step):
+            self._tracker.table(step, rows)
+            self._remember(step, [_ROLLOUTS])
+
+    def picture(self, step: int, png: Path) -> None:
+        """Pass on: the curve of a run that went on is another."""
+        self._tracker.picture(step, png)
+
+    def close(self, ending: Ending) -> None:
+        """Pass on."""
+        self._tracker.close(ending)
+
+    def _is_new(self, name: str, step: int) -> bool:
+        return step > self._before.get(name, -1)
+
+    def _remember(self, step: int, names: Iterable[str]) -> None:
+        self._last |= {name: max(step, self._last.get(name, step)) for name in names}
+        part = self._file.with_suffix(".part")
+        part.write_text(json.dumps(self._last), encoding="utf-8")
+        part.replace(self._file)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -240,4 +303,9 @@ def open_trackers(
     close_s: float = CLOSE_S,
 ) -> Trackers:
     """Return the trackers of these names; see `Trackers`."""
-    return Trackers({name: OPENS[name] for name in names}, run, say, rename=rename, close_s=close_s)
+    return Trackers({name: _opens(name) for name in names}, run, say, rename=rename, close_s=close_s)
+
+
+def _opens(name: str) -> Open:
+    open_it = OPENS[name]
+    return open_it if open_it is TensorBoard else lambda run: Once(run, name, open_it)

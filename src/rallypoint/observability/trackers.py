@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from rallypoint.errors import first_line
 from rallypoint.extras import find_unusable
@@ -50,6 +50,8 @@ class Tracked:
 
 Row: TypeAlias = Mapping[str, str | float | bool]
 """A rollout by column."""
+Ending: TypeAlias = Literal["finished", "stopped", "failed"]
+"""How a run ended: all steps are done, it was asked to stop and is saved, or by an error."""
 
 
 class Tracker(Protocol):
@@ -67,8 +69,8 @@ class Tracker(Protocol):
         """Take the learning curve."""
         ...
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, ending: Ending) -> None:
+        """Write what is left, and how the run ended."""
         ...
 
 
@@ -108,6 +110,8 @@ class Trackers:
             leave: called with the name of one that still hangs then.
         """
         self._close_s, self._rename, self._clock, self._leave, self._say = close_s, rename, clock, leave, say
+        self.ending: Ending = "failed"
+        """How the run ended, which the clients are told: by an error, unless the loop says otherwise."""
         self._feeds = [_Feed(name, open_it, run, say, clock) for name, open_it in opens.items()]
 
     @property
@@ -135,7 +139,7 @@ class Trackers:
     def close(self) -> None:
         """Let each write what it has, and wait for that, but not for long; what was not sent is said."""
         for feed in self._feeds:
-            feed.end()
+            feed.end(self.ending)
         begun, has_said = self._clock(), False
         while (busy := [feed for feed in self._feeds if feed.is_busy]) and self._clock() - begun < self._close_s:
             if not has_said and self._clock() - begun >= QUIET_S:
@@ -166,6 +170,7 @@ class _Feed:
         self._current: _Job | None = None
         self._doing, self._since = "opening the run", clock()
         self._is_idle = self._was_told = False
+        self._ending: Ending = "failed"
         self._dropped: _Job | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -190,7 +195,8 @@ class _Feed:
                 "and metrics.jsonl has everything"
             )
 
-    def end(self) -> None:
+    def end(self, ending: Ending) -> None:
+        self._ending = ending
         with contextlib.suppress(Full):
             self._jobs.put_nowait(None)
 
@@ -212,7 +218,7 @@ class _Feed:
                 job.call(tracker)
                 self._is_idle, self._current = True, None
             self._begin("ending the run")
-            tracker.close()
+            tracker.close(self._ending)
         except Exception as error:  # noqa: BLE001 - clients of networks raise anything; the run goes on without it
             self._say(
                 f"tracking with {self.name} has ended: {type(error).__name__}: {first_line(error)}; the run goes on, "

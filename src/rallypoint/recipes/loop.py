@@ -239,7 +239,9 @@ class _Run:
             hurry = self.setup.placement.runtime.hurry
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
-                return await self._steps(first, interrupted, curve)
+                is_done = await self._steps(first, interrupted, curve)
+                self.trackers.ending = FINISHED if is_done else STOPPED
+                return is_done
         finally:
             curve.close()
             await self.recipe.close()

@@ -3,6 +3,7 @@
 The clients are extras: a test of one that is not installed is skipped. CONTRIBUTING.md says how to run them all.
 """
 
+import dataclasses
 import importlib
 import json
 import math
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.observability.tracker_clients import WeightsAndBiases, open_trackers
-from rallypoint.observability.trackers import Tracked
+from rallypoint.observability.tracker_clients import MLflow, Once, WeightsAndBiases, open_trackers
+from rallypoint.observability.trackers import Ending, Tracked
 
 ROWS = [
     {"step": 2, "prompt": "2 + 2 | 3 = ?", "response": "line 1\nline 2", "score": 0.5, "truncated": False},
@@ -34,18 +35,28 @@ def run_in(folder: Path, first_step: int = 0) -> Tracked:
     return Tracked(folder, "sums", first_step, {"seed": 3, "actor.optimizer.lr": 1e-6, "data.train": ("a", "b")})
 
 
+def say(line: str) -> None:
+    """Take no line but that of a client that is waited for, as on a slow machine."""
+    if not line.startswith("waiting for"):
+        pytest.fail(line)
+
+
 def tell(name: str, folder: Path, png: Path) -> None:
-    """Tell a tracker of two steps, and of one more after a resume."""
+    """Tell a tracker of two steps, and after a resume from the first of the second again, and of one more."""
     folder.mkdir()
-    trackers = open_trackers([name], run_in(folder), pytest.fail, close_s=110.0)
+    trackers = open_trackers([name], run_in(folder), say, close_s=110.0)
     trackers.log(1, {"reward/mean": 0.5, "actor/loss": math.nan})
     trackers.log(1, {"validation/pass@4/sums": 0.25})
     trackers.log(2, {"reward/mean": 0.75})
     trackers.table(2, ROWS)
     trackers.picture(2, png)
     trackers.close()
-    again = open_trackers([name], run_in(folder, first_step=2), pytest.fail, close_s=110.0)
+    again = open_trackers([name], run_in(folder, first_step=1), say, close_s=110.0)
+    again.log(2, {"reward/mean": 0.75})
+    again.table(2, ROWS)
     again.log(3, {"reward/mean": 1.0})
+    again.picture(3, png)
+    again.ending = "finished"
     again.close()
 
 
@@ -170,12 +181,133 @@ def test_swanlab_holds_a_run(tmp_path, png, monkeypatch):
     assert any("actor.optimizer.lr" in one for one in configs)
 
 
+class FakeTracker:
+    """What `Once` is given: remembers what it was told, and how the run ended."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[int] = []
+        self.endings: list[Ending] = []
+
+    def log(self, step, scalars) -> None:
+        self.told.append((step, dict(scalars)))
+
+    def table(self, step, rows) -> None:
+        del rows
+        self.tables.append(step)
+
+    def picture(self, step, png) -> None: ...
+
+    def close(self, ending) -> None:
+        self.endings.append(ending)
+
+
+def test_steps_that_a_resumed_run_does_again_are_not_told_twice(tmp_path):
+    client = FakeTracker()
+    killed = Once(run_in(tmp_path), "fake", lambda _: client)
+    killed.log(1, {"x": 1.0})
+    killed.log(2, {"x": 2.0})
+    killed.log(2, {"x": 2.5})  # a second line of a step, as of a validation, is another
+    killed.table(2, ROWS)
+    again = Once(run_in(tmp_path, first_step=1), "fake", lambda _: client)
+    again.log(2, {"x": 2.0})
+    again.table(2, ROWS)
+    again.log(2, {"validation/score": 0.5})  # the first start was killed before it
+    again.log(3, {"x": 3.0})
+    again.close("stopped")
+    assert client.told == [
+        (1, {"x": 1.0}),
+        (2, {"x": 2.0}),
+        (2, {"x": 2.5}),
+        (2, {"validation/score": 0.5}),
+        (3, {"x": 3.0}),
+    ]
+    assert (client.tables, client.endings) == ([2], ["stopped"])
+    anew = Once(run_in(tmp_path), "fake", lambda _: client)
+    anew.log(1, {"x": 1.0})
+    assert client.told[-1] == (1, {"x": 1.0})
+
+
+@dataclasses.dataclass
+class FakeMetric:
+    """A metric as `mlflow.entities` has it."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+class FakeMLflow:
+    """What of mlflow is used; it is its client and its entities, too."""
+
+    Metric = FakeMetric
+    Param = staticmethod(lambda key, value: (key, value))
+
+    def __init__(self) -> None:
+        self.entities = self
+        self.calls: list[str] = []
+        self.batches: list[list[FakeMetric]] = []
+        self.params: list[list[tuple[str, str]]] = []
+
+    def MlflowClient(self):  # noqa: N802 - its name
+        return self
+
+    def get_experiment_by_name(self, name):
+        del name
+
+    def create_experiment(self, name):
+        return name
+
+    def create_run(self, experiment, *, run_name):
+        del experiment, run_name
+        self.calls.append("create")
+        return self
+
+    @property
+    def info(self):
+        return self
+
+    run_id = "r1"
+
+    def log_batch(self, run_id, metrics=(), params=()) -> None:
+        assert run_id == "r1"
+        if metrics:
+            self.batches.append(list(metrics))
+        if params:
+            self.params.append(list(params))
+
+    def update_run(self, run_id, *, status) -> None:
+        self.calls.append(f"{run_id} {status}")
+
+    def set_terminated(self, run_id, *, status) -> None:
+        self.calls.append(f"{run_id} {status}")
+
+
+def test_mlflow_is_told_a_line_in_one_call_and_of_the_state_of_the_run(tmp_path):
+    client = FakeMLflow()
+    long = dataclasses.replace(run_in(tmp_path), config={f"key{i}": i for i in range(250)})
+    tracker = MLflow(long, client)
+    tracker.log(1, {"validation/pass@4/sums": 0.25, "reward/mean": 0.5, "actor/loss": math.nan})
+    tracker.close("failed")
+    MLflow(run_in(tmp_path, first_step=1), client).close("stopped")
+    MLflow(run_in(tmp_path, first_step=1), client).close("finished")
+    (batch,) = client.batches
+    assert [(one.key, one.value, one.step) for one in batch] == [
+        ("validation/pass_at_4/sums", 0.25, 1),
+        ("reward/mean", 0.5, 1),
+    ]
+    assert [len(batch) for batch in client.params] == [100, 100, 50], "no more than MLflow takes at once"
+    assert client.calls == ["create", "r1 FAILED", "r1 RUNNING", "r1 KILLED", "r1 RUNNING", "r1 FINISHED"]
+
+
 class FakeWandb:
     """What of wandb is used."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, object]] = []
         self.lines: list[tuple[int, dict[str, float]]] = []
+        self.exit_codes: list[int] = []
 
     def init(self, **settings):
         self.inits.append(settings)
@@ -184,15 +316,18 @@ class FakeWandb:
     def log(self, scalars, *, step) -> None:
         self.lines.append((step, scalars))
 
-    def finish(self) -> None: ...
+    def finish(self, *, exit_code) -> None:
+        self.exit_codes.append(exit_code)
 
 
 def test_a_resumed_run_is_the_same_run_and_one_that_begins_anew_is_another(tmp_path):
     client = FakeWandb()
-    for first_step in (0, 1, 0):
+    endings: tuple[Ending, ...] = ("failed", "stopped", "finished")
+    for first_step, ending in zip((0, 1, 0), endings, strict=True):
         tracker = WeightsAndBiases(run_in(tmp_path, first_step), client)
         tracker.log(first_step + 1, {"reward/mean": 0.5})
-        tracker.close()
+        tracker.close(ending)
     first, second, third = (settings["id"] for settings in client.inits)
     assert first == second != third
     assert [step for step, _ in client.lines] == [1, 2, 1]
+    assert client.exit_codes == [1, 255, 0]

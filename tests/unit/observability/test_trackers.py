@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rallypoint.observability.trackers import Tracked, Trackers, find_tracker_problem
+from rallypoint.observability.trackers import Ending, Tracked, Trackers, find_tracker_problem
 from rallypoint.observability.verl_names import VERL_NAMES, as_in_verl
 from rallypoint.run import MetricsLog
 
@@ -23,7 +23,7 @@ class Recording:
     def __init__(self, at_line=lambda: None) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.tables, self.pictures = [], []
-        self.closed = False
+        self.closed: Ending | None = None
         self._at_line = at_line
 
     def log(self, step, scalars) -> None:
@@ -36,8 +36,8 @@ class Recording:
     def picture(self, step, png) -> None:
         self.pictures.append(png)
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, ending) -> None:
+        self.closed = ending
 
 
 def test_every_line_of_the_metrics_goes_to_every_tracker_in_order(tmp_path):
@@ -47,10 +47,11 @@ def test_every_line_of_the_metrics_goes_to_every_tracker_in_order(tmp_path):
         log.write(1, {"reward/mean": 0.5})
         log.write(1, {"validation/score": 1.0})
         log.write(2, {"reward/mean": 0.7})
+    trackers.ending = "finished"
     trackers.close()
     assert first.lines == [(1, {"reward/mean": 0.5}), (1, {"validation/score": 1.0}), (2, {"reward/mean": 0.7})]
     assert second.lines == first.lines
-    assert first.closed and second.closed  # noqa: PT018
+    assert (first.closed, second.closed) == ("finished", "finished")
 
 
 def test_a_tracker_that_raises_is_told_once_and_the_others_go_on(tmp_path):
@@ -68,6 +69,7 @@ def test_a_tracker_that_raises_is_told_once_and_the_others_go_on(tmp_path):
         "tracking with bad has ended: ConnectionError: no network; the run goes on, and metrics.jsonl has everything"
     ]
     assert len(good.lines) == 5
+    assert good.closed == "failed", "nobody said that the run ended well"
 
 
 def test_a_tracker_that_cannot_be_opened_is_told_once(tmp_path):
