@@ -299,7 +299,7 @@ def open_trackers(
     run: Tracked,
     say: Callable[[str], None],
     *,
-    rename: Callable[[str], str] = str,
+    rename: Callable[[Mapping[str, float]], dict[str, float]] = dict,
     close_s: float = CLOSE_S,
 ) -> Trackers:
     """Return the trackers of these names; see `Trackers`."""

@@ -93,7 +93,7 @@ class Trackers:
         run: Tracked,
         say: Callable[[str], None],
         *,
-        rename: Callable[[str], str] = str,
+        rename: Callable[[Mapping[str, float]], dict[str, float]] = dict,
         close_s: float = CLOSE_S,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[str], None] = leave_behind,
@@ -104,7 +104,7 @@ class Trackers:
             opens: what opens each, by name.
             run: what it is told first.
             say: called with a line when one has failed, from its thread.
-            rename: gives the name that a metric has for trackers.
+            rename: gives a line's metrics by the names that they have for trackers.
             close_s: seconds that all of them together are waited for at the end.
             clock: seconds.
             leave: called with the name of one that still hangs then.
@@ -121,7 +121,7 @@ class Trackers:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass metrics on, and return at once."""
-        named = {self._rename(name): value for name, value in scalars.items()}
+        named = self._rename(scalars)
         self._put(_Job(step, lambda tracker: tracker.log(step, named)))
 
     def table(self, step: int, rows: Sequence[Row]) -> None:

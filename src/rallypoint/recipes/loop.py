@@ -112,7 +112,7 @@ async def _train(
     endpoint, grader = _endpoint(config, folder, say), open_grader(config.reward, folder.logs / "reward.log")
     tracking = config.tracking or TrackingConfig()
     tracked = Tracked(folder.path, tracking.project, first, dict(values_of(config)))
-    trackers = open_trackers(tracking.to, tracked, say, rename=as_in_verl if tracking.names == "verl" else str)
+    trackers = open_trackers(tracking.to, tracked, say, rename=as_in_verl if tracking.names == "verl" else dict)
     files = RolloutFiles(folder.path, max_gib=tracking.rollouts_gib, first=first, say=say)
     with contextlib.ExitStack() as at_end:
         for one in (trackers, files, grader):

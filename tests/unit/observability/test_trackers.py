@@ -187,7 +187,12 @@ def test_a_table_and_a_picture_go_the_same_way_and_metrics_by_the_names_that_are
     trackers.table(1, [{"prompt": "2+2", "score": 0.5}])
     trackers.picture(1, tmp_path / "curve.png")
     trackers.close()
-    names = {"critic/score/mean": 0.5, "rollout/idle": 0.1, "val-core/sums/hard/reward/maj@8/mean": 1.0}
+    names = {
+        "critic/score/mean": 0.5,
+        "rollout/idle": 0.1,
+        "val-core/sums/hard/reward/maj@8/mean": 1.0,
+        "critic/rewards/mean": 0.5,
+    }
     assert good.lines == [(1, names)]
     assert good.tables == [(1, [{"prompt": "2+2", "score": 0.5}])]
     assert good.pictures == [tmp_path / "curve.png"]
@@ -197,6 +202,30 @@ def test_no_two_metrics_get_one_name_of_verls():
     ours = ["actor/entropy", "actor/grad_norm", "actor/lr", "critic/grad_norm", "critic/lr", "actor/loss"]
     assert len(set(VERL_NAMES.values())) == len(VERL_NAMES)
     assert not set(VERL_NAMES.values()) & {*ours, *VERL_NAMES}
+
+
+def test_names_of_a_validation_tell_all_responses_from_some_of_them_as_verl_does():
+    ours = ("mean@8", "majority@8", "best@4", "best@8", "pass@1", "pass@2", "pass@8")
+    assert list(as_in_verl({f"validation/{name}/a/b": 1.0 for name in ours})) == [
+        "val-core/a/b/reward/mean@8",
+        "val-core/a/b/reward/maj@8/mean",
+        "val-aux/a/b/reward/best@4/mean",
+        "val-core/a/b/reward/best@8/mean",
+        "val-core/a/b/acc/mean@8",
+        "val-aux/a/b/acc/best@2/mean",
+        "val-core/a/b/acc/best@8/mean",
+    ]
+    assert as_in_verl({"validation/mean@1/a": 1.0, "validation/score": 1.0}) == {
+        "val-core/a/reward/mean@1": 1.0,
+        "validation/score": 1.0,
+    }
+
+
+def test_scores_are_rewards_of_verls_only_where_nothing_is_added_to_them():
+    rewards = "critic/rewards/mean"
+    assert rewards in as_in_verl({"reward/mean": 1.0, "kl/reference_mean": 0.1, "actor/reference_kl": 0.1})
+    assert rewards not in as_in_verl({"reward/mean": 1.0, "kl/reference_mean": 0.1}), "the KL is in the reward"
+    assert rewards not in as_in_verl({"reward/mean": 1.0, "reward/overlong_penalty": -0.1})
 
 
 def test_a_tracker_that_is_not_known_or_not_installed_says_what_to_do():
