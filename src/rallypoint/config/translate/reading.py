@@ -20,6 +20,12 @@ Keys = dict[str, object]
 CALL = r"\s*(?:\w+\s*=\s*)?(?:\w+\.)*(\w+)\("
 """The beginning of a call in Python, and its name."""
 _KEY = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(?!\()(.*)", re.DOTALL)
+_DROPPED = re.compile(r"~[A-Za-z_]\w*\.[\w.]+(=.*)?")
+"""What hydra takes out of a config."""
+_WORD = re.compile(r"[^\s=-][^\s=]{0,250}")
+"""What may be the name of a file."""
+_YAML, _SHELL, _EXPECTED = (".yaml", ".yml"), (".sh", ".bash"), ".yaml, .yml, .sh or .bash"
+_NAME_IN_BRACES = re.compile(r"([{,]\s*[\w.]+):(?=[^\s/])")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -27,17 +33,19 @@ def read_keys(text: str) -> tuple[Keys, Script]:
     """Read `key=value` of a command line or of a script, or a YAML file by its name.
 
     Of a script only dotted keys count: the others are its variables. On a command line those are that it uses itself.
+    A key that hydra is to take away has its `~` in front.
 
     Raises:
         ConfigError: it cannot be read, or has no key.
     """
-    tree, script, is_file = _read(text)
-    found: Keys = dict(_leaves(tree))
+    found, script, is_file = _read(text)
     for word in script.words:
         key = _KEY.fullmatch(word)
         if key is not None and ("." in key[1] or not (is_file or key[1] in script.used or key[1].isupper())):
-            found[key[1]] = value_of(key[2])
-    return _checked(found), script
+            found.update(_leaves(value_of(key[2]), key[1]))
+        elif _DROPPED.fullmatch(word):
+            found[word.partition("=")[0]] = None
+    return _checked(found, text), script
 
 
 def read_arguments(text: str) -> tuple[Keys, Script]:
@@ -48,40 +56,60 @@ def read_arguments(text: str) -> tuple[Keys, Script]:
     """
     if re.match(CALL, text):
         return _arguments(text), Script({})
-    tree, script, _ = _read(text)
-    return _checked({**dict(_leaves(tree)), **_flags(script.words)}), script
+    found, script, _ = _read(text)
+    flags = _flags(script.words)
+    if Path(file := str(flags.get("config"))).suffix in _YAML:  # `trl grpo --config grpo.yaml --beta 0.1`
+        found, _, _ = _read(file)
+        del flags["config"]
+    return _checked({**found, **flags}, text), script
 
 
 def value_of(text: str) -> object:
     """Return what a word means; what is no YAML is text.
 
-    >>> [value_of(word) for word in ("1e-6", "True", "[a,b]", "[a")]
-    [1e-06, True, ['a', 'b'], '[a']
+    >>> [value_of(word) for word in ("1e-6", "True", "[a,b]", "[a", "{a:1,b: x}")]
+    [1e-06, True, ['a', 'b'], '[a', {'a': 1, 'b': 'x'}]
     """
-    if _NUMBER.fullmatch(text):
-        return float(text)
+    if text.startswith("{"):  # hydra needs no space after a colon
+        text = _NAME_IN_BRACES.sub(r"\1: ", text)
     try:
-        return yaml.safe_load(text)
+        return _with_numbers(yaml.safe_load(text))
     except yaml.YAMLError:
         return text
 
 
-def _read(text: str) -> tuple[object, Script, bool]:
-    """Return the tree of a YAML file or the words of anything else, and whether it is a script in a file."""
-    path = Path(text.strip())
+def _with_numbers(value: object) -> object:
+    """Return a value of YAML in which 1e-6 is a number, which it is for them and not for YAML."""
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _read(text: str) -> tuple[Keys, Script, bool]:
+    """Return the keys of a YAML file or the words of anything else, and whether it is a script in a file."""
+    path, is_word = Path(text.strip()), _WORD.fullmatch(text.strip()) is not None
+    is_yaml, is_script = path.suffix in _YAML, path.suffix in _SHELL and is_word
+    if (is_yaml or is_script or is_word) and path.is_dir():
+        raise ConfigError((f"{path}: expected a {_EXPECTED} file, found a folder",))
+    if is_word and not (is_yaml or is_script) and path.exists():
+        raise ConfigError((f"{path}: expected a {_EXPECTED} file, found another one",))
     try:
-        if path.suffix in {".yaml", ".yml"}:
-            return yaml.safe_load(path.read_text(encoding="utf-8")), Script({}), True
-        if path.suffix in {".sh", ".bash"} and len(text.split()) == 1:
+        if is_yaml:
+            return dict(_leaves(yaml.safe_load(path.read_text(encoding="utf-8")))), Script({}), True
+        if is_script:
             return {}, read_script(path.read_text(encoding="utf-8"), os.environ), True
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError((f"their config cannot be read: {error}",)) from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError((f"their config {path} cannot be read: {why}",)) from None
     return {}, read_script(text, os.environ), False
 
 
-def _checked(found: Keys) -> Keys:
+def _checked(found: Keys, text: str) -> Keys:
     if not found:
-        raise ConfigError(("their config has no key=value",))
+        raise ConfigError(
+            (
+                f"their config has no key=value: expected a command line, or the name of a {_EXPECTED} file with "
+                f"keys in it, found {text.strip()[:60]!r}",
+            )
+        )
     return found
 
 
@@ -133,8 +161,8 @@ def _arguments(text: str) -> Keys:
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(tree, Mapping):
-        for name, inner in cast("Mapping[str, object]", tree).items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    elif prefix:
-        yield prefix, tree
+    inside: Mapping[str, object] = cast("Mapping[str, object]", tree) if isinstance(tree, Mapping) else {}
+    for name, inner in inside.items():
+        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+    if prefix and not inside:
+        yield prefix, _with_numbers(cast("object", tree))

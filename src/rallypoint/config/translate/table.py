@@ -21,7 +21,7 @@ from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
-_WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler")
+_WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler", "hydra")
 """Sections of which one thing is said, whatever they hold."""
 
 
@@ -125,10 +125,11 @@ def with_usual(theirs: Keys, usual: Mapping[str, object], given: Keys, found: Tr
 
 
 def take_unresolved(given: Keys, found: Translation) -> Keys:
-    """Return the keys whose values are known; name those that only their shell knows."""
-    lost = {key: value for key, value in given.items() if isinstance(value, str) and _is_lost(value)}
-    found.unknown += [f"{key}={value} (a value that only a shell knows)" for key, value in lost.items()]
-    return {key: value for key, value in given.items() if key not in lost}
+    """Return the keys whose values are known; name those that only their shell knows, and those that hydra removes."""
+    lost = {key: _why_lost(str(value)) for key, value in given.items()}
+    found.unknown += [f"{key}={given[key]} ({why})" for key, why in lost.items() if why]
+    found.unknown += [f"{key} (nothing is taken away here)" for key in given if key.startswith("~")]
+    return {key: value for key, value in given.items() if not lost[key] and not key.startswith("~")}
 
 
 def name_doubtful(script: Script, found: Translation) -> None:
@@ -242,5 +243,7 @@ def _alias(parts: Sequence[str], known: Mapping[str, Alias], apart: Mapping[str,
     return None
 
 
-def _is_lost(value: str) -> bool:
-    return re.search(r"\$(\{|\(|[A-Za-z_])", value) is not None
+def _why_lost(value: str) -> str:
+    if re.search(r"\$\{[^{}]*[.:]", value):
+        return "it refers to what their config does not have"
+    return "a value that only a shell knows" if re.search(r"\$(\{|\(|[A-Za-z_])", value) else ""

@@ -50,8 +50,17 @@ _SIGNS = {
     "packing": "SFTConfig",
     "assistant_only_loss": "SFTConfig",
     "completion_only_loss": "SFTConfig",
+    "desirable_weight": "KTOConfig",
+    "undesirable_weight": "KTOConfig",
+    "cpo_alpha": "CPOConfig",
+    "simpo_gamma": "CPOConfig",
 }
-"""Arguments that only one of them has, for a command line or a file without its name."""
+"""Arguments that only one class has, for a command line or a file without its name."""
+_CLASS = re.compile(r"(\w+\.)*[A-Z]\w*(Config|Trainer)")
+_NAMES = ("trainer", "trainer_class", "trainer_type", "trainer_name", "config_class", "class", "type", "_target_")
+"""Keys of files that say which class they are for."""
+_OTHERS = ("LoraConfig", "ModelConfig", "BitsAndBytesConfig")
+"""Classes that stand beside those of arguments."""
 _AGGREGATIONS = {
     "grpo": "sequence",
     "bnpo": "token",
@@ -79,6 +88,12 @@ def from_trl(text: str) -> Translation:
     given, script = read_arguments(text)
     kind = _class(text, given, script)
     found = Translation(num_given=len(given))
+    if kind is None:
+        kind = "GRPOConfig"
+        found.open[kind] = (
+            "nothing says which class it is; for another one, give the command, such as 'trl sft --config theirs.yaml'"
+        )
+    given = {key.removeprefix(f"{kind}."): value for key, value in given.items() if not _names_class(key, value)}
     found.keys["recipe"] = _CLASSES[kind]
     theirs = take_unresolved(given, found)
     theirs = with_usual(theirs, defaults.TRL[kind], given, found)
@@ -104,8 +119,8 @@ def from_trl(text: str) -> Translation:
     return found
 
 
-def _class(text: str, given: Keys, script: Script) -> str:
-    """Return the class that is called, whose command it is, or one of whose arguments is given."""
+def _class(text: str, given: Keys, script: Script) -> str | None:
+    """Return the class that is called or named, whose command it is, or one of whose arguments is given."""
     call = re.match(CALL, text)
     place = script.words.index("trl") if "trl" in script.words[:-1] else None
     if call:
@@ -113,10 +128,25 @@ def _class(text: str, given: Keys, script: Script) -> str:
     elif place is not None:
         kind = _COMMANDS.get(script.words[place + 1], script.words[place + 1])
     else:
-        kind = next((kind for name, kind in _SIGNS.items() if name in given), "GRPOConfig")
+        named = [str(value) for key, value in given.items() if _names_class(key, value)]
+        sections = [key.partition(".")[0] for key in given]
+        named += [name for name in sections if _CLASS.fullmatch(name) and name not in _OTHERS]
+        named += [kind for name, kind in _SIGNS.items() if name in given]
+        if not named:
+            return None
+        kind = named[0].rpartition(".")[2].replace("Trainer", "Config")
     if kind not in _CLASSES:
         raise ConfigError((f"no recipe stands for TRL's {kind}; expected one of {', '.join(_CLASSES)}",))
     return kind
+
+
+def _names_class(key: str, value: object) -> bool:
+    """Whether a file says by this key which class it is for.
+
+    >>> _names_class("trainer", "trl.DPOTrainer"), _names_class("config_class", "DPOConfig"), _names_class("beta", 0.1)
+    (True, True, False)
+    """
+    return key in _NAMES and _CLASS.fullmatch(str(value)) is not None
 
 
 def _set_examples(ends: Ends, found: Translation) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 
 from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_verl_corrections
 from rallypoint.config.translate.reading import read_keys
+from rallypoint.config.translate.references import with_referred
 from rallypoint.config.translate.table import (
     Ends,
     Translation,
@@ -76,7 +78,10 @@ def from_verl(text: str) -> Translation:
     """
     given, script = read_keys(text)
     found = Translation(num_given=len(given))
-    theirs = with_usual(take_unresolved(given, found), defaults.VERL, given, found)
+    theirs = take_unresolved(with_referred(given, defaults.VERL, os.environ), found)
+    if (files := theirs.pop("defaults", None)) is not None:
+        found.open[f"defaults={files}"] = "files that it names are not read; a key that is not here is verl's own"
+    theirs = with_usual(theirs, defaults.VERL, given, found)
     ends = Ends(theirs)
     _set_algorithm(ends, found)
     if found.keys["recipe"] == "ppo":
@@ -159,8 +164,10 @@ def _set_batch(ends: Ends, found: Translation) -> None:
     for role, size in sizes.items():
         if isinstance(prompts, int) and isinstance(size, int) and size:
             found.keys[f"{role}.num_mini_batches"] = max(1, -(-prompts // size))
-        else:
-            found.open[f"{role}.ppo_mini_batch_size={size}"] = f"{role}.num_mini_batches: batch divided by mini-batch"
+        elif size is not None:
+            found.open[f"{role}.ppo_mini_batch_size={size}"] = (
+                f"{role}.num_mini_batches is data.train_batch_size divided by it"
+            )
     tokens = ends.peek("actor.ppo_max_token_len_per_gpu")  # there of the part of each row that a GPU has
     parts = [ends.peek(f"actor.{name}", 1) for name in _CUTS_OF_ROWS]
     if all(isinstance(one, int) for one in (tokens, *parts)):
