@@ -59,6 +59,10 @@ class RewardError(RallyError, RuntimeError):
     """The reward function cannot be loaded, or failed for every rollout of a step."""
 
 
+class EpisodeError(RallyError, RuntimeError):
+    """An episode raised, or returned what is no rollout of its prompt; prompt, sample and episode are named."""
+
+
 class TeacherError(RallyError, RuntimeError):
     """A served teacher gave no answer, or one that is no judgement of the tokens it was asked about."""
 

@@ -167,6 +167,29 @@ def _check_penalties(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("reward.overlong", "advantage.name"), of_length)
 
 
+def find_episode_clashes(config: RunConfig, episode: str) -> dict[str, str]:
+    """Return the keys that do not go with an episode of the user's, and why.
+
+    Args:
+        config: of the run.
+        episode: its name, for messages.
+    """
+    clashes: dict[str, str] = {}
+    if (num_sampled := config.rollout.over_sampling) is not None:
+        clashes["rollout.over_sampling"] = (
+            f"rollout.over_sampling={num_sampled} does not go with the episode {episode}: which rollouts end first "
+            "would depend on how long an episode waits, so the same seed would give other weights; expected "
+            "rollout.over_sampling=null, or rollout.episode=null"
+        )
+    if config.teachers.hint is not None:
+        clashes["teacher.hint"] = (
+            f"teacher.hint does not go with the episode {episode}: the hint replaces what stands before the first "
+            "response, and an episode may have put its own tokens there; expected teacher.hint=null, or "
+            "rollout.episode=null"
+        )
+    return clashes
+
+
 def _check_prompts(config: RunConfig) -> Iterator[Problem]:
     """Yield what cannot be had beside dynamic sampling or over-sampling."""
     rollout = config.rollout
@@ -184,6 +207,9 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
             f"rollout.max_staleness={rollout.max_staleness}: a run that samples ahead lets its steps pass long "
             "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0",
         )
+    if rollout.episode is not None:
+        for clash, why in find_episode_clashes(config, rollout.episode).items():
+            yield Problem((clash, "rollout.episode"), why)
     if not rollout.dynamic_sampling:  # 0 replaces nothing
         return
     clashes = {

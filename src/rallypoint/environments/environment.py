@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rallypoint.data.dataset import Example
 from rallypoint.types.trajectory import Trajectory, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,18 +38,24 @@ class Prompt:
 class Client(Protocol):
     """Samples for one episode."""
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's, for what the environment reads and says."""
+        ...
+
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """Append tokens to everything so far, and sample a response.
 
         Raises:
-            GenerationError: the engine failed on this request; the rollout is left out and counted.
+            GenerationError: the engine failed on this request, or the row has no room for it. An episode that catches
+                this may return the turns so far; otherwise the rollout is left out and counted.
         """
         ...
 
 
 Episode: TypeAlias = Callable[[Prompt, Client], Awaitable[Trajectory]]
-"""Takes a prompt and returns one rollout of it. It may wait for anything; other episodes continue meanwhile. An
-error that it raises ends the run, except GenerationError."""
+"""Takes a prompt and returns one rollout of it: turns of its client, from the first on. It may wait for anything; other
+episodes continue meanwhile. An error that it raises ends the run, except GenerationError."""
 
 
 async def single_turn(prompt: Prompt, client: Client) -> Trajectory:

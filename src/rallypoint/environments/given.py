@@ -1,4 +1,4 @@
-"""Reward functions that Python gives to `rally.train`: known by name in this process, called with what they name.
+"""Functions that Python gives to `rally.train`: known by name in this process; how reward functions are then called.
 
 Owns: which name stands for which function, what of a row a function is called with, and whether it can be sent to a
 process. Must not know: batches, tensors. It needs the standard library, and cloudpickle where a function is sent.
@@ -20,7 +20,7 @@ import hashlib
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rallypoint.errors import RewardError
 from rallypoint.user_code import own_signature
@@ -66,12 +66,13 @@ def is_given(spec: str | None) -> bool:
     return spec is not None and spec.startswith(_MARK)
 
 
-def how_to_give(spec: str) -> str:
+def how_to_give(spec: str, what: Literal["reward", "episode"] = "reward") -> str:
     """Say why a name stands for nothing in this process, and what to do."""
+    in_file = {"reward": "reward.function=rewards.py:FUNCTION", "episode": "rollout.episode=episodes.py:FUNCTION"}
     return (
         f"{spec} was given to rally.train in Python and is not kept: give it again, with "
-        f"rally.train(RUN_FOLDER, resume=True, reward={spec.removeprefix(_MARK).partition('-')[0]}), or put it into a "
-        "file and name it, reward.function=rewards.py:FUNCTION"
+        f"rally.train(RUN_FOLDER, resume=True, {what}={spec.removeprefix(_MARK).partition('-')[0]}), or put it into a "
+        f"file and name it, {in_file[what]}"
     )
 
 
@@ -86,13 +87,31 @@ def how_to_give_for_eval(spec: str) -> str:
 
 @contextlib.contextmanager
 def giving(function: Callable[..., object]) -> Iterator[str]:
-    """Yield the name under which configs may name a function as long as the block lasts."""
+    """Yield the name under which configs may name a reward function as long as the block lasts."""
+    called = _as_called(function)
+    with named(function, called, *_packed(called)) as spec:
+        yield spec
+
+
+@contextlib.contextmanager
+def named(
+    function: Callable[..., object],
+    called: Callable[..., object] | None = None,
+    code: bytes | None = None,
+    why_here: str = "",
+) -> Iterator[str]:
+    """Yield a name for a function as long as the block lasts.
+
+    Args:
+        function: that Python gave.
+        called: what is called for it; None for the function itself.
+        code: see `Given`, as `why_here`.
+        why_here: likewise.
+    """
     own = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
     names = (f"{_MARK}{own}", *(f"{_MARK}{own}-{number}" for number in range(2, 1000)))
     spec = next(name for name in names if name not in GIVEN)
-    called = _as_called(function)
-    code, why_here = _packed(called)
-    GIVEN[spec] = Given(called, _text(function), code, why_here)
+    GIVEN[spec] = Given(called or function, _text(function), code, why_here)
     try:
         yield spec
     finally:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rallypoint.config import RECIPES, TrainerConfig, declare, read
 from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
+from rallypoint.environments.environment import Episode
+from rallypoint.environments.episodes import giving_episode
 from rallypoint.errors import (
     ConfigError,
     ModelError,
@@ -83,6 +85,7 @@ def train(
     data: Data | None = None,
     validation: Data | None = None,
     reward: Rewards | None = None,
+    episode: str | Episode | None = None,
     config: Mapping[str, object] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
     resume: bool = False,
@@ -101,6 +104,7 @@ def train(
         data: files, or rows: dicts with a `prompt`, and columns that the reward function names.
         validation: the same, for prompts that are never trained on.
         reward: a function, its name, or several functions, whose scores are added up.
+        episode: an async function that samples a rollout in several turns, or its name; None: a single turn.
         config: any other keys, dotted or as sections: {"kl": None, "rollout.top_p": 0.9}.
         callbacks: called after each step, in their order; one that raises ends the run.
         resume: whether to go on from the newest checkpoint.
@@ -115,7 +119,7 @@ def train(
     short = {_OFTEN.get(name, name): value for name, value in often.items()}
     keys: dict[str, object] = {**(config or {}), **{key: value for key, value in short.items() if value is not None}}
     with contextlib.ExitStack() as given:
-        keys |= _rewards(reward, given)
+        keys |= _rewards(reward, given) | _episodes(episode, given)
         watch = _Watch((callbacks,) if callable(callbacks) else tuple(callbacks))
         try:
             return _launched(recipe, keys, (model, data, validation), watch, resume, from_step, display)
@@ -214,6 +218,13 @@ def _rewards(reward: Rewards | None, stack: contextlib.ExitStack) -> dict[str, o
         "reward.function": None,
         "reward.functions": [{"name": name, "function": spec} for name, spec in found.items()],
     }
+
+
+def _episodes(episode: str | Episode | None, stack: contextlib.ExitStack) -> dict[str, object]:
+    """Return the key that names the episode; a function has a name until the stack is left."""
+    if episode is None:
+        return {}
+    return {"rollout.episode": episode if isinstance(episode, str) else stack.enter_context(giving_episode(episode))}
 
 
 def _material(

@@ -72,7 +72,7 @@ def evaluate(
         max_response_tokens: most of a response; None: as in training, or 512.
         seed: of what is drawn.
         trust_remote_code: whether Python code of the model's folder may run.
-        say: called with a line about prompts that are too long.
+        say: called with a line about prompts that are too long, and about a run's episode, which is not used.
 
     Raises:
         RewardError: no reward function is known, or it failed on every response.

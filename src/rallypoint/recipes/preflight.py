@@ -34,6 +34,7 @@ from rallypoint.config.shape import SIZES, shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_rows
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
+from rallypoint.environments.episodes import check_episode_spec
 from rallypoint.environments.reward import check_reward_spec
 from rallypoint.errors import ConfigError, DataError, EngineError, ScheduleError
 from rallypoint.extras import find_missing, find_unusable
@@ -109,6 +110,9 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
         if (problem := check_reward_spec(one.function, one.parameters)) is not None:
             key = "reward.function" if one.function == config.reward.function else "reward.functions"
             yield Problem((key,), f"{key}={one.function!r}: {problem}")
+    episode = config.rollout.episode
+    if episode is not None and (problem := check_episode_spec(episode)) is not None:
+        yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}")
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
             keys = (f"{section}.function", f"{section}.parameters")

@@ -31,10 +31,11 @@ from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
 from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
 from rallypoint.environments.attempts import measure_attempts
+from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.grader import Grader
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
-from rallypoint.recipes.own_functions import own_function
+from rallypoint.recipes.own_functions import episode_of, own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
 from rallypoint.roles.groups import PromptsDone
@@ -48,6 +49,11 @@ from rallypoint.roles.source import RolloutSource
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import TIMELINE, Timeline
 from rallypoint.types import Last, Metrics, merge
+
+_NOT_EXACT = (
+    "rollout.episode: turns are sampled beside others as they come, so two runs with one seed may differ by rounding; "
+    "with rollout.exact=true they do not"
+)
 
 
 class Source(Protocol):
@@ -77,11 +83,22 @@ class Setup:
         """The config of the run."""
         return self.placement.config
 
-    async def open_source(self) -> RolloutSource:
-        """Start the rollout role, and the reward models if there are some; the actor has been started."""
+    async def open_source(self, *, episode: Episode | None = None) -> RolloutSource:
+        """Start the rollout role, and the reward models if there are some; the actor has been started.
+
+        Args:
+            episode: how a rollout of a prompt is sampled; None: as the config says, in a single turn by default.
+
+        Raises:
+            ConfigError: it is no episode, or the config has another one, or over-samples.
+        """
+        episode = episode_of(self.config, episode)
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
+        rollout = self.config.rollout
+        if episode is not single_turn and rollout.engine == "native" and not rollout.exact:
+            self.say(_NOT_EXACT)
         rollouts = await Rollouts.create(self.placement, self.say)
         if weights_way(self.config) is None:
             self.say(f"published weights: {describe_way(rollouts.way)}")
@@ -95,6 +112,7 @@ class Setup:
             grader=self.grader,
             reward_models=await RewardModels.create(self.placement),
             say=self.say,
+            episode=episode,
             write_times=Timeline(self.placement.folder.path / TIMELINE).write,
         )
 

@@ -154,6 +154,8 @@ def evaluate(
         ModelError: the folder cannot be loaded.
     """
     config = trained.config
+    if config is not None and config.rollout.episode is not None:
+        say("single turns are scored: the run's rollout.episode is not used here")
     with contextlib.closing(open_grader(rewards_for(trained.path, config, reward))) as grader:
         grader.load()
         columns = config.data.columns.named if config and config.data.columns else {}

@@ -21,16 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data.tokenizer import TokenTexts
-from rallypoint.environments.environment import Client, Episode, Prompt
+from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import GenerationError, RallyError
-from rallypoint.generation import Request, SamplingParams, as_turn
+from rallypoint.generation import SamplingParams
+from rallypoint.roles.client import EpisodeClient
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.types import RolloutBatch, Trajectory, Turn, assemble
+from rallypoint.types import RolloutBatch, Trajectory, assemble
 
-_NEXT_TURN = 2**33
-"""Distance of the seeds of two turns of one rollout."""
 GRACE_S = 5.0
 """Seconds that the reward function is given for a step after the run was asked to end."""
 
@@ -51,39 +50,6 @@ class Group:
     def oldest_version(self) -> int | None:
         """Version of its oldest token; None without a rollout."""
         return int(self.rows.versions.min()) if len(self.rows) else None
-
-
-class _Client:
-    """Samples for one episode, see `Client`: each turn continues the tokens of those before."""
-
-    def __init__(
-        self, rollouts: Rollouts, params: SamplingParams, prompt: int, sample: int, rank: int, max_tokens: int
-    ) -> None:
-        self.params, self.prompt_index = params, prompt
-        self._rollouts, self._sample, self._rank, self._max_tokens = rollouts, sample, rank, max_tokens
-        self._tokens: tuple[int, ...] = ()
-        self._num_turns = 0
-
-    async def sample(self, tokens: Sequence[int]) -> Turn:
-        """See `Client.sample`."""
-        params, added = self.params, tuple(tokens)
-        if self._num_turns:
-            params = dataclasses.replace(params, seed=params.seed + self._num_turns * _NEXT_TURN)
-        tokens = self._tokens + added
-        room = self._max_tokens - len(tokens)
-        if room < 1 and self._num_turns:
-            raise GenerationError(
-                f"prompt {self.prompt_index} sample {self._sample}: turn {self._num_turns + 1} begins with "
-                f"{len(tokens)} tokens, and a row may have {self._max_tokens}; raise rollout.max_response_tokens"
-            )
-        if self._num_turns and room < params.max_new_tokens:
-            least = min(room, params.min_new_tokens)
-            params = dataclasses.replace(params, max_new_tokens=room, min_new_tokens=least)
-        request = Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
-        turn = as_turn(added, await self._rollouts.sample(request, self._rank))
-        self._tokens = tokens + turn.response  # a turn that failed leaves nothing behind: an episode may repeat it
-        self._num_turns += 1
-        return turn
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -215,7 +181,12 @@ class Sampler:
             rank = self._rollouts.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
             times = Times(admitted=self._clock())
             most = self._config.max_row_tokens
-            clients = [_Client(self._rollouts, params, index, number, rank, most) for number in range(group_size)]
+            clients = [
+                EpisodeClient(
+                    self._rollouts, params, index, number, rank=rank, max_tokens=most, tokenizer=self._tokenizer
+                )
+                for number in range(group_size)
+            ]
             sampled = asyncio.create_task(self._sample(place, prompt, clients, times, scoring))
             sampled.add_done_callback(self._look_at)
             group = GroupUnderWay(index, prompt.example.name, rank, cohort, sampled, loop.create_future(), times)
@@ -225,7 +196,7 @@ class Sampler:
         return cohort
 
     async def _sample(
-        self, place: int, prompt: Prompt, clients: Sequence[_Client], times: Times, scoring: Scoring
+        self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], times: Times, scoring: Scoring
     ) -> Group:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
         episodes = [asyncio.create_task(self._rollout(prompt, client)) for client in clients]
@@ -257,10 +228,10 @@ class Sampler:
         """Let go of the threads; those of cohorts that were closed end by themselves."""
         self._threads.shutdown(wait=False)
 
-    async def _rollout(self, prompt: Prompt, client: Client) -> Trajectory | GenerationError:
+    async def _rollout(self, prompt: Prompt, client: EpisodeClient) -> Trajectory | GenerationError:
         """Have an episode, or return why there is none: a failed rollout is counted."""
         try:
-            return await self._episode(prompt, client)
+            return await client.have(self._episode, prompt)
         except GenerationError as error:
             return error
 

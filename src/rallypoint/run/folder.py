@@ -263,11 +263,12 @@ def anchored(config: RunConfig) -> RunConfig:
     values["rollout"]["schedule"] = _absolute(config.rollout.schedule)
     for name in ("train", "validation"):
         values["data"][name] = [_anchored_set(one) for one in values["data"][name]]
-    own = [values[name] for name in config.own_functions]
-    for one in (*own, values["reward"], *values["reward"]["functions"]):
-        file, colon, function = (one["function"] or "").rpartition(":")
-        if colon and one["function"] not in SHIPPED:
-            one["function"] = f"{_absolute(file)}:{function}"
+    own = [(values[name], "function") for name in config.own_functions]
+    rewards = [(one, "function") for one in (values["reward"], *values["reward"]["functions"])]
+    for one, name in (*own, *rewards, (values["rollout"], "episode")):
+        file, colon, function = (one[name] or "").rpartition(":")
+        if colon and one[name] not in SHIPPED:
+            one[name] = f"{_absolute(file)}:{function}"
     return RunConfig.model_validate(values)
 
 

@@ -131,6 +131,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
         if path is not None and (files := _model(path)):
             yield key, files
     functions = {f"{section}.function": own.function for section, own in config.own_functions.items()}
+    if config.rollout.episode is not None:
+        functions["rollout.episode"] = config.rollout.episode
     for key, spec in (functions | config.reward.named_functions).items():
         file, colon, function = spec.rpartition(":")
         if spec in GIVEN:

@@ -32,6 +32,8 @@ def code_named(config: RunConfig) -> dict[str, str]:
             found[f"reward.{one.name}.url"] = str(one.parameters["url"])
     found |= {key: path for key, path in config.teachers.named.items() if path in config.teachers.urls}
     found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
+    if config.rollout.episode is not None:
+        found["rollout.episode"] = config.rollout.episode
     if config.model.trust_remote_code:
         found["model.trust_remote_code"] = " ".join(config.named_models.values())
     if config.cluster.address not in (None, "auto"):  # auto is the cluster that this user is in

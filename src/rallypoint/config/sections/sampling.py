@@ -102,6 +102,9 @@ class RolloutConfig(Section):
     schedule: str | None = key(
         None, help="schedule.jsonl of a run with max_staleness, to be repeated to the bit; null for none."
     )
+    episode: str | None = key(
+        None, help="Async function that samples a rollout in several turns, file.py:function; null: one turn."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 
 

@@ -1,0 +1,86 @@
+"""Episodes of the user's: a function in a file, or one that Python gives to `rally.train`.
+
+Owns: which function a name stands for, and whether it can be called as an episode. Must not know: what it does, or
+torch, because configs are checked before that is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
+from rallypoint.errors import UserCodeError
+from rallypoint.user_code import UserFunction, own_signature, split, written_signature
+
+if TYPE_CHECKING:
+    from rallypoint.environments.environment import Episode
+
+_EXPECTED = "expected an async function of (prompt, client) that returns a Trajectory"
+
+
+@contextlib.contextmanager
+def giving_episode(episode: Episode) -> Iterator[str]:
+    """Yield the name under which a config may name an episode as long as the block lasts."""
+    with named(episode) as spec:
+        yield spec
+
+
+def check_episode_spec(spec: str) -> str | None:
+    """Say what is wrong with the name of an episode, from the file's text alone; None when nothing can be seen."""
+    if is_given(spec):
+        return find_misfit(GIVEN[spec].function) if spec in GIVEN else how_to_give(spec, "episode")
+    try:
+        signature = written_signature(*split(spec, usual_name="episode"))
+    except UserCodeError as error:
+        return str(error)
+    return None if signature is None else _find_misfit_of(signature)
+
+
+def load_episode(spec: str) -> Episode:
+    """Return the episode that `spec` names: one that Python gave, or "path/to/file.py:function", which is imported.
+
+    Raises:
+        UserCodeError: the file raises, has no such function, or the function is no episode.
+    """
+    function: Any = GIVEN[spec].function if spec in GIVEN else UserFunction.read(spec, {}).load()
+    if (problem := find_misfit(function)) is not None:
+        raise UserCodeError(problem)
+    return cast("Episode", function)
+
+
+def find_misfit(function: object) -> str | None:
+    """Say why a function is no episode.
+
+    >>> async def episode(prompt, client): ...
+    >>> def plain(prompt, client): ...
+    >>> find_misfit(episode), find_misfit(plain)
+    (None, 'expected an async function of (prompt, client) that returns a Trajectory, found plain, which is not async')
+    """
+    name = name_of(function)
+    if not callable(function) or isinstance(function, type):
+        return f"{_EXPECTED}, found {name}"
+    if not inspect.iscoroutinefunction(inspect.unwrap(function)) and not _is_async_object(function):
+        return f"{_EXPECTED}, found {name}, which is not async"
+    return _find_misfit_of(own_signature(function))
+
+
+def name_of(function: object) -> str:
+    """Return what messages call a function."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _is_async_object(function: object) -> bool:
+    return inspect.iscoroutinefunction(getattr(function, "__call__", None)) or inspect.iscoroutinefunction(  # noqa: B004
+        getattr(function, "func", None)  # of functools.partial
+    )
+
+
+def _find_misfit_of(signature: inspect.Signature) -> str | None:
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        return f"{_EXPECTED}; this one takes {signature}: {error}"
+    return None

@@ -1,0 +1,114 @@
+"""Rollouts of several turns: an environment of the user's answers between two responses."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from docs_blocks import blocks
+from tiny_models import make_tiny_model
+from tiny_runs import weights_of
+from typer.testing import CliRunner
+
+import rallypoint as rally
+from rallypoint.cli.main import app
+from rallypoint.data import load_tokenizer
+from rallypoint.errors import ConfigError
+from rallypoint.run.folder import RunFolder
+from rallypoint.types import Trajectory
+
+ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(16)]
+INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9, "rollout.exact": True}
+AGAIN = "12"
+
+
+def _sent_whole():
+    """Return a function that reward processes get as it is, so that none has to import this file and torch."""
+
+    def reward(completion: str, answer: str) -> float:
+        return completion.count(answer) / 4
+
+    return reward
+
+
+reward = _sent_whole()
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Two small steps in this process; `episode` asks twice unless a test says otherwise."""
+    make_tiny_model(tmp_path / "model")
+    again = tuple(load_tokenizer(str(tmp_path / "model")).encode(AGAIN, add_special_tokens=False))
+
+    async def ask_twice(prompt, client):
+        first = await client.sample(prompt.tokens)
+        return Trajectory(turns=(first, await client.sample(again)))
+
+    def run(recipe="grpo", *, config=None, **more):
+        usual = {"model": tmp_path / "model", "data": ROWS, "num_prompts": 2, "group_size": 2, "num_steps": 2}
+        usual |= {"reward": reward, "episode": ask_twice, "lr": 1e-3, "max_response_tokens": 12}
+        usual |= {"runs_dir": tmp_path / "runs", "name": "run", "display": False}
+        return rally.train(recipe, config={**INLINE, **(config or {})}, **(usual | more))
+
+    return functools.partial(run), again
+
+
+def test_what_the_environment_says_is_context_and_is_not_trained(train):
+    run_with, again = train
+    run = run_with(num_steps=1)
+    text = load_tokenizer(str(run.folder / "checkpoints" / "step_000001")).decode(again)
+    assert text == AGAIN
+    rows = run.rollouts(1)
+    assert len(rows) == 4
+    assert run.config.rollout.episode == "@ask_twice"
+    for row in rows:
+        ids, trained = list(row["response_ids"]), list(row["loss_mask"])
+        places = [at for at in range(len(ids)) if ids[at : at + len(again)] == list(again)]
+        assert any(at and trained[at - 1] and not any(trained[at : at + len(again)]) for at in places)
+    assert run.metrics[-1]["actor/ratio_error"] < 1e-5
+
+
+def test_a_resumed_run_ends_with_the_same_weights_and_wants_the_episode_again(train, tmp_path):
+    run_with, _ = train
+    every = {"checkpoint.every_steps": 1}
+    whole = run_with(num_steps=2, name="whole", config=every)
+    stopped = run_with(num_steps=2, name="stopped", config=every, callbacks=lambda step: step.stop())
+    assert not stopped.finished
+    with pytest.raises(ConfigError, match=r"rollout.episode='@ask_twice'.*episode=@?ask_twice"):
+        rally.train(stopped, resume=True, reward=reward, display=False)
+    again = run_with(stopped, resume=True, num_steps=2, model=None, data=None, name=None, runs_dir=None, config={})
+    assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(whole.folder))
+
+
+def test_the_example_of_the_docs_trains_from_the_command_line_and_validation_uses_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (example,) = [block for block in blocks("rollouts", "python") if "# episodes.py" in block]
+    Path("episodes.py").write_text(example)
+    Path("rewards.py").write_text("def reward(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    make_tiny_model(tmp_path / "model")
+    keys = ["cluster.runtime=inline", "model.path=model", "data.train=rows.jsonl", "data.validation=rows.jsonl"]
+    keys += ["reward.function=rewards.py:reward", "rollout.episode=episodes.py:second_chance", "trainer.name=run"]
+    keys += [
+        "data.columns.ground_truth=answer",
+        "trainer.num_steps=1",
+        "rollout.num_prompts=2",
+        "rollout.group_size=2",
+        "rollout.max_response_tokens=12",
+    ]
+    keys += ["data.max_prompt_tokens=16", "validation.max_prompts=4", "validation.every_steps=1"]
+    done = CliRunner().invoke(app, ["train", "grpo", *keys])
+    assert done.exit_code == 0, done.output
+    run = rally.load_run("runs/run")
+    appended = load_tokenizer("model").encode("0?", add_special_tokens=False)
+    rows = run.rollouts(1) + run.rollouts(validation=True)
+    assert len(rows) == 8
+    for row in rows:
+        context = [token for token, own in zip(row["response_ids"], row["loss_mask"], strict=True) if not own]
+        assert context in ([], appended)
+    assert any(not all(row["loss_mask"]) for row in run.rollouts(1))
+    assert any(not all(row["loss_mask"]) for row in run.rollouts(validation=True))
+    scored = CliRunner().invoke(
+        app, ["eval", "runs/run", "rows.jsonl", "--max-prompts", "1", "--reward", "rewards.py:reward"]
+    )
+    assert "single turns are scored: the run's rollout.episode is not used here" in scored.output
