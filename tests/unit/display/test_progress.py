@@ -288,8 +288,8 @@ def test_a_curve_that_could_not_be_drawn_is_no_end_and_says_why() -> None:
 
 
 def test_a_summary_without_a_curve_says_how_to_get_one_and_an_empty_one_is_still_a_summary() -> None:
-    console = terminal()
-    empty = Summary(name="x", run_dir=Path("x"), num_steps=0, seconds=0.0, validations=[], phases={})
+    console, why = terminal(), "it needs the package matplotlib; pip install -e '.[plot]'"
+    empty = Summary(name="x", run_dir=Path("x"), num_steps=0, seconds=0.0, validations=[], phases={}, why_no_curve=why)
     LivePanel(console, clock=lambda: 0.0).finish(empty)
     assert "pip install -e '.[plot]'" in written(console)
 
