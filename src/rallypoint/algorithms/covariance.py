@@ -80,7 +80,7 @@ class KLCov(PolicyObjective):
     fraction: float
     """Share of the trained tokens of a step that is held; fewer if not so many have a covariance above 0."""
     coef: float
-    """Of the KL."""
+    """Coefficient of the KL."""
 
     needs_advantage = False
     is_watched_at_start = True

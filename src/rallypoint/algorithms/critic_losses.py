@@ -28,15 +28,15 @@ class ValueLoss:
     num_clipped: Int[Tensor, ""]
     """Tokens whose loss is that of the clipped value."""
     value_sum: Float[Tensor, ""]
-    """Of values as they are now."""
+    """Sum of values as they are now."""
     error_sum: Float[Tensor, ""]
-    """Of returns - values."""
+    """Sum of returns - values."""
     error_square_sum: Float[Tensor, ""]
-    """Of (returns - values)**2."""
+    """Sum of (returns - values)**2."""
     return_sum: Float[Tensor, ""]
-    """Of returns."""
+    """Sum of returns."""
     return_square_sum: Float[Tensor, ""]
-    """Of returns**2."""
+    """Sum of returns**2."""
 
     def metrics(self) -> Metrics:
         """Return the means of this part of the batch; `explained_variance` needs them merged."""

@@ -39,7 +39,7 @@ class DistillationLoss:
 
     name: DistillationName
     objective: PolicyObjective
-    """Of `policy_gradient`."""
+    """Policy loss of `policy_gradient`."""
     corrections: tuple[Correction, ...] = ()
     """Weights of tokens for the gap between sampler and trainer, of every loss that reads the sampled token."""
 

@@ -44,11 +44,11 @@ class PolicyTokens:
     """What a policy loss may depend on, token by token; rows are whole."""
 
     logprobs: Float[Tensor, " T"]
-    """Of the policy as it is, with gradient."""
+    """Log-probabilities by the policy as it is, with gradient."""
     old_logprobs: Float[Tensor, " T"]
-    """Of the policy at the start of the update."""
+    """Log-probabilities by the policy at the start of the update."""
     rollout_logprobs: Float[Tensor, " T"]
-    """Of the sampler."""
+    """Log-probabilities by the sampler."""
     advantages: Float[Tensor, " T"]
     """What the tokens are weighed with."""
     loss_mask: Bool[Tensor, " T"]
@@ -268,7 +268,7 @@ class Anchored(PolicyObjective):
     """A loss whose ratio may compare with the sampler, where rollouts are of older weights."""
 
     anchor: Literal["old", "rollout"]
-    """Which policy the ratio compares with: that of the start of the update, or the sampler."""
+    """Policy that the ratio compares with: that of the start of the update, or the sampler."""
 
     is_watched_at_start = True
 

@@ -48,7 +48,7 @@ def at_step(step: int) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which processes the ranks of a role live in, and how they are arranged."""
+    """The processes of a role's ranks, and how they are arranged."""
 
     role: str
     """What the model is for; names the group in errors."""

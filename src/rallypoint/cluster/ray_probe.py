@@ -25,7 +25,7 @@ class ProblemError(Exception):
 
 
 class Versions(NamedTuple):
-    """Of Ray and of Python, as in `Versions("2.60.0", "3.11.7")`."""
+    """Versions of Ray and of Python, as in `Versions("2.60.0", "3.11.7")`."""
 
     ray: str
     python: str

@@ -32,7 +32,7 @@ OF_FILES: tuple[Alias, ...] = (
     Alias("dataset_text_field", ("data.columns",), "the columns by our names: messages, or prompt and completion"),
     Alias("disable_dropout", note="models are trained without dropout"),
 )
-"""Of recipes that train on what is in files."""
+"""Aliases of recipes that train on what is in files."""
 
 OF_PREFERENCES: tuple[Alias, ...] = (
     Alias("beta", (f"preference.beta={VALUE}",)),
@@ -114,7 +114,7 @@ OF_POLICIES: tuple[Alias, ...] = (
     ),
     Alias("off_policy_mask_threshold opsm_delta use_opsm", ("correction",), "[{name: off_policy_mask, delta: 0.5}]"),
 )
-"""Of recipes with a policy loss."""
+"""Aliases of recipes with a policy loss."""
 
 
 @functools.cache

@@ -59,7 +59,7 @@ class EncodedRows:
     offsets: NDArray[np.int64]
     """[B + 1]: row b is tokens offsets[b] to offsets[b + 1]."""
     names: tuple[str, ...]
-    """Of the examples."""
+    """Names of the examples."""
     rows_per_example: int
     dropped: tuple[str, ...]
     """Names of the examples that were too long, with on_too_long="drop", or had no trained token left; with "error" it

@@ -39,7 +39,7 @@ class PromptStream:
     shuffle: bool = True
     """False: every epoch goes through the examples in the order of the file."""
     part: int = 0
-    """Which of several streams of a run: each has orders of its own."""
+    """Number of this stream among those of a run: each has orders of its own."""
 
     def __post_init__(self) -> None:
         if self.num_examples < 1:
@@ -67,7 +67,7 @@ class Mixture:
     parts: Sequence[int]
     """Place of the data set of each example; those of one set need not be neighbours."""
     weights: Sequence[float]
-    """Of the data sets, in any unit."""
+    """Weights of the data sets, in any unit."""
     seed: int
     shuffle: bool = True
 

@@ -89,7 +89,7 @@ class _Window:
 
     epoch: int
     row: int
-    """Of its first row."""
+    """Number of its first row."""
     first: int
     """Number of its first item."""
     size: int

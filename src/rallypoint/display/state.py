@@ -75,7 +75,7 @@ class RunState:
         self.report: StepReport | None = None
         self.health: tuple[Health, ...] = ()
         self.course = History()
-        """Of what is watched above all, such as the reward."""
+        """History of what is watched above all, such as the reward."""
         self._trend = RewardTrend()
         self.validations = History()
         self.first_validation: float | None = None

@@ -19,11 +19,11 @@ class RewardFailure:
     """A rollout that has no score, and why."""
 
     name: str
-    """Of the example: `train.parquet:17`."""
+    """Name of the example: `train.parquet:17`."""
     row: int
-    """Of the batch that was to be scored."""
+    """Row of the batch that was to be scored."""
     sample_index: int
-    """Which of the G rollouts of the prompt."""
+    """Number of the rollout among the G of its prompt."""
     kind: FailureKind
     reason: str
     """One line."""

@@ -49,7 +49,7 @@ class Given:
 
     @property
     def digest(self) -> str:
-        """Of the text."""
+        """Digest of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:32]
 
 

@@ -56,7 +56,7 @@ class RewardCall:
     ground_truth: Any
     extra_info: Any
     token_ids: tuple[int, ...]
-    """Of the whole response, special tokens and the one that ended it included."""
+    """Tokens of the whole response, special tokens and the one that ended it included."""
     ended: bool
     """Whether the last token is the one that ended the response by itself."""
     group: int = 0

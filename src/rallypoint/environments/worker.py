@@ -47,7 +47,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """Which function a process calls, and under what limits."""
+    """The function that a process calls, and its limits."""
 
     spec: str
     """`path/to/file.py:function`, or the name of one that ships."""

@@ -134,10 +134,11 @@ class Output:
     tokens: tuple[int, ...]
     """May be empty when the request ends without another token."""
     logprobs: tuple[float, ...]
-    """Of the model as trained: its whole distribution at the temperature (for temperature 0: at 1), which training
-    recomputes. This is what `RolloutBatch.rollout_logprobs` holds."""
+    """Log-probabilities by the model as trained: its whole distribution at the temperature (for temperature 0: at 1),
+    which training recomputes. This is what `RolloutBatch.rollout_logprobs` holds."""
     sampled_logprobs: tuple[float, ...]
-    """Of the distribution that was drawn from: after penalty, minimum length, top-k, top-p and min-p; 0 if greedy."""
+    """Log-probabilities by the distribution that was drawn from: after penalty, minimum length, top-k, top-p and min-p;
+    0 if greedy."""
     version: int
     finish_reason: FinishReason | None = None
     """None: more will come."""

@@ -19,7 +19,7 @@ class Build:
     removed: tuple[str, ...]
     """What the others bring along, and cannot be imported beside `first`."""
     module: str
-    """That must import in the end, and has `__version__`."""
+    """Module that must import in the end, and has `__version__`."""
 
 
 BUILDS: dict[str, dict[str, Build]] = {

@@ -40,7 +40,7 @@ class Tracked:
     """The run that a tracker is told of."""
 
     folder: Path
-    """Of the run; its name is the run's."""
+    """Folder of the run; its name is the run's."""
     project: str
     first_step: int
     """Steps up to it were told by an earlier start."""

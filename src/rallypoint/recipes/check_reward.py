@@ -59,12 +59,12 @@ class Kind:
 
     @property
     def scores(self) -> list[float]:
-        """Of those that have one."""
+        """Scores of the rollouts that have one."""
         return [math.fsum(each.token_scores) for each in self.outcomes if isinstance(each, Scores)]
 
     @property
     def failures(self) -> list[Failure]:
-        """Of the others."""
+        """Failures of the others."""
         return [each for each in self.outcomes if isinstance(each, Failure)]
 
     @property

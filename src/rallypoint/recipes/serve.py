@@ -38,17 +38,17 @@ class Options:
     port: int
     """To listen at; 0 is any that is free."""
     keys: tuple[str, ...]
-    """Of which callers must have one."""
+    """API keys, of which callers must have one."""
     max_concurrency: int
     """Responses that may be under way at once."""
     max_body_bytes: int
-    """Of a request."""
+    """Most bytes of a request."""
     max_logprobs: int
     """Likeliest tokens in place of each of a prompt's that a client may ask for."""
     dtype: str | None
-    """Of the weights; None: as in training, or float32."""
+    """Type of the weights; None: as in training, or float32."""
     cache_tokens: int
-    """Whose keys and values there is memory for."""
+    """Number of tokens whose keys and values there is memory for."""
     exact: bool
     """Whether tokens depend on the request alone, bit for bit."""
     follow: bool

@@ -24,7 +24,7 @@ from rallypoint.roles.placement import WorkerSpec
 
 _LEAST_SHARE = 0.001
 _VLLM_BLOCK_TOKENS = 128
-"""Of keys and values, on processors, where blocks are largest."""
+"""Tokens of a block of keys and values on processors, where blocks are largest."""
 
 
 def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None = None) -> GenerationEngine:

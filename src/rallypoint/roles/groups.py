@@ -56,7 +56,7 @@ from rallypoint.errors import StalenessError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptsDone:
-    """Which prompts of the run are done: all before `oldest`, and some after it. This is what a checkpoint keeps."""
+    """The prompts of the run that are done: all before `oldest`, and some after it. This is what a checkpoint keeps."""
 
     num_taken: int = 0
     """Groups that were trained on."""

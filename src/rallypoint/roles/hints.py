@@ -42,7 +42,7 @@ class Hints:
     token_ids: Sequence[Sequence[int]] = ()
     """Prompt of every example with its hint; nothing if that depends on the response."""
     legibility: Legibility | None = None
-    """Of all texts so far, if it depends on the response: a vocabulary takes long to look through."""
+    """Legibility of all texts so far, if it depends on the response: a vocabulary takes long to look through."""
 
     @classmethod
     def of(

@@ -150,11 +150,11 @@ class Work:
     """What there is to do for a group."""
 
     num_tokens: float
-    """Of its longest rollout; more where it took longer than its tokens say."""
+    """Tokens of its longest rollout; more where it took longer than its tokens say."""
     num_rows: float
     """Rollouts that are sampled at once, on average."""
     num_calls: int = 1
-    """Of the reward function."""
+    """Number of calls of the reward function."""
     call_s: float = 0.0
     late_s: float = 0.0
     """Seconds from the question for its batch to its admission, where the run took turns: others came before it."""

@@ -78,7 +78,7 @@ class WorkerSpec:
     model_path: str
     """Hugging Face folder or hub name of the initial policy."""
     folder: SharedFolder
-    """Of the run."""
+    """Folder of the run."""
     rendezvous: Rendezvous | None
     """Where ranks find each other; None when none has to."""
 

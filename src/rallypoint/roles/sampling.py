@@ -57,11 +57,11 @@ class GroupUnderWay:
     """A prompt from its admission to its scores."""
 
     index: int
-    """Of the prompt in the run."""
+    """Index of the prompt in the run."""
     name: str
-    """Of its example."""
+    """Name of its example."""
     rank: int
-    """Of the rollout role, which samples it."""
+    """Rank of the rollout role that samples it."""
     cohort: Cohort
     """Those it was admitted with."""
     sampled: asyncio.Task[Group]

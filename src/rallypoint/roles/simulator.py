@@ -36,7 +36,7 @@ class Setting:
     num_ranks: int = 1
     """Ranks that sample."""
     train_speed: float = 1.0
-    """Of the trainer, where 1 is what was measured."""
+    """Speed of the trainer, where 1 is what was measured."""
     num_steps: int = 100
     num_warmup_steps: int = 0
     """Steps at the beginning that do not count; nor does what comes before the first batch after them."""
@@ -53,7 +53,7 @@ class Outcome:
     actor_idle: float
     """Share of the time in which the trainer waits for a batch."""
     staleness_mean: float
-    """Of groups, by the weights that were loaded when they were admitted."""
+    """Mean staleness of groups, by the weights that were loaded when they were admitted."""
     staleness_max: int
 
 
@@ -93,7 +93,7 @@ class _Run:
         )
         self._now = self._busy = self._waited = 0.0
         self._ranks: list[dict[int, float]] = [{} for _ in range(setting.num_ranks)]
-        """Of each rank: the groups that it samples, and the tokens that are left of their longest rollouts."""
+        """Groups that each rank samples, and the tokens that are left of their longest rollouts."""
         self._late: list[tuple[float, int, int]] = []
         """A heap of the times at which groups are admitted, with their indices and ranks."""
         self._began: float | None = None

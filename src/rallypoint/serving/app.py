@@ -32,7 +32,7 @@ class Access:
     """Who may call, and with how much."""
 
     keys: tuple[str, ...]
-    """Of which a caller must have one; empty: everybody may call who reaches us under one of `hosts`."""
+    """API keys, of which a caller must have one; empty: everybody may call who reaches us under one of `hosts`."""
     hosts: tuple[str, ...]
     """Names that callers without a key may know us by; a page in a browser that was lured here knows another one."""
     max_body_bytes: int

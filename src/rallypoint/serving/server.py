@@ -117,7 +117,7 @@ class Server:
 
     @property
     def max_connections(self) -> int:
-        """That may be open at once."""
+        """Most connections that may be open at once."""
         return self._room.capacity
 
     def start(self) -> None:

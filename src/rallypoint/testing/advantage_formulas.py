@@ -47,7 +47,7 @@ def centred(case: Case, row: int, scores: Sequence[float]) -> float:
 
 
 def lambda_of(length: int, gae_lambda: float, length_alpha: float | None) -> float:
-    """Of a row of so many steps: eq. 12 of 2504.05118, and 0 where that is negative."""
+    """Return the lambda of a row of so many steps: eq. 12 of 2504.05118, and 0 where that is negative."""
     return gae_lambda if length_alpha is None or not length else max(0.0, 1.0 - 1.0 / (length_alpha * length))
 
 

@@ -40,7 +40,7 @@ from rallypoint.types import ActorBatch, JudgedBatch, Sequences
 
 GROUP_SIZE = 16
 LEARNING_RATE = 0.1
-"""Of the first step; it falls to 0, linearly."""
+"""Learning rate of the first step; it falls to 0, linearly."""
 BOUND = 0.85
 """Share of the possible gain that the mean of the seeds must reach, less its 95 % interval."""
 _LAST = 10
@@ -235,7 +235,7 @@ class Verdict:
     mean: float
     """Share of the possible gain at the end, over the seeds."""
     half_width: float
-    """Of the 95 % interval of that mean."""
+    """Half the width of the 95 % interval of that mean."""
 
     @property
     def passes(self) -> bool:
@@ -262,7 +262,7 @@ class Result:
     cell: Cell
     task: str
     curves: Sequence[Sequence[float]]
-    """Of each seed."""
+    """Learning curve of each seed."""
 
     @property
     def verdict(self) -> Verdict:

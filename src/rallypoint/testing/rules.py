@@ -15,9 +15,9 @@ from torch import Tensor
 ResultT = TypeVar("ResultT")
 
 TOLERANCE = 1e-9
-"""Of float64 numbers that were added up in another order, relative to their size, or absolute below 1."""
+"""Tolerance for float64 numbers that were added up in another order, relative to their size, or absolute below 1."""
 STEP = 1e-6
-"""Of differences that stand for a derivative."""
+"""Step of differences that stand for a derivative."""
 FINITE = "; divide by x.clamp(min=1e-6), and take tokens.ratio, which is cut off, for an exp of your own"
 """Remedy for numbers that are not finite."""
 

@@ -100,7 +100,7 @@ class DataSetConfig(Section):
     data_source: str | None = None
     """What rows are called that do not say it themselves."""
     parameters: dict[str, Any] | None = None
-    """Of a generator, `reasoning_gym:NAME`: size, seed, and what its config has."""
+    """Parameters of a generator, `reasoning_gym:NAME`: size, seed, and what its config has."""
     on_bad_row: Literal["error", "drop"] | None = None
     """What happens to conversations and pairs that cannot be used, such as an empty answer. None: error."""
     stream_rows: int | None = Field(default=None, ge=2)

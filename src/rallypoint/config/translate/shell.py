@@ -44,7 +44,7 @@ class Script:
     doubtful: set[str] = dataclasses.field(default_factory=set[str])
     """Names of those that have several values in the branches of an `if`; the first is taken."""
     depth: int = 0
-    """Of the branches that the line stands in."""
+    """Number of branches that the line stands in."""
 
     def expanded(self, text: str) -> str:
         """Put in values of variables; a variable without one stays as it is written.

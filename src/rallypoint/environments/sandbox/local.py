@@ -85,7 +85,7 @@ class Landlock:
 
     interpreter: Interpreter
     user: int | None
-    """Whose rights it has; None for this user's."""
+    """User whose rights it has; None for this one."""
 
     @property
     def name(self) -> str:

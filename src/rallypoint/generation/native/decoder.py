@@ -84,9 +84,9 @@ class Network(NamedTuple):
     norm: Tensor
     """[E]."""
     eps: float
-    """Of all norms."""
+    """Epsilon of all norms."""
     num_heads: int
-    """Of queries."""
+    """Number of query heads."""
     num_turned: int
     """Heads of queries and keys."""
     scaling: float

@@ -89,7 +89,7 @@ class PrefillChunk:
     slots: abc.Sequence[tuple[Block, int]]
     """For each token its block, and its offset there."""
     asked_by: Sequence | None = None
-    """Whose prompt logprobs these tokens are for, all of its prompt; None for nobody's."""
+    """Sequence whose prompt logprobs these tokens are for, all of its prompt; None if there is none."""
 
     @property
     def num_states(self) -> int:

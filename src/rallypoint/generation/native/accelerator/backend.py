@@ -172,7 +172,7 @@ class PagedAttention:
             first_positions=self._tensor(np.where(is_there, metadata.first_positions[:, within], 0)).int(),
             sizes=self._tensor(np.where(is_there, metadata.sizes[:, within], 0)).int(),
         )
-        """Of this step. Buffers of the same shapes may take its place, see `graphs`."""
+        """Metadata of this step. Buffers of the same shapes may take its place, see `graphs`."""
 
     @property
     def tokens(self) -> Tensor:

@@ -83,7 +83,8 @@ class Loading:
     """Loads published weights in vLLM's worker; see `rallypoint.weights.published_folder` for their folder."""
 
     rallypoint_version: int | None = None
-    """Of the weights that this worker holds whole; None while it holds those it began with, or may hold a mixture."""
+    """Version of the weights that this worker holds whole; None while it holds those it began with, or may hold a
+    mixture."""
 
     def rallypoint_load(self, folder: str) -> dict[str, object]:
         """Take over the weights, or the adapter, of a folder, after every tensor of it was compared with the manifest.
