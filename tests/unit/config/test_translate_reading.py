@@ -62,7 +62,7 @@ def test_files_that_a_yaml_file_starts_from_are_named_as_not_read(tmp_path):
     text = "hydra: {searchpath: [pkg://x]}\ndefaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}"
     found = from_verl(written(tmp_path, text))
     assert (found.unknown, found.num_given) == ([], 3)
-    assert "defaults=['ppo_trainer', '_self_']: files that it names are not read" in found.as_yaml()
+    assert "files that it names are not read" in found.open["defaults=['ppo_trainer', '_self_']"]
 
 
 def test_small_numbers_of_a_yaml_file_are_numbers(tmp_path):
@@ -123,8 +123,8 @@ def test_a_command_with_a_file_is_read_with_both(tmp_path):
 
 
 def test_a_class_that_nothing_says_is_a_guess_that_is_named(tmp_path):
-    text = from_trl(written(tmp_path, "learning_rate: 1.0e-6")).as_yaml()
-    assert "GRPOConfig: nothing says which class it is" in text
+    found = from_trl(written(tmp_path, "learning_rate: 1.0e-6"))
+    assert "nothing says which class it is" in found.open["GRPOConfig"]
     assert "nothing says" not in from_trl("trl grpo --learning_rate 1e-6").as_yaml()
 
 
@@ -162,3 +162,12 @@ def test_a_name_without_a_file_is_an_error_with_that_name(read):
         read("missing")
     with pytest.raises(ConfigError, match=r"missing\.sh cannot be read: .*No such file"):
         read("missing.sh")
+
+
+def test_an_adapter_of_trl_has_a_switch():
+    off = from_trl("trl sft --lora_r 8")
+    assert [key for key in off.keys if "lora" in key] == []
+    assert off.open["lora_r=8"] == "it says nothing without use_peft"
+    on = from_trl("trl sft --lora_r 8 --use_peft")
+    assert (on.keys["model.lora.rank"], on.keys["model.lora.alpha"], on.unknown) == (8, 32, [])
+    assert "lora_alpha=32" in on.usual

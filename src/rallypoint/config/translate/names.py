@@ -54,6 +54,7 @@ IDLE: tuple[Alias, ...] = (
     ),
     Alias("enable_activation_offload", ("engine.activations",), values=(("true", "engine.activations=offload"),)),
     Alias("virtual_pipeline_model_parallel_size", note="layers are not cut over ranks; mesh.dp_shard is"),
+    Alias("eval_strategy evaluation_strategy", note="a run is validated where data.validation is given"),
     Alias("hydra", note="it says where hydra looks for files and writes them"),
     Alias("rollout.do_sample", note="rollouts are sampled, by rollout.temperature"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from rallypoint.config.translate.shell import Script
 from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
 
+_WIDTH = 76
+"""Of what stands in a comment."""
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 _WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler", "hydra")
 """Sections of which one thing is said, whatever they hold."""
@@ -45,19 +48,45 @@ class Translation:
         return self.num_given - len(self.unknown)
 
     def as_yaml(self) -> str:
-        """Return a config file, which says at its end what became of the other keys."""
-        recipe = self.keys.get("recipe", "ppo")
-        lines = [f"# {self.num_known} of {self.num_given} keys are known.", f"base: {recipe}"]
+        """Return a config file with its sections in the order of ours; comments say what became of the other keys."""
         tree = nested(self.keys)
         tree.pop("recipe", None)
-        lines += [to_yaml(tree).rstrip()] if tree else []
-        for title, said in (
-            ("Not given, and so set to what it is there", self.usual),
-            ("Not set here, because", [f"{key}: {why}" for key, why in self.open.items()]),
-            ("Without a counterpart", self.unknown),
-        ):
-            lines += [f"# {title}:", *(f"#   {line}" for line in said)] if said else []
+        tree = {section: tree[section] for section in RunConfig.model_fields if section in tree}
+        lines = [f"# {self.num_known} of {self.num_given} keys are known."]
+        lines += _comment("Still to be set", [f"{key}: {what}" for key, what in self.missing().items()])
+        lines += [f"base: {self.keys.get('recipe', 'ppo')}", *([to_yaml(tree).rstrip()] if tree else [])]
+        lines += _comment("Not given, and so set to their defaults", self.usual)
+        lines += _comment("Not set here, because", _by_reason(self.open))
+        lines += _comment("Without a counterpart", self.unknown)
         return "\n".join(lines) + "\n"
+
+    def missing(self) -> dict[str, str]:
+        """Return keys that a run of this recipe needs besides, and what they are."""
+        recipe = self.keys.get("recipe")
+        needed = {"model.path": "a name or a folder", "data.train": "a file, or the name of a data set"}
+        if recipe in {"ppo", "grpo"} and not self.keys.keys() & {"reward.functions", "reward.path"}:
+            needed["reward.function"] = "file.py:name, which scores a response"
+        if recipe == "opd":
+            needed["teacher.path"] = "a name or a folder"
+        needed["cluster.device"] = "cuda, say; it is cpu unless it is set"
+        return {key: what for key, what in needed.items() if key not in self.keys}
+
+
+def _comment(title: str, said: Sequence[str]) -> list[str]:
+    return [f"# {title}:", *(f"#   {line}" for line in said)] if said else []
+
+
+def _by_reason(said: Mapping[str, str]) -> list[str]:
+    """Return lines for a terminal; what is said of several keys stands once, above them.
+
+    >>> _by_reason({"a=1": "it is so", "b=2": "it is so", "c=3": "it is not"})
+    ['it is so:', '  a=1', '  b=2', 'it is not:', '  c=3']
+    """
+    lines: list[str] = []
+    for why in dict.fromkeys(said.values()):
+        lines += textwrap.wrap(f"{why}:", _WIDTH, break_long_words=False)
+        lines += [f"  {key}" for key, other in said.items() if other == why]
+    return lines
 
 
 class Ends:

@@ -110,6 +110,7 @@ def from_trl(text: str) -> Translation:
     _set_kind(kind, ends, found)
     _set_reference(ends, found, num_updates)
     _set_length(ends, found, num_updates)
+    _set_lora(ends, found)
     set_trackers(ends.get("report_to"), found)
     name_doubtful(script, found)
     by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, {})
@@ -250,6 +251,18 @@ def _set_loss(ends: Ends, found: Translation) -> None:
         found.keys["advantage.name"] = "gdpo"
         ends.get("scale_rewards")  # which says nothing then
     set_trl_corrections(ends, found)
+
+
+def _set_lora(ends: Ends, found: Translation) -> None:
+    """Its commands have keys of an adapter that say nothing without a switch, and bring values with it."""
+    keys = [name for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if ends.has(name)]
+    if ends.get("use_peft", False):
+        for name, ours, usual in (("lora_r", "rank", 16), ("lora_alpha", "alpha", 32)):
+            if name not in keys:
+                found.keys[f"model.lora.{ours}"] = usual
+                found.usual.append(f"{name}={usual}")
+    else:
+        found.open |= {f"{name}={ends.get(name)}": "it says nothing without use_peft" for name in keys}
 
 
 def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:

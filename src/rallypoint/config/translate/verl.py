@@ -80,7 +80,9 @@ def from_verl(text: str) -> Translation:
     found = Translation(num_given=len(given))
     theirs = take_unresolved(with_referred(given, defaults.VERL, os.environ), found)
     if (files := theirs.pop("defaults", None)) is not None:
-        found.open[f"defaults={files}"] = "files that it names are not read; a key that is not here is verl's own"
+        found.open[f"defaults={files}"] = (
+            "files that it names are not read; what stands only there is verl's default here"
+        )
     theirs = with_usual(theirs, defaults.VERL, given, found)
     ends = Ends(theirs)
     _set_algorithm(ends, found)
