@@ -101,4 +101,4 @@ def test_what_is_printed_fits_a_terminal_and_begins_with_what_is_left_to_do(comm
 
 def test_a_run_of_trl_is_on_an_accelerator_which_is_named_here(command, here):
     lines = translated(command, "sft.yaml").splitlines()
-    assert lines[1:3] == ["# Still to be set:", "#   cluster.device: cuda, say; it is cpu unless it is set"]
+    assert lines[1:3] == ["# Still to be set:", "#   cluster.device: an accelerator; it is cpu unless it is set"]

@@ -137,7 +137,7 @@ def test_a_class_that_nothing_says_is_a_guess_that_is_named(tmp_path):
         ("list.yaml", "- a\n- b", "no key=value"),
         ("empty.sh", "set -x", "no key=value"),
         ("torn.yaml", "a: [1", "torn.yaml cannot be read: while parsing a flow sequence"),
-        ("deep.yaml", "a: " + "[" * 5000, "deep.yaml cannot be read"),
+        ("deep.yaml", "a: " + "[" * 3000, "deep.yaml cannot be read"),
         ("itself.yaml", "a: &a {b: *a}", "itself.yaml cannot be read"),
         ("run.txt", "a.b=1", "expected a .yaml, .yml, .sh or .bash file, found another one"),
         ("folder/x", "", "folder: expected a .yaml, .yml, .sh or .bash file, found a folder"),

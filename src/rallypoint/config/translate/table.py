@@ -68,7 +68,7 @@ class Translation:
             needed["reward.function"] = "file.py:name, which scores a response"
         if recipe == "opd":
             needed["teacher.path"] = "a name or a folder"
-        needed["cluster.device"] = "cuda, say; it is cpu unless it is set"
+        needed["cluster.device"] = "an accelerator; it is cpu unless it is set"
         return {key: what for key, what in needed.items() if key not in self.keys}
 
 
