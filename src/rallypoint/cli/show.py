@@ -30,7 +30,7 @@ from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.machine import Machine, check_machine, choices, describe_choices, imagine, look_around, plan_on
-from rallypoint.recipes.preflight import load_checked, load_named
+from rallypoint.recipes.preflight import is_hub_name, load_checked, load_named
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
 
@@ -85,13 +85,15 @@ def print_plan(recipe: str, overrides: Sequence[str], *, on: str | None = None) 
     Args:
         recipe: a shipped recipe, a YAML file, or a run folder.
         overrides: dotted keys and values.
-        on: another machine that the plan is for, such as `8xH100`; then no data and no model is read.
+        on: another machine that the plan is for, such as `8xH100`; then no data is read, and of a model config.json.
 
     Raises:
         RallyError: a run would fail; what was known before is printed.
     """
     elsewhere = imagine(on) if on is not None else None
-    loaded = load_named(recipe, overrides, choose=functools.partial(choices, machine=elsewhere))
+    loaded = load_named(
+        recipe, overrides, choose=functools.partial(choices, machine=elsewhere), with_weights=elsewhere is None
+    )
     config, console = loaded.config, _console()
     machine = elsewhere or look_around(config)
     plan = plan_on(config, machine)
@@ -100,11 +102,27 @@ def print_plan(recipe: str, overrides: Sequence[str], *, on: str | None = None) 
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
     _print_line(console, "data and machine" if elsewhere is None else f"on {on}", "bold")
+    if elsewhere is not None and plan.num_parameters is None:
+        _print_line(console, f"  {_how_to_know(config)}", "yellow")
     for line in check_machine(config, plan, machine):
         _print_line(console, f"  {line}")
     for line in _read(config) if elsewhere is None else ():
         _print_line(console, f"  {line}")
     _print_line(console, f"\nNothing was started. All keys: rally config {recipe}", "dim")
+
+
+def _how_to_know(config: RunConfig) -> str:
+    """Say why the memory of a plan is not known, and how it will be."""
+    path = config.model.path
+    if path is not None and is_hub_name(path):
+        return (
+            f"the sizes of {path} are not known here, so this plan has no memory, and does not say whether it fits: "
+            f"where there is a network, hf download {path} config.json --local-dir FOLDER, and give model.path=FOLDER"
+        )
+    return (
+        f"config.json of {path} describes no decoder of a family that is planned, so this plan has no memory, and does "
+        "not say whether it fits"
+    )
 
 
 def _read(config: RunConfig) -> Sequence[str]:

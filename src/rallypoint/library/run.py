@@ -152,6 +152,8 @@ def load_run(folder: str | Path) -> Run:
         RunFolderError: it is no folder of a run.
     """
     path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise RunFolderError(f"{folder}: no such folder (looked in {Path.cwd()}); expected the folder of a run")
     if not (path / "config.yaml").is_file():
         raise RunFolderError(f"{folder} is no folder of a run: config.yaml is missing in it")
     return Run(path)

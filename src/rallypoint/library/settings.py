@@ -21,7 +21,9 @@ _WORDS = (
     ("--from-step", "from_step"),
     ("--resume", "resume=True"),
     (r"--reward (\S+:\S+)", r"reward='\1'"),
+    (r"start one with `rally train ([^`]+)`", r"start one with `rally.train('\1', ...)`"),
     ("--max-response-tokens", "max_response_tokens"),
+    ("--trust-remote-code", "trust_remote_code=True"),
 )
 """What messages say to who typed a command, and what it is in Python."""
 

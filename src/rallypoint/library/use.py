@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rallypoint.errors import ConfigError, ModelError, RewardError
+from rallypoint.errors import RallyError
 from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
@@ -102,7 +102,7 @@ def evaluate(
 def _in_words_of_python() -> Iterator[None]:
     try:
         yield
-    except (ConfigError, ModelError, RewardError) as error:
+    except RallyError as error:
         if (ours := renamed(error)) is error:
             raise
         raise ours from None

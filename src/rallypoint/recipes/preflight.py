@@ -8,6 +8,7 @@ may go on with it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -50,7 +51,12 @@ from rallypoint.user_code import find_misfits
 
 
 def load_checked(
-    name: str, overrides: Sequence[str] = (), *, choose: Choose | None = None, draft: bool = False
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    choose: Choose | None = None,
+    draft: bool = False,
+    with_weights: bool = True,
 ) -> LoadedConfig:
     """Load a config whose files are there.
 
@@ -59,17 +65,19 @@ def load_checked(
         overrides: dotted keys and YAML values, such as `actor.optimizer.lr=3e-4`.
         choose: chooses values of automatic keys that nobody set; see `load_config`.
         draft: whether keys that are required may still be missing.
+        with_weights: whether folders of models must have weights, which a plan for another machine does not need.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    return load_config(name, overrides, look=file_problems, choose=choose, draft=draft)
+    look = file_problems if with_weights else functools.partial(file_problems, with_weights=False)
+    return load_config(name, overrides, look=look, choose=choose, draft=draft)
 
 
-def file_problems(config: RunConfig) -> Iterator[Problem]:
+def file_problems(config: RunConfig, *, with_weights: bool = True) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
     for name, path in config.named_models.items():
-        yield from _model(name, path)
+        yield from _model(name, path, with_weights)
         yield from _positions(name, path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
         yield from _adapter("model.lora.path", config.model.lora.path)
@@ -145,7 +153,7 @@ def is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).parent.exists()
 
 
-def _model(name: str, path: str) -> Iterator[Problem]:
+def _model(name: str, path: str, with_weights: bool) -> Iterator[Problem]:
     folder = Path(path).expanduser()
     if is_hub_name(path):
         return
@@ -176,7 +184,7 @@ def _model(name: str, path: str) -> Iterator[Problem]:
         yield Problem(
             (name,), f"{name}={path!r}: config.json has {', '.join(wrong)}; expected whole numbers of at least 1"
         )
-    if not any(folder.glob("*.safetensors")):
+    if with_weights and not any(folder.glob("*.safetensors")):
         yield Problem((name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)")
 
 
@@ -334,13 +342,15 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
     return loaded, folder
 
 
-def load_named(recipe: str, overrides: Sequence[str], *, choose: Choose = choices) -> LoadedConfig:
+def load_named(
+    recipe: str, overrides: Sequence[str], *, choose: Choose = choices, with_weights: bool = True
+) -> LoadedConfig:
     """Return a checked config; that of a run folder only if its user has named the code that it names.
 
     Raises:
         ConfigError: the config is wrong, or the folder of somebody else's run names code.
     """
-    loaded = load_checked(recipe, overrides, choose=choose)
+    loaded = load_checked(recipe, overrides, choose=choose, with_weights=with_weights)
     if _is_run(recipe):
         named = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
         _refuse_foreign(loaded, RunFolder(Path(recipe).absolute()), named)

@@ -90,3 +90,16 @@ def test_a_machine_that_nobody_knows_is_refused(command):
     with pytest.raises(ConfigError, match="--on 8xabacus: expected a number and a type, such as 8xH100"):
         imagine("8xabacus")
     assert command("train", "gsm8k-grpo", "--on", "L4").exit_code == 2
+
+
+def test_a_model_whose_sizes_are_not_known_is_planned_from_its_config_json_alone(command, tmp_path):
+    said = command("train", "math-dapo", "model.path=Else/Where-1B", "--dry-run", "--on", "8xH100").stdout
+    assert "the sizes of Else/Where-1B are not known here" in said
+    assert "hf download Else/Where-1B config.json --local-dir FOLDER, and give model.path=FOLDER" in said
+    kept = ROOT / "src" / "rallypoint" / "config" / "models" / "Qwen--Qwen3-0.6B.json"
+    (tmp_path / "config.json").write_bytes(kept.read_bytes())
+    said = command("train", "math-dapo", f"model.path={tmp_path}", "--dry-run", "--on", "8xH100").stdout
+    assert "596.05M parameters" in said
+    assert "are not known" not in said
+    here = command("train", "math-dapo", f"model.path={tmp_path}", "--dry-run")
+    assert "no *.safetensors in it" in str(here.exception)

@@ -186,6 +186,8 @@ def test_epochs_and_steps_that_are_both_given_stay_as_they_are():
         ("--from-step is for --resume: it", "from_step is for resume=True: it"),
         ("name it: --reward a.py:f", "name it: reward='a.py:f'"),
         ("lower --max-response-tokens, or", "lower max_response_tokens, or"),
+        ("no run of 'a' in runs; start one with `rally train a`", "start one with `rally.train('a', ...)`"),
+        ("or give --trust-remote-code to another", "or give trust_remote_code=True to another"),
     ],
 )
 def test_messages_have_the_words_of_the_library(of_the_command, of_the_library):

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rallypoint.errors import RunFolderError
-from rallypoint.library.run import Best, Run
+from rallypoint.library.run import Best, Run, load_run
 from rallypoint.run import MetricsLog
 
 
@@ -37,3 +37,11 @@ def test_a_run_in_which_no_score_is_finite_has_no_best_step(tmp_path):
 def test_a_type_checker_knows_what_is_loaded():
     names = {"PreTrainedModel": PreTrainedModel, "PreTrainedTokenizerBase": PreTrainedTokenizerBase}
     assert typing.get_type_hints(Run.load, localns=names)["return"] == tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def test_a_folder_that_is_not_there_is_told_from_one_that_is_of_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match=rf"runs/mine: no such folder \(looked in {tmp_path}\)"):
+        load_run("runs/mine")
+    with pytest.raises(RunFolderError, match=r"is no folder of a run: config\.yaml is missing"):
+        load_run(tmp_path)
