@@ -6,6 +6,7 @@ process. Must not know: batches, tensors. It needs the standard library, and clo
 A function of the arguments of docs/reward.md is called with those. Any other one is called by its own names: the
 response is `completion`, `response` or `solution_str`; the prompt is `prompt`; every other name is a column of the row.
 In the plural (`completions`) it is called with lists, once for the responses of a prompt, and returns a list.
+`completion_ids` is TRL's name for `token_ids`; the other arguments of docs/reward.md keep their names.
 
     lambda completion, answer: float(completion == answer)
     def brevity(completions, **columns): return [-len(text) for text in completions]
@@ -30,6 +31,9 @@ _MAX_BYTES = 64 * 2**20
 """Most that is sent to each process: a function that refers to more holds a model, or the data."""
 _USUAL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _RESPONSE = ("completion", "response", "solution_str")
+_IDS = "completion_ids"
+_FURTHER = ("token_ids", "tokens", "logprobs", "finish_reason")
+"""Arguments that a call has only for a function that names them. A column of such a name goes before them."""
 _ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label")
 """Columns that other data sets have for our `ground_truth`."""
 
@@ -149,7 +153,7 @@ class ByName:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a row must have for it."""
-        usual = {*_USUAL, *_RESPONSE, *_ANSWERS, *map(_plural, (*_RESPONSE, "prompt")), "prompt"}
+        usual = {*_USUAL, *_RESPONSE, *_ANSWERS, *map(_plural, (*_RESPONSE, "prompt")), "prompt", _IDS, *_FURTHER}
         return tuple(name for name in self.required if name not in usual)
 
     @property
@@ -157,7 +161,9 @@ class ByName:
         """The arguments of a reward function, which it is called with."""
         names = [_plural(name) for name in _USUAL] if self.is_plural else [*_USUAL]
         kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Signature([inspect.Parameter(name, kind) for name in (*names, "messages")])
+        wanted = {"token_ids" if name == _IDS else name for name in self.names}
+        further = [name for name in _FURTHER if name in wanted]
+        return inspect.Signature([inspect.Parameter(name, kind) for name in (*names, "messages", *further)])
 
     def __call__(self, **usual: Any) -> object:
         """Call it for one response, or for those of a group."""
@@ -174,7 +180,10 @@ class ByName:
     def _chosen(self, usual: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for one response, under the function's own names."""
         columns: Mapping[str, Any] = usual["extra_info"]
-        found = {**columns, **{name: usual[name] for name in _USUAL}, "prompt": _prompt(usual["messages"])}
+        further = {name: usual[name] for name in _FURTHER if name in usual}
+        if "token_ids" in further:
+            further[_IDS] = further["token_ids"]
+        found = {**further, **columns, **{name: usual[name] for name in _USUAL}, "prompt": _prompt(usual["messages"])}
         found |= dict.fromkeys(_RESPONSE, usual["solution_str"])
         plural = {_plural(name): name for name in (*_RESPONSE, "prompt")} if self.is_plural else {}
         chosen: dict[str, Any] = {}
