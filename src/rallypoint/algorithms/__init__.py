@@ -30,7 +30,7 @@ from rallypoint.algorithms.loss_functions import (
     TokenOutputs,
 )
 from rallypoint.algorithms.losses import OBJECTIVES, EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
-from rallypoint.algorithms.own import OwnAdvantage, OwnObjective
+from rallypoint.algorithms.own import OwnAdvantage, OwnObjective, tensors_of
 from rallypoint.algorithms.policy_losses import PolicyLoss, PolicyObjective, PolicyTokens
 from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, has_signal, overlong_penalty, rows_that_learn
 from rallypoint.algorithms.supervised import BradleyTerry, CrossEntropy, PreferenceLoss
@@ -84,6 +84,7 @@ __all__ = [
     "policy_loss",
     "rows_that_learn",
     "rows_with_signal",
+    "tensors_of",
     "turn_gae_advantages",
     "value_loss",
     "weigh",

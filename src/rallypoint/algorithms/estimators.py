@@ -62,7 +62,7 @@ class Rewards:
     values: Float[Tensor, " T"] | None = None
     """Value of the state in which each token was chosen; None without a critic."""
     components: Mapping[str, Float[Tensor, " B"]] = dataclasses.field(default_factory=dict[str, Tensor])
-    """Scores of each row by the name of the reward, where there are several."""
+    """Scores of each row by the name of the reward; empty if the reward is one `reward.function`."""
 
     @property
     def rows(self) -> Int[Tensor, " T"]:

@@ -141,15 +141,23 @@ def _seen(tokens: PolicyTokens, t: int) -> str:
     return ", ".join(f"{name} {float(getattr(tokens, name)[t].detach()):.4g}" for name in names)
 
 
+def tensors_of(given: PolicyTokens | Rewards) -> dict[str, Tensor]:
+    """Return the tensors of what a function is given, by name; those of `components` as `components['NAME']`."""
+    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    if isinstance(given, Rewards):
+        fields |= {f"components[{name!r}]": x for name, x in given.components.items()}
+    return {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+
+
 @contextlib.contextmanager
 def _unmodified(function: object, given: PolicyTokens | Rewards) -> Generator[None, None, None]:
-    """Raise a UserCodeError if a tensor is modified meanwhile; torch counts what is written into it."""
-    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    tensors = {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+    """Raise a UserCodeError if a tensor is modified or replaced meanwhile; torch counts what is written into it."""
+    tensors = tensors_of(given)
     before = {name: x._version for name, x in tensors.items()}
     yield
-    for name, x in tensors.items():
-        if x._version != before[name]:
+    after = tensors_of(given)
+    for name in tensors | after:
+        if after.get(name) is not tensors.get(name) or after[name]._version != before[name]:
             raise UserCodeError(
                 f"{function} modified its argument {name}; write x * 2 for x.mul_(2), and clone before x[0] = 1"
             )

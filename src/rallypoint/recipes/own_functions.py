@@ -6,6 +6,7 @@ the loss, so that all ranks compute the same, also where they have no such file,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from rallypoint.config.recipes import find_episode_clashes
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.episodes import find_misfit, load_episode, name_of
 from rallypoint.errors import ConfigError, UserCodeError
-from rallypoint.testing import check_advantage, check_objective
+from rallypoint.testing import CASES, check_advantage, check_objective
 from rallypoint.user_code import UserFunction
 
 
@@ -74,6 +75,10 @@ def check_own_functions(config: RunConfig) -> None:
         ConfigError: one breaks a rule, or raises; names the function and the remedy, with its own traceback.
     """
     own_episode(config)
+    reward = config.reward
+    # A run keeps no components of a reward.function that is alone: its score is all there is.
+    components = tuple(reward.weights) if reward.functions or reward.all_models else ()
+    cases = {name: dataclasses.replace(case, component_names=components) for name, case in CASES.items()}
     problems: list[str] = []
     for section, own in config.own_functions.items():
         function = own_function(config, section)
@@ -81,8 +86,9 @@ def check_own_functions(config: RunConfig) -> None:
             if section == "loss":
                 check_objective(OwnObjective(function=function))
             else:
-                check_advantage(OwnAdvantage(function=function, whiten=False))
+                check_advantage(OwnAdvantage(function=function, whiten=False), cases=cases)
         except Exception as error:  # noqa: BLE001 - it is the user's code: it may raise anything
-            problems.append(f"{section}.function={own.function!r}: {error}")
+            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            problems.append(f"{section}.function={own.function!r}: {said}")
     if problems:
         raise ConfigError(tuple(problems))

@@ -41,6 +41,8 @@ class Case:
     """[T] of a critic."""
     apart: tuple[bool, ...]
     """[T] True at tokens that the loss treats apart."""
+    component_names: tuple[str, ...] = ("score", "length")
+    """Names of the rewards, as `Rewards.components` has them; none for a run whose reward is one function."""
 
     @property
     def offsets(self) -> list[int]:
@@ -77,7 +79,7 @@ class Case:
         return self if apart is None else dataclasses.replace(self, apart=tuple(apart.tolist()))
 
     def earned(self, *, dtype: torch.dtype = torch.float64) -> Rewards:
-        """Return what advantages take; two components, of which one is the score and one the length."""
+        """Return what advantages take."""
         token_rewards = torch.tensor(self.rewards, dtype=dtype)
         return Rewards(
             token_rewards=token_rewards,
@@ -87,29 +89,36 @@ class Case:
             groups=torch.tensor(self.groups, dtype=torch.int64),
             values=torch.tensor(self.values, dtype=dtype),
             components={
-                "score": torch.tensor(self.scores, dtype=dtype),
-                "length": torch.tensor([len(row) for row in self.rows], dtype=dtype),
+                name: torch.tensor(self._component(place), dtype=dtype)
+                for place, name in enumerate(self.component_names)
             },
         )
+
+    def _component(self, place: int) -> list[float]:
+        """[B] of each row: the score for the first component, the length for the second, then mixtures of both."""
+        if place == 0:
+            return self.scores
+        by_row = zip(self.scores, self.rows, strict=True)
+        return [(place - 1) * score + len(row) for score, row in by_row]
 
     def picked(self, rows: Sequence[int]) -> Case:
         """Return some rows, in this order."""
         offsets = self.offsets
         tokens = [t for row in rows for t in range(offsets[row], offsets[row + 1])]
-        by_row = {name: tuple(getattr(self, name)[row] for row in rows) for name in ("lengths", "groups")}
-        by_token = {
-            field.name: tuple(getattr(self, field.name)[t] for t in tokens)
-            for field in dataclasses.fields(self)
-            if field.name not in by_row
-        }
-        return Case(**by_row, **by_token)
+        by_row = {name: tuple(getattr(self, name)[row] for row in rows) for name in _BY_ROW}
+        by_token = {name: tuple(getattr(self, name)[t] for t in tokens) for name in _BY_TOKEN}
+        return dataclasses.replace(self, **by_row, **by_token)
 
     def trained(self) -> Case:
         """Return the trained tokens alone."""
         kept = [t for row in self.rows for t in row]
-        names = [f.name for f in dataclasses.fields(self) if f.name not in {"lengths", "groups"}]
-        by_token = {name: tuple(getattr(self, name)[t] for t in kept) for name in names}
-        return Case(lengths=tuple(len(row) for row in self.rows), groups=self.groups, **by_token)
+        by_token = {name: tuple(getattr(self, name)[t] for t in kept) for name in _BY_TOKEN}
+        return dataclasses.replace(self, lengths=tuple(len(row) for row in self.rows), **by_token)
+
+
+_BY_ROW = ("lengths", "groups")
+_BY_TOKEN = ("mask", "logprobs", "old", "rollout", "advantages", "rewards", "values", "apart")
+"""Fields of a `Case` by what their numbers belong to."""
 
 
 def make_case(

@@ -28,10 +28,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms import Advantage, Correction, PolicyObjective, PolicyTokens, Rewards, aggregate, correct
+from rallypoint.algorithms import (
+    Advantage,
+    Correction,
+    OwnAdvantage,
+    PolicyObjective,
+    PolicyTokens,
+    Rewards,
+    aggregate,
+    correct,
+    tensors_of,
+)
 from rallypoint.testing.cases import CASES, Case
 from rallypoint.testing.rules import (
     FINITE,
+    About,
     ConformanceError,
     Outcome,
     cuts,
@@ -71,32 +82,17 @@ def check_objective(
     Raises:
         ConformanceError: it breaks one.
     """
-    for name, whole_step in cases.items():
-        case = whole_step.set_apart(objective)
-        _check_tokens(objective, case, name)
-        rows = range(len(case.lengths))
-        whole, watched = _run(objective, case, rows), _watched(objective, case, rows)
-        for order in orders(len(rows)):
-            expect_same(whole, _run(objective, case, order), name, f"its rows are in the order {order}{_BY_ROW}")
-        for parts in cuts(len(rows)):
-            cut = [_run(objective, case, part) for part in parts]
-            together = sum(loss for loss, _ in cut), {row: g for _, by_row in cut for row, g in by_row.items()}
-            expect_same(whole, together, name, f"rows are cut into the micro-batches {parts}{_BY_ROW}")
-            merged = merge(*(_watched(objective, case, part) for part in parts)).scalars()
-            for metric, x in watched.scalars().items():
-                same = math.isclose(x, merged.get(metric, math.nan), rel_tol=1e-7, abs_tol=1e-7) or math.isnan(x)
-                expect(same, name, f"the metric {metric} is {x}, but {merged.get(metric)} when rows are cut {parts}")
-        expect_same(whole, _run(objective, case.trained(), rows), name, "its trained tokens are passed alone")
-        if objective.needs_advantage:
-            _check_signal(objective, case, name)
-        if formula is not None:
-            _check_formula(objective, formula, case, name, by_row=by_row)
+    for name, case in cases.items():
+        with About(name):
+            _check_objective(objective, formula, case.set_apart(objective), name, by_row=by_row)
 
 
 def check_advantage(
     advantage: Advantage, *, formula: Callable[[Case], list[float]] | None = None, cases: Mapping[str, Case] = CASES
 ) -> None:
     """Hold an advantage to the rules above; those about gradients, cuts and packing do not apply.
+
+    A function is not called for a batch without rows: a step always has some.
 
     Args:
         advantage: the estimator; `OwnAdvantage(function=..., whiten=False)` for a function.
@@ -107,28 +103,10 @@ def check_advantage(
         ConformanceError: it breaks one.
     """
     for name, case in cases.items():
-        rewards = case.earned()
-        found = unmodified(lambda rewards=rewards: advantage(rewards), _tensors_of(rewards), name)
-        expect_shape(found, len(case.mask), name, "advantages")
-        expect_again(found, advantage(rewards), name, "advantages")
-        mask = rewards.loss_mask
-        expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}{FINITE}")
-        expect(not bool(found[~mask].any()), name, "an advantage of a token that is not trained is not 0")
-        poisoned = advantage(_poisoned(rewards, mask, ("token_rewards", "earned", "values")))
-        same = torch.equal(poisoned, found)
-        expect(same, name, f"NaN where no token is trained changes the advantages{_MASKED}")
-        for rows in orders(len(case.lengths)):
-            shuffled = advantage(case.picked(rows).earned())
-            expected = found[_tokens_of(case, rows)]
-            same = torch.allclose(shuffled, expected, rtol=1e-7, atol=1e-7)
-            expect(
-                same,
-                name,
-                f"rows in the order {rows} have other advantages: {shuffled.tolist()} instead of {expected.tolist()}; "
-                "compare rows by `groups`, never by where they stand",
-            )
-        if formula is not None:
-            expect_close(found.tolist(), formula(case), name, "the advantages")
+        if isinstance(advantage, OwnAdvantage) and not case.lengths:
+            continue
+        with About(name):
+            _check_advantage(advantage, formula, case, name)
 
 
 def check_correction(
@@ -145,20 +123,8 @@ def check_correction(
         ConformanceError: it breaks one.
     """
     for name, case in cases.items():
-        tokens = case.tokens()
-        mask = tokens.loss_mask
-        weights = unmodified(lambda tokens=tokens: correct([correction], tokens)[0], _tensors_of(tokens), name)
-        expect_shape(weights, len(case.mask), name, "weights")
-        trained = weights[mask]
-        expect(bool((trained.isfinite() & (trained >= 0)).all()), name, f"a weight is not 0 or more: {weights}")
-        poisoned, _ = correct([correction], _poisoned(tokens, mask, _NUMBERS))
-        expect(torch.equal(poisoned[mask], trained), name, "NaN where no token is trained changes the weights")
-        for rows in [*orders(len(case.lengths)), *itertools.chain(*cuts(len(case.lengths)))]:
-            part = case.picked(rows).tokens()
-            same = torch.allclose(correct([correction], part)[0][part.loss_mask], weights[_trained(case, rows)])
-            expect(same, name, f"rows {rows} by themselves have other weights")
-        if formula is not None:
-            expect_close(trained.tolist(), formula(case), name, "the weights")
+        with About(name):
+            _check_correction(correction, formula, case, name)
 
 
 _BY_ROW = "; what a token loses may depend on the tokens of its own row alone: see row_means and row_totals"
@@ -167,11 +133,83 @@ _MASKED = "; read rewards.scores and lengths, or torch.where(rewards.loss_mask, 
 _NUMBERS = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
 
 
+def _check_objective(
+    objective: PolicyObjective, formula: Formula | None, case: Case, name: str, *, by_row: bool
+) -> None:
+    """Hold a policy loss to the rules on one batch."""
+    _check_tokens(objective, case, name)
+    rows = range(len(case.lengths))
+    whole, watched = _run(objective, case, rows), _watched(objective, case, rows)
+    for order in orders(len(rows)):
+        expect_same(whole, _run(objective, case, order), name, f"its rows are in the order {order}{_BY_ROW}")
+    for parts in cuts(len(rows)):
+        cut = [_run(objective, case, part) for part in parts]
+        together = sum(loss for loss, _ in cut), {row: g for _, by_row in cut for row, g in by_row.items()}
+        expect_same(whole, together, name, f"rows are cut into the micro-batches {parts}{_BY_ROW}")
+        merged = merge(*(_watched(objective, case, part) for part in parts)).scalars()
+        for metric, x in watched.scalars().items():
+            same = math.isclose(x, merged.get(metric, math.nan), rel_tol=1e-7, abs_tol=1e-7) or math.isnan(x)
+            expect(same, name, f"the metric {metric} is {x}, but {merged.get(metric)} when rows are cut {parts}")
+    expect_same(whole, _run(objective, case.trained(), rows), name, "its trained tokens are passed alone")
+    if objective.needs_advantage:
+        _check_signal(objective, case, name)
+    if formula is not None:
+        _check_formula(objective, formula, case, name, by_row=by_row)
+
+
+def _check_advantage(
+    advantage: Advantage, formula: Callable[[Case], list[float]] | None, case: Case, name: str
+) -> None:
+    """Hold an advantage to the rules on one batch."""
+    rewards = case.earned()
+    found = unmodified(lambda: advantage(rewards), lambda: tensors_of(rewards), name)
+    expect_shape(found, len(case.mask), name, "advantages")
+    expect_again(found, advantage(rewards), name, "advantages")
+    mask = rewards.loss_mask
+    expect(bool(found[mask].isfinite().all()), name, f"an advantage is not finite: {found.tolist()}{FINITE}")
+    expect(not bool(found[~mask].any()), name, "an advantage of a token that is not trained is not 0")
+    poisoned = advantage(_poisoned(rewards, mask, ("token_rewards", "earned", "values")))
+    same = torch.equal(poisoned, found)
+    expect(same, name, f"NaN where no token is trained changes the advantages{_MASKED}")
+    for rows in orders(len(case.lengths)):
+        shuffled = advantage(case.picked(rows).earned())
+        expected = found[_tokens_of(case, rows)]
+        same = torch.allclose(shuffled, expected, rtol=1e-7, atol=1e-7)
+        expect(
+            same,
+            name,
+            f"rows in the order {rows} have other advantages: {shuffled.tolist()} instead of {expected.tolist()}; "
+            "compare rows by `groups`, never by where they stand",
+        )
+    if formula is not None:
+        expect_close(found.tolist(), formula(case), name, "the advantages")
+
+
+def _check_correction(
+    correction: Correction, formula: Callable[[Case], list[float]] | None, case: Case, name: str
+) -> None:
+    """Hold a correction to the rules on one batch."""
+    tokens = case.tokens()
+    mask = tokens.loss_mask
+    weights = unmodified(lambda: correct([correction], tokens)[0], lambda: tensors_of(tokens), name)
+    expect_shape(weights, len(case.mask), name, "weights")
+    trained = weights[mask]
+    expect(bool((trained.isfinite() & (trained >= 0)).all()), name, f"a weight is not 0 or more: {weights}")
+    poisoned, _ = correct([correction], _poisoned(tokens, mask, _NUMBERS))
+    expect(torch.equal(poisoned[mask], trained), name, "NaN where no token is trained changes the weights")
+    for rows in [*orders(len(case.lengths)), *itertools.chain(*cuts(len(case.lengths)))]:
+        part = case.picked(rows).tokens()
+        same = torch.allclose(correct([correction], part)[0][part.loss_mask], weights[_trained(case, rows)])
+        expect(same, name, f"rows {rows} by themselves have other weights")
+    if formula is not None:
+        expect_close(trained.tolist(), formula(case), name, "the weights")
+
+
 def _check_tokens(objective: PolicyObjective, case: Case, name: str) -> None:
     """Shapes, finite numbers, arguments and the mask."""
     tokens = case.tokens()
     masked = tokens.masked()
-    losses, watched = unmodified(lambda: objective.by_token(masked), _tensors_of(masked), name)
+    losses, watched = unmodified(lambda: objective.by_token(masked), lambda: tensors_of(masked), name)
     expect_again(losses, objective.by_token(masked)[0], name, "losses")
     numbers = {what: x for what, x in watched.items() if isinstance(x, Tensor)}
     for what, found in {"losses": losses, **numbers}.items():
@@ -257,7 +295,3 @@ def _poisoned(batch: BatchT, mask: Tensor, names: Sequence[str]) -> BatchT:
     values = {name: getattr(batch, name) for name in names}
     poisoned = {name: x if x is None else torch.where(mask, x, math.nan) for name, x in values.items()}
     return dataclasses.replace(batch, **poisoned)
-
-
-def _tensors_of(batch: PolicyTokens | Rewards) -> dict[str, Tensor]:
-    return {f.name: x for f in dataclasses.fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}

@@ -6,7 +6,7 @@ Owns: the bounds of these comparisons. Must not know: what is checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -66,16 +66,37 @@ def derivative(
     return None if is_corner else (up + down) / 2
 
 
-def unmodified(call: Callable[[], ResultT], arguments: Mapping[str, Tensor], name: str) -> ResultT:
-    """Call, and see to it that no argument is another one afterwards."""
-    before = {argument: x.detach().clone() for argument, x in arguments.items()}
+def unmodified(call: Callable[[], ResultT], read: Callable[[], dict[str, Tensor]], name: str) -> ResultT:
+    """Call, and expect that the arguments, which `read` returns by name, are the same afterwards."""
+    before = {argument: x.detach().clone() for argument, x in read().items()}
     result = call()
-    for argument, x in arguments.items():
-        same = torch.equal(torch.nan_to_num(before[argument]), torch.nan_to_num(x.detach()))
+    after = read()
+    for argument in before | after:
+        same = argument in before and argument in after and _equal(before[argument], after[argument].detach())
         expect(
             same, name, f"the argument {argument} was modified; write x * 2 for x.mul_(2), and clone before x[0] = 1"
         )
     return result
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+
+
+class About:
+    """A context in which an error that is no ConformanceError gets a note that names the batch."""
+
+    def __init__(self, name: str) -> None:
+        """Take the name of the batch."""
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Begin to check the batch."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Add the note; the error goes on."""
+        if error is not None and not isinstance(error, ConformanceError):
+            error.add_note(f"(batch: {self._name})")
 
 
 def expect(holds: bool, name: str, otherwise: str) -> None:

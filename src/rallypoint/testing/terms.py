@@ -158,7 +158,7 @@ def check_aggregation(
 def _weights(rule: Aggregation, case: Case, name: str) -> Weights:
     rewards = case.earned()
     arguments = {"loss_mask": rewards.loss_mask, "offsets": rewards.offsets, "groups": rewards.groups}
-    return unmodified(lambda: rule(*arguments.values()), arguments, name)
+    return unmodified(lambda: rule(*arguments.values()), lambda: arguments, name)
 
 
 def _check_mean(weights: Weights, formula: Callable[[Case, Sequence[float]], float], case: Case, name: str) -> None:
@@ -230,7 +230,7 @@ def _run(
     mask = torch.tensor(part.mask, dtype=torch.bool)
     leaf, second, third = numbers.values()
     leaf.requires_grad_()
-    found = unmodified(lambda: total(leaf, second, third, mask), {**numbers, "loss_mask": mask}, name)
+    found = unmodified(lambda: total(leaf, second, third, mask), lambda: {**numbers, "loss_mask": mask}, name)
     expect(found.dim() == 0, name, f"the sum must be a scalar, found shape {list(found.shape)}")
     expect(
         found.requires_grad or not has_gradient, name, f"the loss does not depend on {columns[0]}: it has no gradient"

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from rallypoint.algorithms import OwnAdvantage, OwnObjective, PolicyObjective
+from rallypoint.algorithms import Advantage, OwnAdvantage, OwnObjective, PolicyObjective
 from rallypoint.errors import OwnLossError
 from rallypoint.testing import CASES, ConformanceError, check_advantage, check_objective
 from rallypoint.types import Maximum, Mean, Sum
@@ -104,10 +105,32 @@ def scaled_in_place(rewards):
     return rewards.token_rewards.mul_(2.0)
 
 
+def component_in_place(rewards):
+    return rewards.spread(rewards.components["length"].sub_(1.0))
+
+
+def component_replaced(rewards):
+    rewards.components["score"] = rewards.components["score"] * 1.0
+    return rewards.spread(rewards.components["score"])
+
+
+def component_added(rewards):
+    rewards.components["mine"] = rewards.scores
+    return rewards.spread(rewards.scores)
+
+
+def component_taken_away(rewards):
+    return rewards.spread(rewards.components.pop("length"))
+
+
 ADVANTAGES = {
     "must be a tensor of shape": lambda rewards: rewards.scores[:1] * 0.0 + rewards.scores.sum(),
     "is not finite": lambda rewards: rewards.spread(rewards.scores.log()),
     "modified its argument token_rewards": scaled_in_place,
+    r"modified its argument components\['length'\]; write": component_in_place,
+    r"modified its argument components\['score'\]": component_replaced,
+    r"modified its argument components\['mine'\]": component_added,
+    r"component_taken_away.* modified its argument components\['length'\]": component_taken_away,
     "NaN where no token is trained": lambda rewards: rewards.token_rewards - rewards.token_rewards.nanmean(),
     "have other advantages": lambda rewards: rewards.spread(torch.arange(len(rewards.groups)).double()),
 }
@@ -117,6 +140,70 @@ ADVANTAGES = {
 def test_an_advantage_that_breaks_a_rule_is_named_with_the_rule(complaint):
     with pytest.raises((ValueError, ArithmeticError), match=complaint):
         check_advantage(OwnAdvantage(function=ADVANTAGES[complaint], whiten=False))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Careless(Advantage):
+    """Writes into the rewards without a function between, and so without the checks of every call."""
+
+    write: Callable[[dict[str, torch.Tensor]], object]
+
+    def estimate(self, rewards):
+        self.write(rewards.components)
+        return rewards.spread(rewards.scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("length", lambda components: components["length"].add_(1.0)),
+        ("score", lambda components: components.pop("score")),
+        ("mine", lambda components: components.update(mine=torch.zeros(1))),
+    ],
+)
+def test_a_class_that_writes_into_components_breaks_a_rule(name, write):
+    with pytest.raises(ConformanceError, match=rf"argument components\['{name}'\] was modified; .* \(batch: usual\)"):
+        check_advantage(Careless(whiten=False, write=write))
+
+
+def test_a_function_is_not_asked_about_a_step_without_rows():
+    def above_the_worst(rewards):
+        return rewards.spread(rewards.scores - rewards.scores.min())
+
+    assert not CASES["no rows"].lengths
+    check_advantage(OwnAdvantage(function=above_the_worst, whiten=False))
+
+
+def test_components_have_the_names_of_the_runs_rewards():
+    names = ("right", "brief", "polite")
+    case = dataclasses.replace(CASES["usual"], component_names=names)
+    components = case.earned().components
+    assert tuple(components) == names
+    assert components["right"].tolist() == case.scores
+    assert components["brief"].tolist() == [len(row) for row in case.rows]
+    backwards = case.picked([3, 2, 1, 0]).earned().components
+    trained = case.trained().earned().components
+    for name, numbers in components.items():
+        assert backwards[name].tolist() == numbers.flip(0).tolist()
+        assert trained[name].tolist() == numbers.tolist()
+    assert dataclasses.replace(case, component_names=()).earned().components == {}
+
+
+def test_an_error_of_any_kind_says_in_a_note_of_which_batch_it_is():
+    def above_zero(rewards):
+        if float(rewards.scores.min()) == 0.0:
+            raise KeyError("score of 0")
+        return rewards.spread(rewards.scores)
+
+    with pytest.raises(KeyError) as raised:
+        check_advantage(OwnAdvantage(function=above_zero, whiten=False))
+    assert raised.value.__notes__ == ["(batch: empty responses)"]
+    with pytest.raises(OwnLossError) as raised:
+        check_objective(OwnObjective(function=lambda tokens: tokens.logprobs / (tokens.advantages + 1.5)))
+    assert raised.value.__notes__ == ["(batch: usual)"]
+    with pytest.raises(ConformanceError, match="batch: usual") as raised:
+        check_objective(OwnObjective(function=by_position))
+    assert not hasattr(raised.value, "__notes__"), "its message has the name"
 
 
 def test_what_fails_later_names_the_function_and_the_sample():

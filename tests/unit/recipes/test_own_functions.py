@@ -44,6 +44,12 @@ def raising(tokens):
 def logarithm(rewards):
     return rewards.spread(rewards.scores.log())
 
+def of_one_reward(rewards):
+    return rewards.spread(rewards.components["right"])
+
+def of_another(rewards):
+    return rewards.spread(rewards.components["score"])
+
 def as_numpy(tokens):
     return (-tokens.ratio * tokens.advantages).detach().numpy()
 
@@ -141,6 +147,7 @@ COMPLAINTS = {
     "advantage.function=bad.py:logarithm": "an advantage is not finite",
     "advantage.function=bad.py:by_row": "shape",
     "advantage.function=bad.py:rewards_in_place": "modified",
+    "advantage.function=bad.py:of_one_reward": r"KeyError: 'right'(?s:.*)\(batch: usual\)",
 }
 
 
@@ -149,6 +156,22 @@ def test_what_breaks_a_rule_is_refused_before_anything_is_started(here, override
     config = load_checked("digits-grpo", [override]).config
     with pytest.raises(ConfigError, match=COMPLAINTS[override]):
         examine_dry(config)
+
+
+SEVERAL = "reward.functions=[{name: right, function: digits, weight: 1}, {name: brief, function: digits, weight: 0.5}]"
+
+
+def test_an_advantage_of_several_rewards_is_given_those_of_the_config(here):
+    several = ["reward.function=null", SEVERAL]
+    check_own_functions(load_checked("digits-grpo", [*several, "advantage.function=bad.py:of_one_reward"]).config)
+    with pytest.raises(ConfigError, match=r"KeyError: 'score'(?s:.*)\(batch: usual\)"):
+        check_own_functions(load_checked("digits-grpo", [*several, "advantage.function=bad.py:of_another"]).config)
+    one = several[1].split(", {name: brief")[0] + "]"
+    check_own_functions(
+        load_checked("digits-grpo", [several[0], one, "advantage.function=bad.py:of_one_reward"]).config
+    )
+    with pytest.raises(ConfigError, match="KeyError: 'score'"):
+        check_own_functions(load_checked("digits-grpo", ["advantage.function=bad.py:of_another"]).config)
 
 
 REFUSED = {
