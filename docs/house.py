@@ -7,6 +7,7 @@ docstring, so the picture shows what is. Writes docs/house.svg, and the numbers 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import configparser
 import re
@@ -76,5 +77,8 @@ def guide(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description="Draw docs/house.svg and write the numbers of the reading path in CONTRIBUTING.md."
+    ).parse_args()
     PICTURE.write_text(picture(), encoding="utf-8")
     GUIDE.write_text(guide(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")

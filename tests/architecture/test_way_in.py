@@ -3,6 +3,9 @@
 import ast
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,19 @@ PATH = house.READING_PATH.findall(GUIDE)
 def test_the_picture_of_the_house_is_that_of_the_import_contract():
     assert house.PICTURE.read_text(encoding="utf-8") == house.picture(), AGAIN
     assert "docs/house.svg" in GUIDE
+
+
+def test_help_and_a_wrong_argument_draw_nothing(tmp_path):
+    (tmp_path / "docs").mkdir()
+    script = shutil.copy(ROOT / "docs" / "house.py", tmp_path / "docs")
+    helped, refused = (
+        subprocess.run([sys.executable, script, argument], capture_output=True, text=True, check=False)
+        for argument in ("--help", "--no-such")
+    )
+    assert helped.returncode == 0, helped.stderr
+    assert "Draw docs/house.svg" in helped.stdout
+    assert refused.returncode == 2
+    assert "--no-such" in refused.stderr
 
 
 def test_the_numbers_of_the_reading_path_are_true():
