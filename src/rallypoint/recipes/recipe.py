@@ -97,7 +97,8 @@ class Setup:
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
         rollout = self.config.rollout
-        if episode is not single_turn and rollout.engine == "native" and not rollout.exact:
+        is_repeated = rollout.engine != "native" or rollout.exact or rollout.max_staleness  # or by its schedule
+        if episode is not single_turn and not is_repeated:
             self.say(_NOT_EXACT)
         rollouts = await Rollouts.create(self.placement, self.say)
         if weights_way(self.config) is None:

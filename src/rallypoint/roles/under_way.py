@@ -120,7 +120,7 @@ class UnderWay:
             raise AbandonedError(f"the reward function was busy for {self._grace_s:g} s more")
 
     async def wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupUnderWay]) -> ResultT:
-        """Wait for something, and name groups that are much slower than others; raise what any group raises."""
+        """Wait for something, and name what is waited for long; raise what any group raises."""
         task = asyncio.ensure_future(awaited)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
         try:
@@ -128,11 +128,22 @@ class UnderWay:
                 await asyncio.wait({task, self._failure}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if self._failure.done():
                     self._failure.result()
-                if not task.done() and (slowest := self._slowest(groups)) is not None:
-                    self._say(slowest)
+                if not task.done() and (told := self._held_up(groups) or self._slowest(groups)) is not None:
+                    self._say(told)
             return task.result()
         finally:
             task.cancel()
+
+    def _held_up(self, groups: Sequence[GroupUnderWay]) -> str | None:
+        """Say which groups have episodes that wait for something else than a response; None while a rank samples."""
+        left = [group for group in groups if not group.sampled.done()]
+        if not left or not self._rollouts.is_idle.is_set():
+            return None
+        return (
+            f"the step waits for {len(left)} of {len(groups)} prompts, of which no response is being sampled: "
+            f"{left[0].name}, prompt {left[0].index} of the run, has an episode that waits for something else; give "
+            "what it awaits a deadline, with asyncio.timeout"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Raise this error in the caller who waits."""

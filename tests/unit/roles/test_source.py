@@ -41,6 +41,7 @@ class FakeRollouts:
         self.version, self.num_loads, self.random = 0, 1, random.Random(seed)
         self.asked, self.failing, self.num_stops = [], set(), 0
         self.after_load, self.schedule = lambda: None, Schedule()
+        self.is_idle = asyncio.Event()
 
     def rank_of(self, place, num_prompts):
         return place * 2 // num_prompts
@@ -326,6 +327,53 @@ def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_rew
     assert f"the step waits for 1 of {P} prompts: train:" in said[0]
     assert "prompt 2 of the run, has been under way for" in said[0]
     assert f"is being {doing}; most others took" in said[0]
+
+
+def test_episodes_that_wait_for_something_else_than_a_response_are_named_also_in_a_first_step():
+    said = []
+
+    async def main():
+        rollouts, named = FakeRollouts(), asyncio.Event()
+        rollouts.is_idle.set()
+
+        async def uses_a_tool(prompt, client):
+            await named.wait()
+            return Trajectory(turns=(await client.sample(prompt.tokens),))
+
+        def say(line):
+            said.append(line)
+            named.set()
+
+        sampled = await make_source(rollouts, episode=uses_a_tool, say=say, patience_s=0.02).next_batch()
+        return len(sampled.batch)
+
+    assert asyncio.run(main()) == P * G
+    assert f"the step waits for {P} of {P} prompts, of which no response is being sampled: train:" in said[0]
+    assert "has an episode that waits for something else; give what it awaits a deadline" in said[0]
+
+
+def test_the_turns_of_an_episode_have_the_versions_that_sampled_them_and_a_row_counts_as_its_oldest():
+    async def main():
+        rollouts, loaded = FakeRollouts(), asyncio.Event()
+
+        async def over_a_load(prompt, client):
+            first = await client.sample(prompt.tokens)
+            if client.prompt_index >= P:
+                await loaded.wait()
+            return Trajectory(turns=(first, await client.sample((7,))))
+
+        source = make_source(rollouts, episode=over_a_load, sampling={"max_staleness": 1})
+        await source.next_batch()
+        await asyncio.sleep(0.05)  # the second step's first turns are sampled meanwhile
+        rollouts.load(1)
+        loaded.set()
+        batch = (await source.next_batch()).batch
+        await source.close()
+        return batch
+
+    batch = asyncio.run(main())
+    assert batch.versions.tolist() == [0] * P * G
+    assert batch.rows([0]).token_versions.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
 def test_a_step_that_is_given_up_while_others_are_sampled_ahead_is_not_done_and_leaves_nothing_running():
