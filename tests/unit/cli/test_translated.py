@@ -96,7 +96,9 @@ def test_what_is_printed_fits_a_terminal_and_begins_with_what_is_left_to_do(comm
     assert max(map(len, lines)) <= 80
     sections = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] not in "# "]
     assert sections == sorted(sections, key=list(RunConfig.model_fields).index)
-    assert lines[lines.index("#   micro-batches are cut by tokens, never by rows:") + 1].endswith("per_gpu=4")
+    place = lines.index("#   see engine.max_tokens_per_micro_batch; micro-batches are cut by tokens,")
+    assert lines[place + 1] == "#   never by rows:"
+    assert lines[place + 2] == "#     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
 
 
 def test_a_run_of_trl_is_on_an_accelerator_which_is_named_here(command, here):

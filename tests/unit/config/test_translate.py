@@ -538,6 +538,8 @@ def test_a_value_that_only_a_shell_knows_is_no_value():
         "data.image_key=images",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096",
         "actor_rollout_ref.rollout.dtype=bfloat16",
+        "reward.reward_model.rollout.name=vllm",
+        "reward_model.rollout.gpu_memory_utilization=0.8",
     ],
 )
 def test_keys_that_need_nothing_here_say_so(key):

@@ -54,6 +54,12 @@ IDLE: tuple[Alias, ...] = (
     ),
     Alias("enable_activation_offload", ("engine.activations",), values=(("true", "engine.activations=offload"),)),
     Alias("virtual_pipeline_model_parallel_size", note="layers are not cut over ranks; mesh.dp_shard is"),
+    Alias(
+        "reward_model.rollout.name reward_model.rollout.gpu_memory_utilization "
+        "reward_model.rollout.tensor_model_parallel_size reward_model.rollout.dtype "
+        "reward_model.rollout.enforce_eager reward_model.rollout.free_cache_engine",
+        note="a reward model scores rows in one pass here, without an engine that generates",
+    ),
     Alias("eval_strategy evaluation_strategy", note="a run is validated where data.validation is given"),
     Alias("hydra", note="it says where hydra looks for files and writes them"),
     Alias("rollout.do_sample", note="rollouts are sampled, by rollout.temperature"),

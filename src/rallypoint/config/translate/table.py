@@ -187,7 +187,8 @@ def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str
         assignments = assignments_of(alias, parts, value)
         whole = [one.partition("=") for one in assignments if "=" in one]
         if not whole:
-            found.open[written] = alias.note or f"see {', '.join(assignments)}"
+            see = [f"see {', '.join(assignments)}"] if assignments else []
+            found.open[written] = "; ".join([*see, *([alias.note] if alias.note else [])])
             found.usual[:] = [one for one in found.usual if one != written]
         for dotted, _, text in whole:
             ours = yaml.safe_load(text)
