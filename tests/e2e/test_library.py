@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,60 @@ def test_a_callback_stops_a_run_and_resuming_it_ends_with_the_bits_of_one_that_w
     assert (part.num_steps, part.finished, list(part.checkpoints)) == (2, False, [2])
     assert rally.train(part, reward=reward, resume=True, display=False).finished
     assert weights(part) == weights(whole)
+
+
+FAKE_WANDB = """
+calls = []
+
+def init(**settings):
+    calls.append(("init", settings["id"], settings["resume"]))
+    return Run()
+
+class Run:
+    def log(self, scalars, *, step):
+        if "reward/mean" in scalars:
+            calls.append(("step", step))
+
+    def finish(self, *, exit_code):
+        calls.append(("finish", exit_code))
+
+class Table:
+    def __init__(self, **_): ...
+
+class Image:
+    def __init__(self, _): ...
+"""
+
+
+def test_a_tracker_hears_each_step_once_over_all_starts_of_a_run_and_how_each_ended(train, tmp_path, monkeypatch):
+    package = tmp_path / "packages" / "wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+
+    def fail(step: rally.Step) -> None:
+        raise OSError(f"at {step.number}")
+
+    run = train(
+        num_steps=3,
+        callbacks=lambda step: step.stop() if step.number == 1 else None,
+        config={"tracking": ["wandb"], "validation.every_steps": 9},
+    )
+    with pytest.raises(OSError, match="at 2"):  # step 2 is done, but not saved
+        rally.train(run, reward=reward, resume=True, display=False, callbacks=fail)
+    assert rally.train(run, reward=reward, resume=True, display=False).finished
+    calls = importlib.import_module("wandb").calls
+    monkeypatch.delitem(sys.modules, "wandb")
+    assert len({call[1:] for call in calls if call[0] == "init"}) == 1, "all starts are one run there"
+    assert [call for call in calls if call[0] != "init"] == [
+        ("step", 1),
+        ("finish", 255),
+        ("step", 2),
+        ("finish", 1),
+        ("step", 3),
+        ("finish", 0),
+    ]
 
 
 def test_in_a_running_event_loop_the_run_has_a_thread_and_the_same_bits(train):

@@ -18,14 +18,7 @@ from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
 from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import giving_episode
-from rallypoint.errors import (
-    ConfigError,
-    ModelError,
-    RewardError,
-    RunFolderError,
-    ScheduleError,
-    UnusableCheckpointError,
-)
+from rallypoint.errors import ConfigError, RallyError
 from rallypoint.library.launch import launch
 from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
@@ -123,7 +116,7 @@ def train(
         watch = _Watch((callbacks,) if callable(callbacks) else tuple(callbacks))
         try:
             return _launched(recipe, keys, (model, data, validation), watch, resume, from_step, display)
-        except (ConfigError, ModelError, RewardError, RunFolderError, ScheduleError, UnusableCheckpointError) as error:
+        except RallyError as error:
             if (ours := renamed(error)) is error:
                 raise
             raise ours from None
