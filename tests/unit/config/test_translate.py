@@ -610,3 +610,44 @@ def test_tokens_of_a_part_of_a_row_become_those_of_whole_rows():
     assert (found["engine.max_tokens_per_micro_batch"], found["actor.mesh.sp"]) == (22_528, 8)
     lost = from_verl(f"{GRPO} {tokens} actor_rollout_ref.actor.ulysses_sequence_parallel_size=$SP_NOWHERE")
     assert lost.keys["engine.max_tokens_per_micro_batch"] == 2816, "the parts are named, and the tokens are not lost"
+
+
+SFT = (
+    "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=a.parquet data.messages_key=talk "
+    "data.train_batch_size=96 data.max_length=2048 data.truncation=right data.micro_batch_size_per_gpu=4 "
+    "data.max_token_len_per_gpu=8192 engine.ulysses_sequence_parallel_size=2 optim.lr=2e-5 optim.lr_warmup_steps=10 "
+    "optim.lr_scheduler_type=cosine model.path=m trainer.total_training_steps=100 trainer.test_freq=after_each_epoch"
+)
+
+
+def test_a_script_of_their_trainer_for_fine_tuning_is_sft():
+    found = from_verl(SFT)
+    assert (found.unknown, found.keys["recipe"]) == ([], "sft")
+    assert not [key for key in found.keys if key.startswith(("rollout.", "critic.", "loss.", "kl"))]
+    assert {key: found.keys[key] for key in ("data.num_examples", "data.max_row_tokens", "data.on_too_long")} == {
+        "data.num_examples": 96,
+        "data.max_row_tokens": 2048,
+        "data.on_too_long": "truncate",
+    }
+    assert (found.keys["data.columns.messages"], found.keys["engine.max_tokens_per_micro_batch"]) == ("talk", 16_384)
+    optimizer = {
+        key: found.keys[f"actor.optimizer.{key}"] for key in ("lr", "warmup_ratio", "schedule", "weight_decay")
+    }
+    assert optimizer == {"lr": 2e-5, "warmup_ratio": 0.1, "schedule": "cosine", "weight_decay": 0.01}
+    assert found.keys["trainer.num_steps"] == 100
+    assert "trainer.test_freq=after_each_epoch" in found.open
+
+
+def test_what_their_fine_tuning_has_where_nothing_is_given_is_said():
+    found = from_verl("python -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m data.train_files=a.parquet")
+    assert found.keys["model.path"] == "m"
+    assert (found.keys["data.num_examples"], found.keys["trainer.num_epochs"]) == (256, 4)
+    assert {"data.train_batch_size=256", "data.max_length=1024", "optim.lr=0.001"} <= set(found.usual)
+
+
+def test_a_script_that_starts_two_programs_says_whose_keys_are_taken():
+    one = "python -m verl.trainer.main_ppo algorithm.adv_estimator={}"
+    found = from_verl(f"{one.format('grpo')}\n{one.format('gae')}")
+    assert found.keys["recipe"] == "ppo"
+    assert "the last are taken" in found.open["2 programs of theirs"]
+    assert "programs" not in str(from_verl(one.format("gae")).open)

@@ -28,6 +28,16 @@ VERL_CRITIC: dict[str, object] = {
 """Those of a run that has a critic."""
 VERL_LENGTH: dict[str, object] = {"trainer.total_epochs": 30}
 """Where no number of steps is given."""
+VERL_SFT: dict[str, object] = {
+    "data.train_batch_size": 256,
+    "data.max_length": 1024,
+    "optim.lr": 1e-3,
+    "optim.weight_decay": 0.01,
+    "optim.betas": [0.9, 0.999],
+    "optim.lr_scheduler_type": "constant",
+}
+"""Those of its trainer for supervised fine-tuning."""
+VERL_SFT_LENGTH: dict[str, object] = {"trainer.total_epochs": 4}
 
 _TRAINER: dict[str, object] = {
     "per_device_train_batch_size": 8,

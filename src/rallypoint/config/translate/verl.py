@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_verl_corrections
@@ -20,6 +21,7 @@ from rallypoint.config.translate.table import (
     take_unresolved,
     with_usual,
 )
+from rallypoint.config.translate.verl_sft import is_sft, set_sft
 from rallypoint.errors import ConfigError
 
 _LOSSES: dict[str, dict[str, object]] = {
@@ -43,6 +45,7 @@ _ADVANTAGES = {
     name: name for name in ("rloo", "dr_grpo", "gdpo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 } | {"gpg": "dr_grpo"}
 """Its names of estimators, besides `gae` and `grpo`."""
+_PROGRAM = re.compile(r"(verl|recipe)\.[\w.]*(main_\w+|sft_trainer\w*)")
 _CUTS_OF_ROWS = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
 _DEVICES = ("cuda", "cpu", "xpu")
 """Its devices that torch knows by itself."""
@@ -83,17 +86,28 @@ def from_verl(text: str) -> Translation:
         found.open[f"defaults={files}"] = (
             "files that it names are not read; what stands only there is verl's default here"
         )
-    theirs = with_usual(theirs, defaults.VERL, given, found)
+    if (num_programs := sum(_PROGRAM.fullmatch(word) is not None for word in script.words)) > 1:
+        found.open[f"{num_programs} programs of theirs"] = (
+            "each has keys of its own; of those that differ the last are taken"
+        )
+    is_tuning = is_sft(script.words, given)
+    theirs = with_usual(theirs, defaults.VERL_SFT if is_tuning else defaults.VERL, given, found)
     ends = Ends(theirs)
-    _set_algorithm(ends, found)
+    if is_tuning:
+        found.keys["recipe"] = "sft"
+    else:
+        _set_algorithm(ends, found)
     if found.keys["recipe"] == "ppo":
         theirs = with_usual(theirs, defaults.VERL_CRITIC, given, found)
     if ends.get("trainer.total_training_steps") is None:
-        theirs = with_usual(theirs, defaults.VERL_LENGTH, given, found)
+        theirs = with_usual(theirs, defaults.VERL_SFT_LENGTH if is_tuning else defaults.VERL_LENGTH, given, found)
     ends = Ends(theirs, ends.taken)
-    _set_kl(ends, found)
-    set_verl_corrections(ends, found)
-    _set_batch(ends, found)
+    if is_tuning:
+        set_sft(ends, found)
+    else:
+        _set_kl(ends, found)
+        set_verl_corrections(ends, found)
+        _set_batch(ends, found)
     _set_length(ends, found)
     _set_frame(ends, found)
     name_doubtful(script, found)
@@ -187,7 +201,8 @@ def _set_length(ends: Ends, found: Translation) -> None:
         if epochs is not None:
             ends.get("trainer.total_epochs")
             found.open[f"trainer.total_epochs={epochs}"] = "total_training_steps goes before it"
-    for role, keys in (("actor", "actor.optim"), ("critic", "critic.optim")):
+    of_roles = {"actor": "actor.optim", "critic": "critic.optim"}
+    for role, keys in ({"actor": "optim"} if found.keys["recipe"] == "sft" else of_roles).items():
         warmup = ends.peek(f"{keys}.lr_warmup_steps")
         if isinstance(warmup, int) and (warmup <= 0 or isinstance(steps, int)):
             ends.get(f"{keys}.lr_warmup_steps")
