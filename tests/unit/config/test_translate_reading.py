@@ -120,6 +120,32 @@ def test_a_command_with_a_file_is_read_with_both(tmp_path):
     expected = {"recipe": "dpo", "preference.beta": 0.3, "actor.optimizer.lr": 2e-6, "data.max_row_tokens": 99}
     assert {key: found.keys[key] for key in expected} == expected
     assert found.unknown == []
+    assert from_trl(f"trl dpo --beta 0.3 --config {file}").keys == found.keys, "a command that ends as a file does"
+
+
+def test_a_command_line_that_ends_with_a_file_is_no_file():
+    assert from_verl(GRPO + "actor_rollout_ref.rollout.n=3 tools.config=a.yaml").keys["rollout.group_size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("GRPOConfig(per_device_train_batch_size=0)", ["per_device_train_batch_size=0"]),
+        ("PPOConfig(total_episodes=10, gradient_accumulation_steps='x')", ["gradient_accumulation_steps=x"]),
+        ("GRPOConfig(num_generations=0)", []),  # which the check of our config refuses
+        ("GRPOConfig(**more)", ["**=more"]),
+        ("GRPOConfig(loss_type='cispo', epsilon_high='x')", []),
+    ],
+)
+def test_values_that_make_no_batch_are_named(text, unknown):
+    found = from_trl(text)
+    assert found.unknown == unknown
+    assert found.keys["rollout.group_size"] in {0, 1, 8}
+
+
+def test_python_that_is_no_call_is_refused():
+    with pytest.raises(ConfigError, match="expected one call, found 'SFTConfig"):
+        from_trl("SFTConfig() and 3")
 
 
 def test_a_class_that_nothing_says_is_a_guess_that_is_named(tmp_path):

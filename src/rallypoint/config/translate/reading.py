@@ -86,7 +86,8 @@ def _with_numbers(value: object) -> object:
 def _read(text: str) -> tuple[Keys, Script, bool]:
     """Return the keys of a YAML file or the words of anything else, and whether it is a script in a file."""
     path, is_word = Path(text.strip()), _WORD.fullmatch(text.strip()) is not None
-    is_yaml, is_script = path.suffix in _YAML, path.suffix in _SHELL and is_word
+    is_yaml = path.suffix in _YAML and (is_word or ("=" not in text and " -" not in text))  # it may have spaces
+    is_script = path.suffix in _SHELL and is_word
     if (is_yaml or is_script or is_word) and path.is_dir():
         raise ConfigError((f"{path}: expected a {_EXPECTED} file, found a folder",))
     if is_word and not (is_yaml or is_script) and path.exists():
@@ -148,15 +149,16 @@ def _arguments(text: str) -> Keys:
         node = ast.parse(text.strip()).body[0]
     except (SyntaxError, IndexError) as error:
         raise ConfigError((f"their config cannot be read as Python: {error}",)) from None
-    call = cast("ast.Assign | ast.Expr", node).value
+    call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        raise ConfigError((f"their config cannot be read as Python: expected one call, found {text.strip()[:60]!r}",))
     found: Keys = {}
-    for keyword in cast("ast.Call", call).keywords:
-        if keyword.arg is not None:
-            written = ast.unparse(keyword.value)
-            try:
-                found[keyword.arg] = ast.literal_eval(keyword.value)
-            except ValueError:
-                found[keyword.arg] = written
+    for keyword in call.keywords:
+        name = keyword.arg or "**"
+        try:
+            found[name] = ast.literal_eval(keyword.value)
+        except ValueError:
+            found[name] = ast.unparse(keyword.value)
     return found
 
 

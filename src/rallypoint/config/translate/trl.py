@@ -151,8 +151,8 @@ def _names_class(key: str, value: object) -> bool:
 
 
 def _set_examples(ends: Ends, found: Translation) -> int:
-    per_process, accumulated = ends.get(_ROWS[0]), ends.get(_ROWS[1], 1)
-    if isinstance(per_process, int) and isinstance(accumulated, int):
+    per_process, accumulated = _rows(ends, found)
+    if per_process and accumulated:
         found.keys["data.num_examples"] = per_process * accumulated
         _say_rows(found, f"data.num_examples is {per_process} x {accumulated}")
     return 1
@@ -164,11 +164,11 @@ def _set_samples(ends: Ends, found: Translation) -> int:
     Returns:
         Their steps in one of ours.
     """
-    per_process, accumulated = ends.get(_ROWS[0]), ends.get(_ROWS[1], 1)
-    per_sampling, rows = ends.get("steps_per_generation"), ends.get("generation_batch_size")
-    group = ends.peek("num_generations", 1)
-    found.keys["rollout.group_size"] = group
-    if not all(isinstance(one, int) for one in (per_process, accumulated, group)):
+    per_process, accumulated = _rows(ends, found)
+    per_sampling, rows = _number(ends.get("steps_per_generation")), _number(ends.get("generation_batch_size"))
+    found.keys["rollout.group_size"] = ends.peek("num_generations", 1)
+    group = _number(found.keys["rollout.group_size"])
+    if not (per_process and accumulated and group):
         return 1
     said = f"{rows}"
     if rows is None:
@@ -183,13 +183,13 @@ def _set_samples(ends: Ends, found: Translation) -> int:
 
 def _set_ppo(ends: Ends, found: Translation) -> int:
     """Its PPO samples one response to a prompt, and counts the rollouts of the whole run."""
-    rows = [ends.get(_ROWS[0]), ends.get(_ROWS[1], 1)]
+    rows = _rows(ends, found)
     found.keys["rollout.group_size"] = 1
     if (num := _number(ends.get("num_mini_batches"))) is not None:
         found.keys |= {"actor.num_mini_batches": num, "critic.num_mini_batches": num}
     if (epochs := _number(ends.peek("num_ppo_epochs"))) is not None:
         found.keys["critic.num_epochs"] = epochs
-    if not all(isinstance(one, int) for one in rows):
+    if not (rows[0] and rows[1]):
         return 1
     batch = rows[0] * rows[1]
     found.keys["rollout.num_prompts"] = batch
@@ -202,6 +202,13 @@ def _set_ppo(ends: Ends, found: Translation) -> int:
             f"trainer.num_steps is {episodes} / {batch} rollouts of a step; divide it by their processes"
         )
     return 1
+
+
+def _rows(ends: Ends, found: Translation) -> tuple[int | None, int | None]:
+    """Return rows of a process and how often they are accumulated; what is no count is named."""
+    given = {name: ends.get(name, 1) for name in _ROWS}
+    found.unknown += [f"{name}={value}" for name, value in given.items() if _number(value) is None]
+    return _number(given[_ROWS[0]]), _number(given[_ROWS[1]])
 
 
 def _say_rows(found: Translation, said: str) -> None:
@@ -244,7 +251,7 @@ def _set_loss(ends: Ends, found: Translation) -> None:
     elif kind == "cispo":
         bound = ends.get("epsilon_high", ends.get("epsilon"))
         found.keys |= {"loss.name": kind, "loss.clip_low": 1.0}
-        if bound > 1:
+        if isinstance(bound, int | float) and bound > 1:
             found.keys["loss.clip_high"] = round(bound - 1, 6)
         found.open[f"epsilon_high={bound}"] = "it bounds the weight itself, loss.clip_high what it may be above 1"
     if ends.get("multi_objective_aggregation") == "normalize_then_sum":
