@@ -179,6 +179,19 @@ def test_a_stopped_run_ends_with_the_same_bits(runs):
     assert weights_of(whole) == wanted
 
 
+def test_adapters_of_a_student_are_the_same_on_a_mesh_also_after_a_resume(runs):
+    how = ("model.lora={rank: 4}", "rollout.num_prompts=9", "trainer.num_steps=3")
+    how += ("checkpoint={every_steps: 1, keep: 9}",)
+    alone = runs("alone", *how)
+    cut = runs("cut", *how, "cluster.pools={main: [2]}", "actor.mesh={tp: 2}")
+    for name in ("actor/loss", "actor/teacher_kl", "actor/grad_norm"):
+        assert column(cut, name) == pytest.approx(column(alone, name), rel=1e-3), name
+    wanted = weights_of(cut)
+    assert "adapter_model.safetensors" in wanted
+    assert train(load_checked(str(cut.path)), cut, Silent(), resume=True, from_step=1)
+    assert weights_of(cut) == wanted
+
+
 def test_a_teacher_is_required_and_has_the_policys_tokenizer(runs, taught, tmp_path):
     name = str(taught / "student.yaml")
     with pytest.raises(ValueError, match=r"teacher.path: required, but not set; expected the Hugging Face folder"):

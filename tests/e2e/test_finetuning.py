@@ -4,7 +4,9 @@ import json
 import random
 
 import pytest
+import torch
 from chat_templates import QWEN3, make_chat_tokenizer
+from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from tiny_runs import Runs, weights_of
 
@@ -176,6 +178,27 @@ def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, alone, run
         assert column(found, name) == pytest.approx(column(alone(sft), name), rel=2e-5), name
 
 
+def check_adapters(runs, mesh, names):
+    """Train adapters in one process and on a mesh; resume the run on the mesh from its middle."""
+    keys = ("model.lora={rank: 4}", "checkpoint={every_steps: 2, keep: 9}")
+    alone = start(runs, "alone", *keys)
+    cut = start(runs, "cut", *keys, "cluster.pools={main: [2]}", f"actor.mesh={mesh}")
+    for name in names:
+        assert column(cut, name) == pytest.approx(column(alone, name), rel=1e-4, abs=1e-5), name
+    whole, found = (load_file(max(run.checkpoints.iterdir()) / "adapter_model.safetensors") for run in (alone, cut))
+    assert found.keys() == whole.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
+    wanted, losses = weights_of(cut), column(cut, names[0])
+    assert train(load_checked(str(cut.path)), cut, Silent(), resume=True, from_step=2)
+    assert weights_of(cut) == wanted
+    assert column(cut, names[0]) == losses
+
+
+def test_sft_takes_the_same_steps_with_adapters_on_a_mesh_also_after_a_resume(sft):
+    check_adapters(sft, "{tp: 2}", ("actor/loss", "actor/grad_norm", "validation/loss"))
+
+
 def test_what_sft_does_not_read_is_refused_on_the_command_line(sft):
     name = str(sft.folder.parent / "mine.yaml")
     with pytest.raises(ValueError, match=r"data.max_prompt_tokens=7 has no effect: with recipe=sft nothing reads it"):
@@ -249,6 +272,11 @@ def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, alone, 
     found = start(pairs, "cut", *cut, f"actor.mesh={mesh}")
     for name in ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss", "validation/margin"):
         assert column(found, name) == pytest.approx(column(alone(pairs), name), rel=1e-4, abs=1e-5), name
+
+
+def test_pairs_take_the_same_steps_with_adapters_on_a_mesh_also_after_a_resume(pairs):
+    mesh = "{tp: 2}" if "base: reward_model" in (pairs.folder.parent / "mine.yaml").read_text() else "{sp: 2}"
+    check_adapters(pairs, mesh, ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss"))
 
 
 def test_a_pair_must_fit_into_one_micro_batch(pairs):

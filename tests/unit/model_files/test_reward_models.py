@@ -16,10 +16,11 @@ from transformers import (
     Qwen2Config,
 )
 
+from rallypoint.config import LoRAConfig
 from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.errors import ModelError, RowTooLongError
 from rallypoint.families import FAMILIES
-from rallypoint.model_files import load_reward_model
+from rallypoint.model_files import load_new_reward_model, load_reward_model, merge_adapters, save_adapter, save_model
 from rallypoint.model_files.packing_check import check_agreement
 from rallypoint.models import ModelShard
 from rallypoint.types import Sequences
@@ -96,6 +97,23 @@ def test_scores_are_those_of_transformers_on_padded_rows(folder, cap):
     found, wanted = our_scores(load_reward_model(folder, dtype="float32"), rows, cap), their_scores(folder, rows)
     assert wanted.std() > 0.05, "rows must be told apart"
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_adapters_that_are_merged_score_as_before(llama, tmp_path):
+    rows, base = make_rows(), str(llama)
+    trained = load_new_reward_model(base, dtype="float32", lora=LoRAConfig(rank=3, alpha=6))
+    for weight in trained.trained().values():
+        weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    wanted = our_scores(trained, rows)
+    save_adapter(trained, tmp_path / "adapter", base=base)
+    again = load_new_reward_model(base, dtype="float32", lora=LoRAConfig(path=str(tmp_path / "adapter")))
+    torch.testing.assert_close(our_scores(again, rows), wanted, rtol=0, atol=0)
+    assert (wanted - our_scores(load_reward_model(base, dtype="float32"), rows)).abs().max() > 0.1
+    save_model(merge_adapters(again), tmp_path / "merged")
+    merged = our_scores(load_reward_model(str(tmp_path / "merged"), dtype="float32"), rows)
+    torch.testing.assert_close(merged, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(their_scores(str(tmp_path / "merged"), rows), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_every_family_is_tested():
