@@ -132,7 +132,7 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         "actor": config.actor.mesh,
         "critic": config.critic.mesh,
         "reference": config.reference.mesh,
-        "reward": config.reward.mesh,
+        "reward": config.reward.mesh or MeshConfig(),
         "teacher": config.teachers.mesh,
     }
     for role, mesh in meshes.items():

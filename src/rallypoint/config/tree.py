@@ -361,7 +361,7 @@ class RunConfig(Section):
         """Return the size of each axis of a role's mesh; every rank of the rollout role has a copy of its own."""
         sections: dict[RoleName, MeshConfig] = {
             "actor": self.actor.mesh,
-            "reward": self.reward.mesh,
+            "reward": self.reward.mesh or MeshConfig(),
             "reference": self.reference.mesh,
             "teacher": self.teachers.mesh,
             "critic": self.critic.mesh,

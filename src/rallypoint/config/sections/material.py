@@ -228,7 +228,7 @@ class RewardConfig(Section):
     )
     overlong: OverlongConfig | None = section(None, help="Penalty for long responses, in training only.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the reward models run.")
-    mesh: MeshConfig = section(MeshConfig, help="How their ranks divide models and rows.")
+    mesh: MeshConfig | None = section(None, help="How reward models' ranks divide models and rows; null: all axes 1.")
 
     @property
     def all_functions(self) -> tuple[RewardFunctionConfig, ...]:
