@@ -82,7 +82,10 @@ def data_files(data: Data, store: Path, wanted: Sequence[str] = ()) -> list[str]
         return [str(path) for path in rows]
     columns = _checked(first, 0)
     if missing := [name for name in wanted if name not in columns]:
-        raise DataError(f"the reward function names {missing[0]!r}, and the first row has {', '.join(columns)}")
+        raise DataError(
+            f"the reward function names {missing[0]!r}, and the first row has {', '.join(columns)}; the response is "
+            "`completion`, the prompt `prompt`, and any other name is a column"
+        )
     return [str(_write_rows(cast("Iterable[Mapping[str, Any]]", rows), store))]
 
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rallypoint.errors import RallyError
+from rallypoint.errors import DataError, RallyError
 from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
@@ -43,6 +43,8 @@ def generate(
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     if not several:
         return []
+    if isinstance(several[0], Mapping):
+        raise DataError("prompts: expected texts or lists of messages, found a message; one conversation is [messages]")
     with _in_words_of_python(), _found(model, trust_remote_code) as (trained, store):
         (file,) = data_files([{"prompt": prompt, "ground_truth": ""} for prompt in several], store)
         return complete(trained, file, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)

@@ -12,6 +12,7 @@ from rallypoint.data import DataSet, load_dataset, load_tokenizer
 from rallypoint.errors import ConfigError, DataError, ModelError, RunFolderError, UnusableCheckpointError
 from rallypoint.library.material import data_files, model_path
 from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
+from rallypoint.library.use import generate
 
 ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(3)]
 
@@ -119,7 +120,7 @@ def test_what_is_no_data_says_so_and_leaves_no_file(tmp_path, data, problem):
 
 
 def test_a_column_that_the_reward_names_and_no_row_has_is_an_error_before_anything_starts(tmp_path):
-    with pytest.raises(DataError, match="names 'hardness', and the first row has prompt, answer, level"):
+    with pytest.raises(DataError, match="names 'hardness', and the first row has prompt, answer, level; the response"):
         data_files(ROWS, tmp_path, ["hardness"])
 
 
@@ -193,6 +194,11 @@ def test_epochs_and_steps_that_are_both_given_stay_as_they_are():
 def test_messages_have_the_words_of_the_library(of_the_command, of_the_library):
     assert of_the_library in in_python(of_the_command)
     assert "--" not in in_python(of_the_command)
+
+
+def test_one_conversation_is_told_from_a_list_of_prompts():
+    with pytest.raises(DataError, match=r"one conversation is \[messages\]"):
+        generate("nowhere", [{"role": "user", "content": "2 + 2"}])  # pyright: ignore[reportArgumentType]
 
 
 def test_an_error_without_words_of_the_command_stays_the_same():
