@@ -1,5 +1,7 @@
 """Every `rally ...` line and every config that the documentation shows is one that works."""
 
+import ast
+import itertools
 import re
 import shlex
 import tomllib
@@ -148,3 +150,25 @@ def test_every_decision_has_a_number_of_its_own_and_a_line_in_the_index():
     pages = sorted(path.name for path in (ROOT / "docs" / "decisions").iterdir())
     assert [int(name[:4]) for name in pages] == list(range(1, len(pages) + 1))
     assert re.findall(r"\]\(decisions/(.+?)\)", (ROOT / "docs" / "index.md").read_text()) == pages
+
+
+def phrases_without_a_noun(source: str) -> list[str]:
+    """Return attribute docstrings that only continue the attribute's name."""
+    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "body", None), list)]
+    return [
+        after.value.value
+        for body in bodies
+        for attribute, after in itertools.pairwise(body)
+        if isinstance(attribute, ast.Assign | ast.AnnAssign)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+        and re.match(r"(Of|That|Whose|Which)\b", str(after.value.value))
+    ]
+
+
+def test_attribute_docstrings_begin_with_a_noun():
+    assert phrases_without_a_noun('port: int\n"""Of the server."""\nname: str\n"""Official name."""') == [
+        "Of the server."
+    ]
+    found = {path: phrases_without_a_noun(path.read_text("utf-8")) for path in sorted(ROOT.glob("src/**/*.py"))}
+    assert {str(path.relative_to(ROOT)): phrases for path, phrases in found.items() if phrases} == {}

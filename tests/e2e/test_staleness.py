@@ -132,7 +132,7 @@ def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule
     assert state["done"] == {"num_taken": 32, "oldest": 32, "ahead": []}
     repeated = runs.run("repeated", *AHEAD, f"rollout.schedule={killed.path}/schedule.jsonl")
     assert weights_of(repeated) == weights_of(killed)
-    with pytest.raises(ScheduleError, match=r"cannot be gone on with after step 2: .* start over with"):
+    with pytest.raises(ScheduleError, match=r"cannot continue after step 2: .* start over with"):
         resume_from(repeated, 2)
 
 

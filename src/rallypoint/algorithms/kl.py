@@ -32,7 +32,7 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are cut off here before `exp`: e**20 = 4.9e8 is far outside every trust region, and finite."""
 
 MIN_LOGPROB = -1000.0
-"""Logprobs below are taken for this. A model can exclude a token (-inf), and differences must stay finite."""
+"""Lower logprobs are clamped to this. A model can exclude a token (-inf), and differences must stay finite."""
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 """Schulman's three estimators of a KL divergence from one sample, and the size of the log-ratio."""

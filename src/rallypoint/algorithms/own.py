@@ -30,7 +30,7 @@ TAKEN = frozenset(
     {"loss", "policy_loss", "approx_kl", "entropy", "reference_kl", "correction", "correction_square"}
     | {"correction_dropped", "ratio_error", "ratio_error_max", "grad_norm", "lr", "mfu", "num_tokens"}
 )
-"""Metrics of every update: two numbers of one name would be added up."""
+"""Metrics of every update; these names are reserved, because a clash would sum both."""
 
 _METRICS = Mean | Sum | Maximum | Minimum | Last | AtMaximum
 
@@ -65,7 +65,7 @@ class OwnObjective(PolicyObjective):
             losses, watched = cast("tuple[object, object]", found)
         if not isinstance(watched, Mapping):
             raise UserCodeError(
-                f"with the losses of {self.function} comes a dictionary of numbers to watch, found "
+                f"{self.function} must return losses, or (losses, dictionary of metrics); the second value is "
                 f"{type(watched).__name__}"
             )
         numbers = cast("Mapping[object, object]", watched)
@@ -102,7 +102,8 @@ class OwnObjective(PolicyObjective):
             t = int(wrong[0])
             raise NotFiniteError(
                 f"the gradient of the losses of {self.function} by tokens.logprobs is {float(gradient[t])} for a token "
-                f"({_seen(tokens, t)}): such is that of a root at 0, and of what torch.where throws away"
+                f"({_seen(tokens, t)}): common causes: a root or log at 0, or a "
+                "value that is not finite in the branch that torch.where discards"
             )
 
 
@@ -111,7 +112,7 @@ class OwnAdvantage(Advantage):
     """A function of the user's."""
 
     function: Callable[[Rewards], Tensor]
-    """Returns the advantage of each token, [T]; what it says of tokens that are not trained is not read."""
+    """Returns the advantage of each token, [T]; values at untrained tokens are ignored."""
 
     compares_group = False
 

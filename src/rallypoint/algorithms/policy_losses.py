@@ -131,7 +131,7 @@ class PolicyObjective(abc.ABC):
 
     @abc.abstractmethod
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
-        """Return the loss of each token, and what to watch. What it says of untrained tokens is not read."""
+        """Return the loss of each token, and what to watch. Values at untrained tokens are ignored."""
 
     def choose(
         self, logprobs: Float[Tensor, " T"], advantages: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"], seed: int

@@ -100,7 +100,7 @@ def simulate(
     ] = None,
     num_steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps to simulate.")] = 100,
 ) -> None:
-    """Say what sampling ahead, or another split of the machine, would give, by the times of a run."""
+    """Estimate from a run's timings what sampling ahead, or another split of the machine, would gain."""
     from rallypoint.cli.simulate import print_simulation
 
     print_simulation(recipe, max_staleness or [0, 1, 2, 4], window or [1], num_steps)
@@ -116,7 +116,7 @@ def show(
     validation: Annotated[
         bool, typer.Option("--validation", help="Those of the validation after the step, which 0 has, too.")
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Long texts, too, are not cut.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Do not truncate long texts.")] = False,
 ) -> None:
     """Print rollouts of a step: prompt, response, rewards."""
     from rallypoint.cli.look import show as print_chosen
@@ -268,7 +268,7 @@ def serve(
     max_concurrency: Annotated[
         int, typer.Option(min=1, max=65_536, help="Responses under way at once; beyond: 429.")
     ] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond: 413.")] = 4 * 2**20,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request; beyond: 413.")] = 4 * 2**20,
     max_logprobs: Annotated[
         int, typer.Option(min=0, help="Likeliest tokens of each place that prompt_logprobs may ask for; beyond: 400.")
     ] = 20,
@@ -288,7 +288,7 @@ def serve(
     follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
     on_load: Annotated[
         Literal["keep", "recompute"],
-        typer.Option(help="With new weights responses under way keep what was computed of them, or it is done again."),
+        typer.Option(help="On new weights, keep the cached keys and values of running responses, or recompute them."),
     ] = "keep",
     grace_s: Annotated[float, typer.Option(min=0.0, help="Time for requests under way to end at a Ctrl-C.")] = 30.0,
     trust_remote_code: TrustRemoteCode = False,

@@ -1,4 +1,4 @@
-"""`rally simulate`: what another staleness, window or split would give, by the times of a run."""
+"""`rally simulate`: what another staleness, window or split would gain, estimated from a run's timings."""
 
 from __future__ import annotations
 

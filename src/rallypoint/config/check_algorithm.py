@@ -247,8 +247,8 @@ def check_clipping(config: RunConfig) -> Iterator[Problem]:
     if loss.name == "kl_cov" and config.updates_once:
         yield Problem(
             ("loss.name", "actor.num_epochs", "actor.num_mini_batches"),
-            "loss.name=kl_cov holds tokens to the policy at the start of a step, which one optimizer step does not "
-            "leave; expected actor.num_mini_batches above 1, or loss.name=clip_cov",
+            "loss.name=kl_cov penalises moving away from the policy at the step's start, and one optimizer step never "
+            "has; expected actor.num_mini_batches above 1, or loss.name=clip_cov",
         )
     if isinstance(loss, ClipCovConfig) and loss.covariance_low >= loss.covariance_high:
         yield Problem(

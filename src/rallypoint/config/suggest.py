@@ -19,7 +19,7 @@ from rallypoint.config.tree import RunConfig
 
 _MAX_SUGGESTIONS = 4
 _TYPO, _LIKE = 0.85, 0.6
-"""Likeness from which on a name is a slip of the hand, and from which on it is a guess better than none."""
+"""Similarity above which a name is a typo, and above which it is still worth suggesting."""
 _OFF = (False, 0, -1, "none", "off", "false", "no", "")
 """Values that people write for "none"."""
 
@@ -65,7 +65,7 @@ def foreign_keys(parts: Sequence[str], found: object, recipe: str | None = None)
 
 
 def alias_of(parts: Sequence[str], known: Mapping[str, Alias]) -> tuple[Alias | None, int]:
-    """Find the alias with the longest end of a dotted name, and of how many words that is."""
+    """Return the alias that matches the longest end of a dotted name, and the number of words matched."""
     for start in range(len(parts)):
         if alias := known.get(".".join(parts[start:])):
             return alias, len(parts) - start

@@ -113,7 +113,7 @@ class RunConfig(Section):
     recipe: Annotated[str, AfterValidator(_declared)] = key(
         words=RECIPES, help="The algorithm: recipes/ppo.py or recipes/grpo.py."
     )
-    seed: int = key(0, at_least=0, at_most=2**31 - 1, help="Of weights, order of prompts and sampling.")
+    seed: int = key(0, at_least=0, at_most=2**31 - 1, help="Seed of weights, order of prompts and sampling.")
     model: ModelConfig = section(ModelConfig, help="The model to train.")
     data: DataConfig = section(DataConfig, help="The prompts.")
     reward: RewardConfig = section(RewardConfig, help="The score.")

@@ -23,7 +23,7 @@ _TRIMMING_BYTES = 100 * 2**10
 
 
 def give_back(device: torch.device) -> None:
-    """Return the memory that the C library keeps after tensors were freed to the system, for the next role's turn.
+    """Give freed memory that the C library holds back to the system, for the next role's turn.
 
     On accelerators this does nothing: torch's allocator serves all roles of a process.
     """

@@ -129,7 +129,7 @@ def call_reward(
         function: of the user's.
         calls: what it is asked, one response or several as its scope says.
         wants: what it is called with.
-        wait: what awaits the result of an async function; None where none can come.
+        wait: what awaits the result of an async function; None if the function cannot be async.
     """
     arguments = [call.arguments(wants.more) for call in calls]
     try:

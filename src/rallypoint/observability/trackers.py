@@ -4,8 +4,8 @@ Owns: that none of them can slow or stop a run. Must not know: what a metric mea
 (`tracker_clients.py`).
 
 Consumes: lines of metrics, tables and the picture, in their order. Produces: calls of each client, on a thread of its
-own. Waits for: these. Unblocked by: `log`, `table`, `picture`, `close`. A client that raises is told once and asked no
-more; one that hangs is told, and left behind at the end.
+own. Waits for: these. Unblocked by: `log`, `table`, `picture`, `close`. A client's error is reported once, and it is
+not called again; one that hangs is reported, and left behind at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tracked:
     """Folder of the run; its name is the run's."""
     project: str
     first_step: int
-    """Steps up to it were told by an earlier start."""
+    """Last step that an earlier start reported."""
     config: Mapping[str, object]
     """Every key, dotted."""
 
@@ -80,7 +80,7 @@ Open: TypeAlias = Callable[[Tracked], Tracker]
 def find_tracker_problem(name: str) -> str | None:
     """Say what is wrong with the name of a tracker, or with its package; None if it can be opened."""
     if name not in TRACKERS:
-        return f"is no tracker that is known; expected any of {', '.join(TRACKERS)}"
+        return f"is not a known tracker; expected any of {', '.join(TRACKERS)}"
     return find_unusable(name, name)
 
 

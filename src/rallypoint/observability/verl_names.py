@@ -1,4 +1,4 @@
-"""The names that verl gives to metrics that are ours, too, for dashboards that were made for it.
+"""verl's names for metrics that we also have, for dashboards that were made for it.
 
 Owns: which of its names means the same. Must not know: where metrics go. What means something else keeps our name;
 docs/tracking.md says where the two differ.

@@ -119,7 +119,7 @@ class DeviceMesh:
 
 
 def peers(grid: Mesh, rank: int, along: Sequence[str]) -> list[int]:
-    """Return the ranks that differ from one on some axes at most, itself among them.
+    """Return the ranks whose coordinates differ from this rank's only on these axes, itself among them.
 
     >>> grid = Mesh({"dp_shard": 2, "tp": 2})
     >>> peers(grid, 1, ["tp"]), peers(grid, 1, ["dp_shard"]), peers(grid, 1, ["dp_shard", "tp"])

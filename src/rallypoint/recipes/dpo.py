@@ -17,7 +17,7 @@ from rallypoint.types import Metrics, PairBatch, merge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPO(Recipe):
-    """An actor, what it said of the pairs before it was trained, and one step."""
+    """An actor, its reference logprobs, and one training step."""
 
     actor: Actor[PairBatch]
     source: ExampleSource

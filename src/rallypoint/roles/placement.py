@@ -80,7 +80,7 @@ class WorkerSpec:
     folder: SharedFolder
     """Folder of the run."""
     rendezvous: Rendezvous | None
-    """Where ranks find each other; None when none has to."""
+    """Where ranks find each other; None if they need not meet."""
 
     def prepare(self, context: WorkerContext) -> None:
         """Set up this process (or thread) for its rank.
@@ -126,7 +126,7 @@ class WorkerSpec:
     def meeting(self, context: WorkerContext) -> Iterator[DeviceMesh]:
         """Connect to the other ranks of the role, and leave them if the block raises: they would wait for this one.
 
-        What comes out must be kept, for the others are connected to it.
+        Keep the result: the other ranks are connected to it.
         """
         cluster = self.config.cluster
         mesh = DeviceMesh.connect(

@@ -77,7 +77,7 @@ class TransportEnd:
 
 
 def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | None:
-    """Move what an actor's rank publishes to memory that takers on its node can read; None where none may have to.
+    """Move what an actor's rank publishes to memory that takers on its node can read; None if no taker may read it.
 
     What sleeps is kept elsewhere meanwhile, and masters are rounded on their way.
 

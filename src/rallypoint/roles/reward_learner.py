@@ -1,4 +1,4 @@
-"""The reward model while it is trained: it takes the place of the actor, and no policy is there."""
+"""The reward model while it is trained, in the actor's place; the run has no policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run that samples ahead did when: written down, and repeated.
+"""Records and replays what a run that samples ahead did, in its order.
 
 Owns: the lines of `schedule.jsonl`; `run/recorded_schedule.py` reads it and says whose it is. Must not know: what is
 sampled, or what for. Invariant: an engine's outputs follow from its calls alone, so ranks that get the same requests
@@ -140,7 +140,7 @@ class Recorder:
         self._flush()
 
     def _flush(self) -> None:
-        """Write what has ended and nothing unended comes before."""
+        """Write the entries up to the first unfinished one."""
         done: list[str] = []
         while self._entries and self._entries[0]:
             done.append(json.dumps(self._entries.popleft()) + "\n")
@@ -356,7 +356,7 @@ class Schedule:
         """
         if self.replay is not None:
             raise ScheduleError(
-                f"rollout.schedule cannot be gone on with after step {step}: rollouts of the next steps were begun "
+                f"rollout.schedule cannot continue after step {step}: rollouts of the next steps were begun "
                 "with weights that are gone; start over with --resume --from-step 0, or set rollout.schedule=null"
             )
         if self.recorder is not None:

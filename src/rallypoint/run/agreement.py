@@ -15,7 +15,7 @@ from rallypoint.run.metrics_log import STEP
 
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 DRIFT = "rollout/drift/"
-"""Begin of the names of gaps that training has added to: the number of its steps follows."""
+"""Prefix of the drift metrics; the number of training steps follows."""
 WORST_PROMPT, WORST_SAMPLE = "rollout/worst_prompt", "rollout/worst_sample"
 WORST_PLACE, WORST_TOKEN = "rollout/worst_place", "rollout/worst_token"
 WORST_ROLLOUT, WORST_OLD = "rollout/worst_rollout_logprob", "rollout/worst_old_logprob"

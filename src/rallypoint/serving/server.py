@@ -187,7 +187,7 @@ class Server:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                # Of which descriptors are the usual one: other parts of the process may have taken them all.
+                # Usually out of descriptors: other parts of the process may have taken them all.
                 self._room.complain(f"no connection can be accepted, tried again in {_PAUSE_S:g} s: {error.strerror}")
                 await asyncio.sleep(_PAUSE_S)
                 continue

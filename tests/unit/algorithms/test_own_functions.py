@@ -90,7 +90,7 @@ LOSSES = {
     "in the order": by_position,
     "the metric share is": lambda tokens: (-tokens.ratio * tokens.advantages, {"share": Sum(1.0)}),
     "the metric 'entropy' is one of every update": lambda tokens: (-tokens.ratio, {"entropy": tokens.ratio}),
-    "a dictionary of numbers to watch, found list": lambda tokens: (-tokens.ratio, [tokens.ratio]),
+    "dictionary of metrics.; the second value is list": lambda tokens: (-tokens.ratio, [tokens.ratio]),
     "the numbers 'share' of .* must be a tensor": lambda tokens: (-tokens.ratio, {"share": tokens.ratio.mean()}),
 }
 

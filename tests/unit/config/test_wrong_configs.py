@@ -447,7 +447,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "fit: no such correction": ('correction=[{"name":"tiss"}]', ("correction=", "a list of sections")),
     "fit: a pull to where the policy still is": (
         "loss.name=kl_cov actor.num_mini_batches=1",
-        ("loss.name=kl_cov holds tokens", "actor.num_mini_batches above 1"),
+        ("loss.name=kl_cov penalises moving away", "actor.num_mini_batches above 1"),
     ),
     "fit: covariances between no bounds": (
         "loss.name=clip_cov loss.covariance_low=5",

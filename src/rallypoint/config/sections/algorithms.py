@@ -271,7 +271,7 @@ class TISConfig(Section):
     """Truncated importance weights."""
 
     name: Literal["tis"]
-    level: Literal["token", "sequence"] = key("token", help="Of each token, or of the whole row.")
+    level: Literal["token", "sequence"] = key("token", help="By token, or by whole row.")
     cap: float = key(2.0, above=0, help="The largest weight.")
 
 
@@ -287,7 +287,7 @@ class MaskConfig(Section):
     """0 for tokens or rows outside of bounds."""
 
     name: Literal["mask"]
-    level: Literal["token", "product", "geometric"] = key("token", help="Of tokens, or the row's product or mean.")
+    level: Literal["token", "product", "geometric"] = key("token", help="By token, or by the row's product or mean.")
     low: float = key(0.5, at_least=0, help="The smallest ratio that stays; of a geometric mean usually 0.999.")
     high: float = key(2.0, above=0, help="The largest ratio that stays; of a geometric mean usually 1.001.")
 
@@ -306,7 +306,7 @@ class KLMaskConfig(Section):
     """0 for rows whose sampler and trainer are too far apart."""
 
     name: Literal["kl_mask"]
-    estimator: Literal["k2", "k3"] = key("k3", help="Of the KL per token.")
+    estimator: Literal["k2", "k3"] = key("k3", help="Estimator of the KL per token.")
     max_kl: float = key(0.1, above=0, help="The largest mean that stays.")
 
 

@@ -98,7 +98,7 @@ class DataSetConfig(Section):
     columns: ColumnsConfig | None = None
     """Its own in place of data.columns."""
     data_source: str | None = None
-    """What rows are called that do not say it themselves."""
+    """Source name for rows without one."""
     parameters: dict[str, Any] | None = None
     """Parameters of a generator, `reasoning_gym:NAME`: size, seed, and what its config has."""
     on_bad_row: Literal["error", "drop"] | None = None
@@ -181,7 +181,7 @@ class OverlongConfig(Section):
 class RewardFunctionConfig(Section):
     """One of several reward functions."""
 
-    name: str = key(help="Of its metrics, reward/NAME/mean and so on: letters, digits and `_`.")
+    name: str = key(help="Name in its metrics, reward/NAME/mean and so on: letters, digits and `_`.")
     function: str = key(help="As reward.function.")
     weight: float = key(1.0, at_least=-1e6, at_most=1e6, help="The score is the sum of weight times score.")
     parameters: dict[str, Any] = key({}, help="As reward.parameters.")
@@ -190,7 +190,7 @@ class RewardFunctionConfig(Section):
 class RewardModelConfig(Section):
     """One of several reward models."""
 
-    name: str = key(help="Of its metrics, reward/NAME/mean and so on: letters, digits and `_`.")
+    name: str = key(help="Name in its metrics, reward/NAME/mean and so on: letters, digits and `_`.")
     path: str = key(help="As reward.path.")
     weight: float = key(1.0, at_least=-1e6, at_most=1e6, help="Weight of its score in the sum.")
 

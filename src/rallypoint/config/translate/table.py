@@ -22,7 +22,7 @@ from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
 
 _WIDTH = 76
-"""Of what stands in a comment."""
+"""Columns for what stands in a comment."""
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 _WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler", "hydra")
 """Sections of which one thing is said, whatever they hold."""

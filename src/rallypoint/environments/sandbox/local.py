@@ -49,7 +49,7 @@ class Interpreter:
 
     @classmethod
     def system(cls) -> Interpreter | None:
-        """Return the system's, which another user can run where ours lies in somebody's home; None without one."""
+        """Return the system's Python, which other users can run even if ours is in a home directory; or None."""
         found = shutil.which("python3", path="/usr/bin")
         return None if found is None else cls(os.path.realpath(found), (os.path.realpath(found),))
 

@@ -42,7 +42,7 @@ class Scheduler:
         self._is_full = False
 
     def cancel(self, request_ids: abc.Set[int]) -> list[Sequence]:
-        """Drop sequences, and return those that there were."""
+        """Drop the sequences with these ids, and return those found."""
         cancelled = [one for one in (*self.waiting, *self.running) if one.id in request_ids]
         self.end([one for one in cancelled if one.is_running])
         self.waiting = deque(one for one in self.waiting if one.id not in request_ids)

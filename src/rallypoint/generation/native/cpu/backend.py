@@ -28,7 +28,7 @@ from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64
-"""Blocks of one head that may be computed for nothing; another class of lengths costs about as much."""
+"""Blocks of padding tolerated per head; one more class of lengths costs about as much."""
 _NUMBERS_OF_A_LANE = 4_000
 """Fewest numbers of hidden states (rows times width) for a second thread; with fewer, handing over the work costs
 what it saves. At 1M, where hidden states have 128 numbers, 64 rows gain a twentieth and 128 a third."""
@@ -272,7 +272,7 @@ class BagAttention:
         visible = np.where(is_padding, 0, seen)
 
         def of_slots(numbers: Integers) -> Tensor:
-            """[B, slots] or [B, H, slots] -> [slots of all heads, 1] int32, without those that a class has not."""
+            """[B, slots] or [B, H, slots] -> [slots of all heads, 1] int32, without those a class lacks."""
             numbers = np.broadcast_to(
                 numbers[:, None] if numbers.ndim == 2 else numbers, (len(lines), heads, len(slot))
             )
