@@ -4,8 +4,8 @@ BIN := .venv/bin
 # An index of CPU builds, for machines whose package index would answer with CUDA packages: see CONTRIBUTING.md.
 PIP_FLAGS ?=
 
-# Many tests wait for processes, so there are more workers than cores; each computes in one thread.
-WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 1}')
+# Many tests wait for processes, so there are two more workers than cores; each computes in one thread.
+WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 2}')
 
 .PHONY: demo test docs lint check format learn-check test-slow test-vllm gpu-check clean
 
