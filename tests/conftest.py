@@ -21,6 +21,9 @@ install_import_hook("rallypoint.algorithms", "beartype.beartype")
 # One thread for each test process and the programs that it starts: read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Workers of Ray clusters that tests start themselves would wait for all other tests: ours have this by themselves.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # Ignored under nohup, and the programs that tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -50,7 +50,8 @@ class AdapterFolder:
     path: Path
     base: str
     """Folder or hub name of its base model."""
-    is_critic: bool
+    is_reward_model: bool
+    """Whether it scores whole rows."""
     lora: LoRAConfig
     """Config of the adapter, with the full names of the adapted layers."""
     whole: tuple[str, ...]
@@ -197,7 +198,7 @@ def open_adapter(path: str) -> AdapterFolder:
     return AdapterFolder(
         path=folder,
         base=str(config.get("base_model_name_or_path")),
-        is_critic=config.get("task_type") in ("TOKEN_CLS", "SEQ_CLS"),
+        is_reward_model=config.get("task_type") == "SEQ_CLS",
         lora=LoRAConfig(rank=rank, alpha=float(alpha), rslora=rslora, target_modules=layers, path=str(folder)),
         whole=tuple(sorted(rest)),
     )

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import RECIPES, LoRAConfig, OnTooLong, RunConfig, load_config
+from rallypoint.config import LoRAConfig, OnTooLong, RunConfig, load_config
 from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
@@ -54,13 +54,13 @@ class Trained:
     def load(self, dtype: str | None = None) -> ModelShard:
         """Load the policy, with its adapter if it is one; by default in the type that it was trained in.
 
-        From a run that trained a reward model it is that.
+        The adapter of a reward model gives that.
 
         Raises:
             ModelError: the folder cannot be loaded.
         """
-        scores = self.config is not None and RECIPES[self.config.recipe].trains == "scores"
-        load = load_new_reward_model if scores and self.base else load_policy
+        is_reward_model = self.base is not None and open_adapter(self.path).is_reward_model
+        load = load_new_reward_model if is_reward_model else load_policy
         return load(
             self.model_path,
             dtype=dtype or (self.config.model.dtype if self.config else "float32"),

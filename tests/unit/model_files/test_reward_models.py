@@ -23,6 +23,7 @@ from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_new_reward_model, load_reward_model, merge_adapters, save_adapter, save_model
 from rallypoint.model_files.packing_check import check_agreement
 from rallypoint.models import ModelShard
+from rallypoint.recipes.use import find_trained
 from rallypoint.types import Sequences
 
 CONFIGS = {family: make(**SIZES, num_labels=1, initializer_range=0.3) for family, make in FAMILY_CONFIGS.items()}
@@ -107,7 +108,7 @@ def test_adapters_that_are_merged_score_as_before(llama, tmp_path):
         weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     wanted = our_scores(trained, rows)
     save_adapter(trained, tmp_path / "adapter", base=base)
-    again = load_new_reward_model(base, dtype="float32", lora=LoRAConfig(path=str(tmp_path / "adapter")))
+    again = find_trained(str(tmp_path / "adapter")).load()
     torch.testing.assert_close(our_scores(again, rows), wanted, rtol=0, atol=0)
     assert (wanted - our_scores(load_reward_model(base, dtype="float32"), rows)).abs().max() > 0.1
     save_model(merge_adapters(again), tmp_path / "merged")
