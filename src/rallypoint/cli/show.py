@@ -128,7 +128,8 @@ def _how_to_know(config: RunConfig) -> str:
 def _read(config: RunConfig) -> Sequence[str]:
     """Read the user's own data, model and reward, if there are any."""
     generate, functions = config.data.generate, [one.function for one in config.reward.all_functions]
-    is_own = bool(config.model.path or config.own_models or config.data.train or config.own_functions)
+    named = (config.model.path, config.own_models, config.data.train, config.own_functions, config.rollout.episode)
+    is_own = any(named)
     if generate is not None and not is_own and SHIPPED.keys() >= set(functions):
         return [
             f"prompts        {generate.num_train_prompts:,}, made when the run starts",

@@ -319,6 +319,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
         lines.append(f"reward         {', '.join(one.function for one in functions)}, which could be imported")
     for section, own in config.own_functions.items():
         lines.append(f"{section:13}  {own.function}, which keeps to every rule")
+    if config.rollout.episode is not None:
+        lines.append(f"episode        {config.rollout.episode}, which could be imported")
     return (*filter(None, lines), *_first_row(found), *found.notes)
 
 

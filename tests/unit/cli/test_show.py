@@ -240,6 +240,14 @@ def test_a_reward_model_that_could_not_be_loaded_is_found_beside_a_policy_that_i
     assert "missing score.weight" in str(command("train", "digits", *own, "--dry-run").exception)
 
 
+def test_an_episode_is_examined_also_where_the_recipe_makes_its_data(command, tmp_path):
+    (tmp_path / "mine.py").write_text("async def good(prompt, client): ...\ndef plain(prompt, client): ...\n")
+    dry = ("train", "digits", "--dry-run")
+    lines = lines_of(command(*dry, f"rollout.episode={tmp_path}/mine.py:good"))
+    assert any(line.endswith("which could be imported") and "episode" in line for line in lines)
+    assert "plain, which is not async" in str(command(*dry, f"rollout.episode={tmp_path}/mine.py:plain").exception)
+
+
 SNIPPET = """
 import json, sys
 from typer.testing import CliRunner

@@ -10,6 +10,8 @@ from rallypoint.config import load_config, values_of
 from rallypoint.config.translate import Translation, from_trl, from_verl
 from rallypoint.errors import ConfigError
 
+PYTHON_DOCS = Path(__file__).parents[3] / "docs" / "python.md"
+
 # Keys of the scripts in verl's examples/grpo_trainer, examples/ppo_trainer and recipe/dapo, with values of their kind.
 VERL = """
 algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.001
@@ -115,6 +117,12 @@ def test_nine_of_ten_keys_of_each_published_script_of_verl_are_known_and_make_a_
         found.keys["advantage.name"] = "grpo"
     found.keys.setdefault("engine.max_tokens_per_micro_batch", 40_000)
     assert loaded(found, tmp_path).rollout.num_prompts == found.keys["rollout.num_prompts"]
+
+
+def test_the_docs_say_how_many_keys_of_the_published_scripts_are_known():
+    found = [from_verl(" ".join(map(shlex.quote, keys))) for keys in scripts().values()]
+    known, given = sum(one.num_known for one in found), sum(one.num_given for one in found)
+    assert f"{known} of {given} keys are known" in " ".join(PYTHON_DOCS.read_text(encoding="utf-8").split())
 
 
 def test_a_setting_of_one_role_does_not_become_that_of_another():
