@@ -50,10 +50,12 @@ def train(
     """Train a model."""
     if on is not None and not dry_run:
         raise typer.BadParameter("expected --dry-run beside --on, which only plans")
+    if on is not None and resume:
+        raise typer.BadParameter("expected --on without --resume: a plan for another machine compares no checkpoint")
     if dry_run:
         from rallypoint.cli.show import print_plan
 
-        print_plan(recipe, overrides or [], on=on)
+        print_plan(recipe, overrides or [], on=on, resume=resume, from_step=from_step)
         return
     from rallypoint.cli.train import train as run_training
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,7 @@ from rallypoint.config import (
     describe,
     expected,
     leaves,
+    read,
     shipped_recipes,
     shown,
     unread_sections,
@@ -29,8 +31,19 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan
 from rallypoint.plan.run_plan import describe_way, weights_way
-from rallypoint.recipes.machine import Machine, check_machine, choices, describe_choices, imagine, look_around, plan_on
-from rallypoint.recipes.preflight import is_hub_name, load_checked, load_named
+from rallypoint.recipes.machine import (
+    Machine,
+    check_machine,
+    choices,
+    describe_choices,
+    devices_of,
+    imagine,
+    look_around,
+    plan_on,
+)
+from rallypoint.recipes.model_folders import is_hub_name
+from rallypoint.recipes.preflight import file_problems, find_wanted, load_checked, load_named
+from rallypoint.run.folder import RunFolder, anchored
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
 
@@ -79,22 +92,33 @@ def print_recipes() -> None:
     _print_line(console, "\nrally train NAME     rally config NAME     rally train NAME --dry-run", "dim")
 
 
-def print_plan(recipe: str, overrides: Sequence[str], *, on: str | None = None) -> None:
+def print_plan(
+    recipe: str, overrides: Sequence[str], *, on: str | None = None, resume: bool = False, from_step: int | None = None
+) -> None:
     """Print batch arithmetic, placement and memory, and what was read of data, tokenizer and reward.
 
     Args:
         recipe: a shipped recipe, a YAML file, or a run folder.
         overrides: dotted keys and values.
         on: another machine that the plan is for, such as `8xH100`; then no data is read, and of a model config.json.
+        resume: whether the plan is for a run that goes on; its checkpoint is compared with the config, and stays as it
+            is.
+        from_step: with `resume`, the step of that checkpoint; None for the newest.
 
     Raises:
         RallyError: a run would fail; what was known before is printed.
     """
-    elsewhere = imagine(on) if on is not None else None
-    loaded = load_named(
-        recipe, overrides, choose=functools.partial(choices, machine=elsewhere), with_weights=elsewhere is None
-    )
-    config, console = loaded.config, _console()
+    elsewhere, console = imagine(on) if on is not None else None, _console()
+    folder, devices = None, list[str]()
+    if resume:
+        loaded, folder = find_wanted(recipe, overrides, say=functools.partial(_print_line, console))
+    elif elsewhere is not None:
+        devices = devices_of(elsewhere, read(recipe, overrides).values)
+        choose = functools.partial(choices, machine=elsewhere)
+        loaded = load_named(recipe, [*devices, *overrides], choose=choose, elsewhere=True)
+    else:
+        loaded = load_named(recipe, overrides)
+    config = loaded.config
     machine = elsewhere or look_around(config)
     plan = plan_on(config, machine)
     for title, lines in (_batches(loaded, plan), _placement(loaded, plan, machine)):
@@ -102,13 +126,39 @@ def print_plan(recipe: str, overrides: Sequence[str], *, on: str | None = None) 
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
     _print_line(console, "data and machine" if elsewhere is None else f"on {on}", "bold")
-    if elsewhere is not None and plan.num_parameters is None:
-        _print_line(console, f"  {_how_to_know(config)}", "yellow")
+    for line in _not_known(config, plan, devices) if elsewhere is not None else ():
+        _print_line(console, f"  {line}", "yellow")
     for line in check_machine(config, plan, machine):
         _print_line(console, f"  {line}")
     for line in _read(config) if elsewhere is None else ():
         _print_line(console, f"  {line}")
+    if folder is not None:
+        _print_line(console, f"resume of {folder.path.name}", "bold")
+        for line in _compared(config, folder, from_step):
+            _print_line(console, f"  {line}")
     _print_line(console, f"\nNothing was started. All keys: rally config {recipe}", "dim")
+
+
+def _compared(config: RunConfig, folder: RunFolder, from_step: int | None) -> Sequence[str]:
+    """Compare a config with the checkpoint that a resume would go on from."""
+    from rallypoint.recipes.material import read_material  # only now torch, as in `_read`
+    from rallypoint.run.resume import Beginning
+
+    config = anchored(config)
+    if config.trainer.num_epochs is not None:
+        config = read_material(config).settled(config)
+    beginning = Beginning.compared(folder, config, from_step)
+    return [f"goes on after step {beginning.first} of {config.trainer.num_steps}", *beginning.notes]
+
+
+def _not_known(config: RunConfig, plan: RunPlan, devices: Sequence[str]) -> Iterator[str]:
+    """Yield what was taken for granted of another machine, and what only it can tell."""
+    yield from (f"{one}: planned with it, so start the run with it" for one in devices)
+    if plan.num_parameters is None:
+        yield _how_to_know(config)
+    for problem in file_problems(config):
+        if problem.is_local and problem.keys != ("model.path",):  # of which config.json is enough for a plan
+            yield f"not here, and perhaps there: {problem.text}"
 
 
 def _how_to_know(config: RunConfig) -> str:
@@ -118,6 +168,11 @@ def _how_to_know(config: RunConfig) -> str:
         return (
             f"the sizes of {path} are not known here, so this plan has no memory, and does not say whether it fits: "
             f"where there is a network, hf download {path} config.json --local-dir FOLDER, and give model.path=FOLDER"
+        )
+    if path is not None and not Path(path).expanduser().exists():
+        return (
+            f"there is no {path} here, so this plan has no memory, and does not say whether it fits: copy its "
+            "config.json into a folder here, and give model.path=FOLDER"
         )
     return (
         f"config.json of {path} describes no decoder of a family that is planned, so this plan has no memory, and does "

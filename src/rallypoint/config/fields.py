@@ -27,6 +27,8 @@ class Problem:
     text: str
     is_missing: bool = False
     """Whether the first key is required and was not set: what is the user's to say, as in a shipped recipe."""
+    is_local: bool = False
+    """Whether it says only what this machine lacks, such as a file or a package, which another machine may have."""
 
 
 class Section(BaseModel):

@@ -83,7 +83,7 @@ SHIPPED: dict[str, str] = {
 """Module and function of every reward that ships, by its name; docs/reward.md says what each does."""
 _CHECKS: dict[str, str] = {"regex": f"{_HERE}.form:regex_problem"}
 """Module and function that say what is wrong with a shipped reward's parameters, beyond their names."""
-_NEEDS: dict[str, tuple[str, str]] = {
+NEEDS: dict[str, tuple[str, str]] = {
     "math": ("math_verify", "math"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
     "json_schema": ("jsonschema", "json"),
@@ -101,7 +101,7 @@ def check_reward_spec(spec: str, parameters: Mapping[str, object] | None = None)
             return how_to_give(spec)
         return _find_signature_problem(spec, own_signature(GIVEN[spec].function), parameters or {})
     if spec in SHIPPED:
-        if spec in _NEEDS and (unusable := find_unusable(*_NEEDS[spec])) is not None:
+        if spec in NEEDS and (unusable := find_unusable(*NEEDS[spec])) is not None:
             return f"it {unusable}"
         problem = _find_signature_problem(spec, own_signature(_imported(SHIPPED[spec])), parameters or {})
         return problem or (_imported(_CHECKS[spec])(parameters or {}) if spec in _CHECKS else None)

@@ -99,15 +99,17 @@ class _Loader(abc.ABC):
             check_agreement(path, shard.model, head)
         return shard
 
-    def check(self, path: str, *, trust_remote_code: bool = False) -> None:
+    def check(self, path: str, *, trust_remote_code: bool = False, lora: LoRAConfig | None = None) -> None:
         """Raise what loading would raise, as far as config.json and the headers of the files show it.
 
         Raises:
-            ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
+            ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here, or adapters do not
+                fit it.
         """
         config = read_config(path, trust_remote_code, **self.config_changes)
         self.check_config(path, config)
         _check_depth(path, config)
+        adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
         with explained(path, config):
             shard = build(
                 config,
@@ -115,6 +117,7 @@ class _Loader(abc.ABC):
                 dtype=torch.float32,
                 mesh=DeviceMesh.solo(),
                 trust_remote_code=trust_remote_code,
+                adapters=adapters,
             )
         self.head(path, shard.model)
         _check_attention(path, shard.model)

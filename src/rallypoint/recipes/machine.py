@@ -16,8 +16,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rallypoint.cluster import ResourcePool, ResourcePoolManager
 from rallypoint.cluster.capacity import Node, advice, memory_bytes, misfit, num_cores
@@ -100,6 +101,12 @@ def imagine(text: str) -> Machine:
     num, kind = int(found[1] or 1), found[2]
     device = Accelerator(kind, round(_OF_TYPES[kind] * _GIB))
     return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num)
+
+
+def devices_of(machine: Machine, values: Mapping[str, Any]) -> list[str]:
+    """Return what sets the kind of device of a described machine, unless values of a config do: the default is cpu."""
+    is_set = "device" in (values.get("cluster") or {})
+    return [] if is_set or not machine.accelerators else ["cluster.device=cuda"]
 
 
 def choices(config: RunConfig, left_open: tuple[str, ...], *, machine: Machine | None = None) -> dict[str, object]:

@@ -17,7 +17,7 @@ from rallypoint.data import (
     make_digits_tokenizer,
 )
 from rallypoint.errors import ModelError
-from rallypoint.model_files import load_critic, load_new_reward_model, load_policy, load_reward_model
+from rallypoint.model_files import fresh, load_critic, load_new_reward_model, load_policy, load_reward_model
 from rallypoint.model_files.locate import read_config
 
 
@@ -55,15 +55,15 @@ def check_weights(config: RunConfig) -> None:
     Raises:
         ModelError: a run would refuse them too.
     """
-    own = config.own_models
+    own, lora = config.own_models, config.model.lora
     critic = next(iter(own.get("critic", (config.model.path,)))) if "critic" in config.roles else None
     load_actor = load_new_reward_model if RECIPES[config.recipe].trains == "scores" else load_policy
-    folders = [(config.model.path, load_actor), (critic, load_critic)]
-    folders += [(path, load_reward_model) for path in own.get("reward", ())]
-    folders += [(path, load_policy) for path in own.get("teacher", ())]
-    for path, load in folders:
+    folders = [(config.model.path, load_actor, lora), (critic, load_critic, lora and fresh(lora))]
+    folders += [(path, load_reward_model, None) for path in own.get("reward", ())]
+    folders += [(path, load_policy, None) for path in own.get("teacher", ())]
+    for path, load, adapters in folders:
         if path is not None and Path(path).expanduser().is_dir():
-            load.check(path, trust_remote_code=config.model.trust_remote_code)
+            load.check(path, trust_remote_code=config.model.trust_remote_code, lora=adapters)
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> tuple[int, ...]:

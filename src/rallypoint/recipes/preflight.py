@@ -8,15 +8,12 @@ may go on with it.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from rallypoint import checkpoint as checkpoints
 from rallypoint.cluster.capacity import memory_bytes
 from rallypoint.config import (
     COMMAND_LINE,
@@ -26,23 +23,23 @@ from rallypoint.config import (
     TrainerConfig,
     load_config,
     read,
-    row_limit,
     shown,
     values_of,
 )
 from rallypoint.config.automatic import Choose
-from rallypoint.config.shape import SIZES, shape_of
+from rallypoint.config.shape import shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_rows
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.episodes import check_episode_spec
-from rallypoint.environments.reward import check_reward_spec
+from rallypoint.environments.reward import NEEDS, check_reward_spec
 from rallypoint.errors import ConfigError, DataError, EngineError, ScheduleError
 from rallypoint.extras import find_missing, find_unusable
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.observability.trackers import find_tracker_problem
 from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
+from rallypoint.recipes.model_folders import adapter_problems, model_problems, position_problems
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
 from rallypoint.run.recorded_schedule import RecordedSchedule
@@ -56,7 +53,7 @@ def load_checked(
     *,
     choose: Choose | None = None,
     draft: bool = False,
-    with_weights: bool = True,
+    elsewhere: bool = False,
 ) -> LoadedConfig:
     """Load a config whose files are there.
 
@@ -65,22 +62,26 @@ def load_checked(
         overrides: dotted keys and YAML values, such as `actor.optimizer.lr=3e-4`.
         choose: chooses values of automatic keys that nobody set; see `load_config`.
         draft: whether keys that are required may still be missing.
-        with_weights: whether folders of models must have weights, which a plan for another machine does not need.
+        elsewhere: whether the config is for another machine, which may have files and packages that are not here.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    look = file_problems if with_weights else functools.partial(file_problems, with_weights=False)
+    look = _problems_elsewhere if elsewhere else file_problems
     return load_config(name, overrides, look=look, choose=choose, draft=draft)
 
 
-def file_problems(config: RunConfig, *, with_weights: bool = True) -> Iterator[Problem]:
+def _problems_elsewhere(config: RunConfig) -> Iterator[Problem]:
+    return (problem for problem in file_problems(config) if not problem.is_local)
+
+
+def file_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield every named file that is missing, empty or not what it should be."""
     for name, path in config.named_models.items():
-        yield from _model(name, path, with_weights)
-        yield from _positions(name, path, config)
+        yield from model_problems(name, path)
+        yield from position_problems(name, path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
-        yield from _adapter("model.lora.path", config.model.lora.path)
+        yield from adapter_problems("model.lora.path", config.model.lora.path)
     for name in ("data.train", "data.validation"):
         yield from _data(name, config)
     yield from _generated(config)
@@ -90,23 +91,24 @@ def file_problems(config: RunConfig, *, with_weights: bool = True) -> Iterator[P
         yield Problem(
             ("cluster.runtime",),
             f"cluster.runtime=ray {problem}, or run everything in one process with cluster.runtime=inline",
+            is_local=True,
         )
     if config.rollout.serve is not None:
         for name in ("starlette", "uvicorn"):
             if (problem := find_unusable(name, "serve")) is not None:
-                yield Problem(("rollout.serve",), f"rollout.serve={config.rollout.serve} {problem}")
+                yield Problem(("rollout.serve",), f"rollout.serve={config.rollout.serve} {problem}", is_local=True)
     if config.rollout.engine in BUILDS:
         try:
             find_engine(config.rollout.engine)
         except EngineError as error:
-            yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}")
+            yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}", is_local=True)
     yield from _functions(config)
     wrong = [
         f"{name} {problem}"
         for name in (config.tracking.to if config.tracking else ())
         if (problem := find_tracker_problem(name))
     ]
-    yield from (Problem(("tracking.to",), f"tracking: {problem}") for problem in wrong)
+    yield from (Problem(("tracking.to",), f"tracking: {problem}", is_local=True) for problem in wrong)
     yield from _runs_dir(Path(config.trainer.runs_dir).expanduser())
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
@@ -117,14 +119,22 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
     for one in config.reward.all_functions:
         if (problem := check_reward_spec(one.function, one.parameters)) is not None:
             key = "reward.function" if one.function == config.reward.function else "reward.functions"
-            yield Problem((key,), f"{key}={one.function!r}: {problem}")
+            lacks = one.function in NEEDS and find_unusable(*NEEDS[one.function]) is not None
+            yield Problem((key,), f"{key}={one.function!r}: {problem}", is_local=lacks or not _is_here(one.function))
     episode = config.rollout.episode
     if episode is not None and (problem := check_episode_spec(episode)) is not None:
-        yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}")
+        yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}", is_local=not _is_here(episode))
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
             keys = (f"{section}.function", f"{section}.parameters")
-            yield Problem(keys, f"{section}.function={own.function!r}: {misfit}")
+            text = f"{section}.function={own.function!r}: {misfit}"
+            yield Problem(keys, text, is_local=not _is_here(own.function))
+
+
+def _is_here(function: str) -> bool:
+    """Whether there is a file of a function's name `file.py:function`; also of a name without one."""
+    file = function.rpartition(":")[0]
+    return not file or Path(file).expanduser().exists()
 
 
 def _runs_dir(runs: Path) -> Iterator[Problem]:
@@ -133,7 +143,7 @@ def _runs_dir(runs: Path) -> Iterator[Problem]:
     named = f"trainer.runs_dir={str(runs)!r}"
     if not there.is_dir():
         what = "is a file" if there == runs.absolute() else f"lies below {there}, which is a file"
-        yield Problem(("trainer.runs_dir",), f"{named} {what}; expected a folder")
+        yield Problem(("trainer.runs_dir",), f"{named} {what}; expected a folder", is_local=True)
         return
     try:
         Path(tempfile.mkdtemp(prefix=".rally-", dir=there)).rmdir()
@@ -141,103 +151,7 @@ def _runs_dir(runs: Path) -> Iterator[Problem]:
         yield Problem(
             ("trainer.runs_dir",),
             f"{named}: nothing can be written to {there} ({error.strerror}); name a folder of yours on another disk",
-        )
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether a model's path can only name a repository on the Hugging Face hub.
-
-    >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("./model"), is_hub_name("a/b/c")
-    (True, False, False)
-    """
-    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).parent.exists()
-
-
-def _model(name: str, path: str, with_weights: bool) -> Iterator[Problem]:
-    folder = Path(path).expanduser()
-    if is_hub_name(path):
-        return
-    if not folder.is_dir():
-        what = " is a file, expected a folder" if folder.exists() else f": no such folder (looked in {Path.cwd()})"
-        yield Problem((name,), f"{name}={path!r}{what}; a Hugging Face folder has config.json and *.safetensors")
-        return
-    config = folder / "config.json"
-    if (folder / "adapter_config.json").is_file() and not config.is_file():
-        yield Problem(
-            (name,),
-            f"{name}={path!r} is an adapter, not a model: train it further with model.lora.path, on the model that it "
-            "was made for, or merge it into that model with `rally export`",
-        )
-        return
-    if not config.is_file():
-        yield Problem((name,), f"{name}={path!r}: {_no_model(path)}")
-        return
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        yield Problem((name,), f"{name}={path!r}: config.json is not valid JSON ({error})")
-        return
-    if not isinstance(content, dict) or "model_type" not in content:
-        yield Problem((name,), f"{name}={path!r}: config.json has no model_type, so transformers cannot load it")
-        return
-    if wrong := [f"{size}={content[size]!r}" for size in SIZES if size in content and not _is_size(content[size])]:
-        yield Problem(
-            (name,), f"{name}={path!r}: config.json has {', '.join(wrong)}; expected whole numbers of at least 1"
-        )
-    if with_weights and not any(folder.glob("*.safetensors")):
-        yield Problem((name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)")
-
-
-def _no_model(path: str) -> str:
-    """Say what a folder without config.json is: a run, whose newest checkpoint is meant, or nothing that is known."""
-    folder = Path(path).expanduser()
-    if not (folder / "config.yaml").is_file():
-        return "not a Hugging Face folder, config.json is missing in it"
-    found = checkpoints.visible(folder / "checkpoints")
-    if not found:
-        return "the folder of a run, which has no checkpoint yet; expected a Hugging Face folder"
-    newest = Path("checkpoints") / checkpoints.checkpoint_name(found[-1])
-    if (folder / newest / "adapter_config.json").is_file():
-        return (
-            f"the folder of a run that trained adapters; merge them first, `rally export {path} merged`, or train them "
-            f"further with model.lora.path={path.rstrip('/')}/{newest} on the model that they were made for"
-        )
-    return f"the folder of a run; its newest model is {path.rstrip('/')}/{newest}"
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
-def _adapter(name: str, path: str) -> Iterator[Problem]:
-    folder = Path(path).expanduser()
-    missing = [file for file in ("adapter_config.json", "adapter_model.safetensors") if not (folder / file).is_file()]
-    if not folder.is_dir():
-        yield Problem(
-            (name,), f"{name}={path!r}: no such folder (looked in {Path.cwd()}); expected one that PEFT saved"
-        )
-    elif missing:
-        yield Problem((name,), f"{name}={path!r}: not an adapter in PEFT's format, it lacks {' and '.join(missing)}")
-
-
-def _positions(name: str, path: str, config: RunConfig) -> Iterator[Problem]:
-    """Compare the rows with the length that a local model supports; what comes from the hub is looked at later."""
-    file = Path(path).expanduser() / "config.json"
-    try:
-        if not file.is_file():
-            return
-        longest = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return
-    # Prompts that may be dropped or cut are measured against what the model supports, one by one.
-    least = 2 if config.trains_on_files else config.rollout.max_response_tokens + 1
-    needed = config.max_row_tokens if config.data.on_too_long == "error" else least
-    if isinstance(longest, int) and longest < needed:
-        keys, made_of = row_limit(config)
-        yield Problem(
-            (*keys, name),
-            f"{made_of} make{'s' * (len(keys) == 1)} rows of up to {config.max_row_tokens} tokens; expected at most "
-            f"{longest}, which is what {name}={path!r} supports, or data.on_too_long=drop or truncate",
+            is_local=True,
         )
 
 
@@ -285,6 +199,7 @@ def _cache(config: RunConfig) -> Iterator[Problem]:
             f"rollout.cache_tokens={num_tokens}: the keys and values of {num_tokens:,} tokens take "
             f"{num_tokens * each / 2**20:,.0f} MiB, but this machine has {there / 2**20:,.0f} MiB; expected at most "
             f"{there // each}, and much fewer than all rows have will do: those that find no memory wait",
+            is_local=True,
         )
 
 
@@ -292,11 +207,11 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
     """Read the schedule that is to be repeated, and compare the config with that of its run."""
     if config.rollout.schedule is None or not config.rollout.max_staleness:
         return
+    path = Path(config.rollout.schedule).expanduser()
     try:
-        recorded = RecordedSchedule.read(Path(config.rollout.schedule).expanduser())
-        recorded.check(config.rollout.schedule, config)
+        RecordedSchedule.read(path).check(config.rollout.schedule, config)
     except ScheduleError as error:
-        yield Problem(("rollout.schedule",), str(error))
+        yield Problem(("rollout.schedule",), str(error), is_local=not path.exists())
 
 
 def _data(name: str, config: RunConfig) -> Iterator[Problem]:
@@ -309,7 +224,8 @@ def _data(name: str, config: RunConfig) -> Iterator[Problem]:
             except DataError as error:
                 problem = str(error)
         if problem is not None:
-            yield Problem((name,), f"{name}: {problem}")
+            lacks = is_local(dataset.path) and not Path(dataset.path).expanduser().exists()
+            yield Problem((name,), f"{name}: {problem}", is_local=lacks)
 
 
 def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], None]) -> tuple[LoadedConfig, RunFolder]:
@@ -343,14 +259,14 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
 
 
 def load_named(
-    recipe: str, overrides: Sequence[str], *, choose: Choose = choices, with_weights: bool = True
+    recipe: str, overrides: Sequence[str], *, choose: Choose = choices, elsewhere: bool = False
 ) -> LoadedConfig:
     """Return a checked config; that of a run folder only if its user has named the code that it names.
 
     Raises:
         ConfigError: the config is wrong, or the folder of somebody else's run names code.
     """
-    loaded = load_checked(recipe, overrides, choose=choose, with_weights=with_weights)
+    loaded = load_checked(recipe, overrides, choose=choose, elsewhere=elsewhere)
     if _is_run(recipe):
         named = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
         _refuse_foreign(loaded, RunFolder(Path(recipe).absolute()), named)

@@ -23,8 +23,8 @@ from rallypoint.model_files import is_adapter, load_new_reward_model, load_polic
 from rallypoint.models import ModelShard
 from rallypoint.recipes.data_notes import say_fates
 from rallypoint.recipes.eval_rewards import rewards_for
+from rallypoint.recipes.model_folders import is_hub_name
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
-from rallypoint.recipes.preflight import is_hub_name
 from rallypoint.roles.sampling import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 

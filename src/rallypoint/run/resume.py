@@ -87,7 +87,6 @@ def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:
     Raises:
         UnusableCheckpointError: it is damaged, or there is none of that step; nothing was changed.
     """
-    checkpoint.recover(folder.checkpoints)
     there = checkpoint.visible(folder.checkpoints)
     if from_step is not None and from_step not in (0, *there):
         raise UnusableCheckpointError(
@@ -217,9 +216,23 @@ class Beginning:
 
     @classmethod
     def resumed(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:
-        """Choose the checkpoint of a run to continue from, and compare the config with it.
+        """Do what `compared` does, after a save that was killed has been put right.
 
         Checkpoints later than `from_step` are set aside, once the comparison has passed.
+
+        Raises:
+            CheckpointError, ResumeError: see `compared`.
+        """
+        checkpoint.recover(folder.checkpoints)
+        found = cls.compared(folder, config, from_step)
+        aside = [] if from_step is None else checkpoint.set_aside(folder.checkpoints, found.first)
+        names = ", ".join(path.name for path in aside)
+        more = (f"going on from step {found.first}; set aside: {names}",) if aside else ()
+        return dataclasses.replace(found, notes=(*more, *found.notes))
+
+    @classmethod
+    def compared(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:
+        """Choose the checkpoint of a run to continue from, and compare the config with it; the folder stays as it is.
 
         Raises:
             CheckpointError: see `step_to_go_on_from`.
@@ -231,8 +244,6 @@ class Beginning:
             was = Record.read(folder.checkpoints / checkpoint.checkpoint_name(first))
             now = Record.of(config, folder)
             notes += compare(was, now, config, first)
-        aside = checkpoint.set_aside(folder.checkpoints, first) if from_step is not None else []
-        notes += [f"going on from step {first}; set aside: {', '.join(path.name for path in aside)}"] if aside else []
         if not first:
             notes.append("no checkpoint to go on from: the run begins at step 1, and steps done before are done again")
         return cls(first, config, was, now, tuple(notes))

@@ -103,3 +103,26 @@ def test_a_model_whose_sizes_are_not_known_is_planned_from_its_config_json_alone
     assert "are not known" not in said
     here = command("train", "math-dapo", f"model.path={tmp_path}", "--dry-run")
     assert "no *.safetensors in it" in str(here.exception)
+
+
+def test_a_plan_for_another_machine_notes_what_is_not_here_and_refuses_what_is_wrong_anywhere(command):
+    asked = ("train", "grpo", "model.path=Qwen/Qwen3-0.6B", "--dry-run", "--on", "8xH100", "rollout.engine=vllm")
+    lacking = (*asked, "data.train=/data/no.jsonl", "reward.function=no.py:f")
+    done = command(*lacking)
+    assert done.exit_code == 0, done.exception
+    for said in ("data.train: /data/no.jsonl does not exist", "reward.function='no.py:f': no.py does not exist"):
+        assert f"not here, and perhaps there: {said}" in done.stdout
+    assert "not here, and perhaps there: rollout.engine='vllm': vllm is not installed" in done.stdout
+    assert "cluster.device=cuda: planned with it, so start the run with it" in done.stdout, "the recipe says cpu"
+    here = str(command(*(one for one in lacking if one not in ("--on", "8xH100"))).exception)
+    assert "/data/no.jsonl does not exist" in here
+    wrong = str(command(*asked, "data.train=/data/no.jsonl", "reward.function=gsm8kk").exception)
+    assert "found 'gsm8kk'" in wrong
+    assert "no.jsonl" not in wrong
+    assert command(*asked, "--resume").exit_code == 2
+
+
+def test_a_plan_for_another_machine_of_a_model_that_is_not_here_says_what_to_copy(command):
+    said = command("train", "math-dapo", "model.path=/no/model", "--dry-run", "--on", "8xH100").stdout
+    assert "there is no /no/model here, so this plan has no memory" in said
+    assert "copy its config.json into a folder here" in said

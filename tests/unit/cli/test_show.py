@@ -9,10 +9,12 @@ import sys
 import pytest
 from tiny_models import edit_weights, make_tiny_model, make_tiny_reward_model
 
-from rallypoint import __version__
+from rallypoint import __version__, checkpoint
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.config import RunConfig, expected, leaves, load_config, shipped_recipes, values_of
 from rallypoint.errors import ConfigError
+from rallypoint.run.folder import anchored, create_run
+from rallypoint.run.record import Record
 
 WIDTH = 80
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -297,3 +299,17 @@ def test_a_dry_run_refuses_a_loss_of_ones_own_that_breaks_a_rule_also_where_the_
     done = command("train", "digits", "--dry-run", f"loss.function={tmp_path}/mine.py:total")
     assert isinstance(done.exception, ConfigError)
     assert "one number for each token, found shape []" in str(done.exception)
+
+
+def test_a_dry_run_of_a_resume_says_where_it_goes_on_and_refuses_what_the_resume_would(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = create_run(load_config("digits", [f"trainer.runs_dir={tmp_path}", "trainer.name=mine"]))
+    with checkpoint.writing(folder.checkpoints, 20) as written:
+        (written / "training").mkdir()
+        Record.of(anchored(load_config(str(folder.path)).config), folder).write(written)
+    asked = ("train", str(folder.path), "--resume", "--dry-run", "cluster.pools={main: [1]}")
+    lines = lines_of(command(*asked, "actor.optimizer.lr=0.5"))
+    assert "  goes on after step 20 of 120" in lines, lines
+    assert any("the weights are others from here on: actor.optimizer.lr=0.5" in line for line in lines), lines
+    assert "seed=7 (was 0): the order of prompts" in str(command(*asked, "seed=7").exception)
+    assert "no checkpoint of step 3" in str(command(*asked, "--from-step", "3").exception)

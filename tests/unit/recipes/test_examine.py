@@ -124,3 +124,10 @@ def test_a_reward_file_whose_import_fails_is_found_before_a_start(own, tmp_path,
     (tmp_path / "rewards.py").write_text("import a_module_that_is_not_there\n" + REWARD)
     with pytest.raises(RewardError, match=r"(?s)rewards.py raised while it was imported.*a_module_that_is_not_there"):
         look(own())
+
+
+def test_adapters_that_do_not_fit_the_model_are_refused_by_a_dry_run_as_by_the_run(own):
+    for look in (examine, examine_dry):
+        with pytest.raises(ModelError, match=r"model.lora.target_modules: 'q_porj' matches no linear layer .* q_proj"):
+            look(own("model.lora={target_modules: [q_porj]}"))
+        look(own("model.lora={target_modules: [q_proj]}"))

@@ -48,6 +48,16 @@ def resumed(run: RunFolder, *overrides: str, from_step: int | None = None) -> Be
     return Beginning.resumed(run, config_of(*overrides), from_step)
 
 
+def test_a_comparison_alone_refuses_what_a_resume_refuses_and_changes_nothing(run: RunFolder):
+    saved(run, 30, config_of())
+    (run.checkpoints / ".step_000040.replaced").mkdir()
+    before = sorted(run.path.rglob("*"))
+    assert Beginning.compared(run, config_of(), 20).first == 20
+    with pytest.raises(ResumeError, match="the order of prompts and every draw follow from it"):
+        Beginning.compared(run, config_of("seed=3"), None)
+    assert sorted(run.path.rglob("*")) == before
+
+
 def test_nothing_has_changed_and_nothing_is_said(run: RunFolder):
     found = resumed(run)
     assert (found.first, found.notes) == (20, ())
