@@ -1,6 +1,7 @@
-"""Each reward that ships, by a table of twenty cases: a response, its ground truth, its score."""
+"""Each reward that ships, by a table of twenty cases or a hundred: a response, its ground truth, its score."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,12 @@ TABLES = {}
 
 def table(name, /, *cases, **parameters):
     TABLES.setdefault(name, []).extend((parameters, *case) for case in cases)
+
+
+def lines(file):
+    """Return the cases of a file beside this one, `score | ground truth | response` on each line."""
+    rows = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
+    return [(response, truth, int(score)) for score, truth, response in (row.split(" | ") for row in rows)]
 
 
 table(
@@ -75,6 +82,8 @@ table(
     ("#### $1,234,567.5", "1234567.5", 1),
     ("#### 7, or so", "7", 1),
 )
+table("gsm8k", *lines("answers_gsm8k.txt"), ("####\n7", "7", 1), ("#### 7\nFor 5 + 4 = 9.", "7", 1))
+table("gsm8k", *lines("answers_gsm8k_flexible.txt"), ("so:\n- 2 pears\n- 3 apples", "3", 1), flexible=True)
 table("gsm8k", ("from 1,234 to 1/2", "0.5", 1), flexible=True)
 table("gsm8k", ("it is 3, no, 7.", "7", 1), ("no number", "7", 0), ("#### 1, or 7", "7", 0), flexible=True)
 table(
@@ -104,6 +113,7 @@ table(
     ("48 + 24 = 72.\n#### 72", "48 + 24 = $<<48+24=72>>72.\n#### 72", 1),
     (r"\boxed{24}", "48 + 24 = $<<48+24=72>>72.\n#### 72", 0),
 )
+table("math", *lines("answers_math.txt"))
 table(
     "multiple_choice",
     ("B", "B", 1),
@@ -237,7 +247,8 @@ table(
     (ADD, json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), 1),
     (ADD, {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, 1),
     ("def odd(x): return x % 2 == 1", ["assert odd(3)", "assert not odd(2)", "assert odd(1) is True"], 1),
-    ("def odd(x): return x % 2", ["assert odd(3)"], 0),
+    ("def odd(x): return x % 2", ["assert odd(3)", "assert odd(3) == True", "assert not odd(2)"], 1),
+    ("def odd(x): return x % 2", ["assert odd(3) is True"], 0),
     (f"{ADD}\nif __name__ == '__main__':\n    print(add(*input().split()))", ["assert add(1, 2) == 3"], 1),
     (f"from __future__ import annotations\n{ADD}", ["assert add(1, 2) == 3"], 1),
     (READS, IO, 1),
@@ -263,13 +274,15 @@ ANSWERS = [
 ]
 """Responses for scorers of reasoning-gym, and the answer that each should be given, to be scored."""
 EXTRAS = {"math": "math_verify", "json_schema": "jsonschema"}
+LEAST = {"gsm8k": 100, "math": 100}
+"""Cases of rewards that answers of a language are for; sandbox/honest_programs.txt has a hundred for `code`."""
 DECIDED = {"digits", "judge", "reasoning_gym"}
 """Rewards with tests of their own: tests/unit/data, test_judge.py, and below."""
 
 
 def test_every_reward_that_ships_has_a_table_of_twenty_cases():
     assert set(TABLES) == set(SHIPPED) - DECIDED
-    assert {name: len(cases) for name, cases in TABLES.items() if len(cases) < 20} == {}
+    assert {name: len(cases) for name, cases in TABLES.items() if len(cases) < LEAST.get(name, 20)} == {}
 
 
 def call(name, parameters, response, truth):

@@ -8,6 +8,8 @@ Sent as text to an interpreter without packages (`python -I -S -c`), so it impor
 kernel refuses ends the process before the program has begun. What a program may call is decided in `calls.py`.
 """
 
+import _sitebuiltins
+import builtins
 import contextlib
 import ctypes
 import errno
@@ -47,7 +49,7 @@ def limit(job: dict[str, float]) -> None:
     limits = {
         resource.RLIMIT_AS: int(job["memory_mib"]) << 20,
         resource.RLIMIT_FSIZE: int(job["output_kib"]) << 10,
-        resource.RLIMIT_CPU: int(job["time_s"]) + 2,
+        resource.RLIMIT_CPU: int(job["time_s"]) + 2,  # where its server is late
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
@@ -86,12 +88,16 @@ def call_only(program: bytes, *, listens: bool = False) -> int:
 
 
 def own_files(size_mib: int) -> None:
-    """Put an empty /tmp over that of the server, where there are namespaces."""
+    """Put a /tmp over that of the server, where there are namespaces, that holds what /dev/stdin leads to."""
     check(libc.unshare(0x00020000), "a mount namespace")
+    given = os.fstat(0).st_size
     # Empty files have no size, and take memory of the kernel: 200,000 can be made in three seconds.
-    options = f"size={size_mib}m,nr_inodes={256 * size_mib},mode=0700"
+    options = f"size={(size_mib << 10) + given // 1024 + 8}k,nr_inodes={256 * size_mib + 2},mode=0700"
     check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 6, options.encode()), "a /tmp of its own")
     os.chdir("/tmp")
+    with open("stdin", "wb") as file:
+        while given > file.tell() and os.sendfile(file.fileno(), 0, file.tell(), given):
+            file.seek(0, os.SEEK_END)
 
 
 def main() -> None:
@@ -105,14 +111,16 @@ def main() -> None:
     if code is not None:
         sys.argv[:] = ["program.py"]
         os.environ.clear()
+        builtins.exit, builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D"), _sitebuiltins.Quitter("quit", "Ctrl-D")
         run(code)
 
 
 def serve(channel: socket.socket, listener: int, allowed: bytes, has_namespaces: bool) -> str | None:
     """Fork for each job; return its program in the fork, and None in the server when nobody asks any more.
 
-    Consumes: seconds to begin and to end in, with the files of a job: what it is, and its standard input, output and
-    error. Produces: the exit status, None at the deadline, and whether the program has begun.
+    Consumes: seconds to begin in, of CPU time, and to end in, with the files of a job: what it is, and its standard
+    input, output and error. Produces: the exit status, None at a limit, the seconds of CPU time, and whether the
+    program has begun.
     """
     server = os.getpid()
     gc.freeze()  # a collection in a fork would copy pages that it shares
@@ -127,32 +135,38 @@ def serve(channel: socket.socket, listener: int, allowed: bytes, has_namespaces:
             return become(server, files, tell, allowed, has_namespaces)
         for file in (*files, tell):
             os.close(file)
-        start_s, time_s = json.loads(asked)
-        channel.send(json.dumps(wait(child, start_s, time_s, begins, listener, channel)).encode())
+        start_s, time_s, wall_s = json.loads(asked)
+        channel.send(json.dumps(wait(child, start_s, time_s, wall_s, begins, listener, channel)).encode())
         os.close(begins)
 
 
 def wait(
-    child: int, start_s: float, time_s: float, begins: int, listener: int, channel: socket.socket
-) -> tuple[int | None, bool]:
-    """Return the status of a process, None if it had to be ended, and whether it has begun."""
+    child: int, start_s: float, time_s: float, wall_s: float, begins: int, listener: int, channel: socket.socket
+) -> tuple[int | None, float, bool]:
+    """Return the status of a process, None if it took too long, its CPU time, and whether it has begun."""
+    clock = (~child << 3) | 2  # that of the CPU time of a process, as clock_getcpuclockid makes it
     ended, poll = os.pidfd_open(child), select.poll()
     for file in (ended, begins, listener, channel.fileno()):
         poll.register(file, select.POLLIN)
     latest, has_begun, num_threads, ready = time.monotonic() + start_s, False, 0, set[int]()
-    while not ready & {ended, channel.fileno()} and (left_s := latest - time.monotonic()) > 0:
-        ready = {file for file, _ in poll.poll(left_s * 1000)}
+    left_s = start_s
+    while not ready & {ended, channel.fileno()} and left_s > 0:
+        ready = {file for file, _ in poll.poll(max(left_s * 1000, 1))}
         if begins in ready:
-            latest, has_begun = time.monotonic() + time_s, bool(os.read(begins, 1))
+            latest, has_begun = time.monotonic() + wall_s, bool(os.read(begins, 1))
             poll.unregister(begins)
         if listener in ready:
             num_threads += 1
             answer(listener, num_threads <= MAX_THREADS)
+        left_s = latest - time.monotonic()
+        if has_begun:
+            left_s = min(left_s, time_s - time.clock_gettime(clock))
     if ended not in ready:
         os.kill(child, signal.SIGKILL)
     os.close(ended)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return status if ended in ready else None, has_begun
+    _, status, used = os.wait4(child, 0)
+    cpu_s = used.ru_utime + used.ru_stime
+    return os.waitstatus_to_exitcode(status) if ended in ready and cpu_s < time_s else None, cpu_s, has_begun
 
 
 def answer(listener: int, may_start: bool) -> None:
@@ -193,6 +207,7 @@ def become(server: int, files: list[int], tell: int, allowed: bytes, has_namespa
 def run(code: str) -> None:
     """Run the program; an error is shown by the interpreter."""
     module = types.ModuleType("__main__")
+    module.__file__ = "program.py"
     sys.modules["__main__"] = module
     exec(compile(code, "program.py", "exec"), vars(module))
 

@@ -75,6 +75,7 @@ class Bubblewrap:
             command += ["--ro-bind-try", path, path]
         for device in _DEVICES:
             command += ["--dev-bind", device, device]
+        command += ["--symlink", "/tmp/stdin", "/dev/stdin"]  # there is no /proc that it could lead to
         command += ["--dir", "/tmp", "--remount-ro", "/", self.interpreter.path]
         return _servers(tuple(command), (), None).run(code, stdin, limits)
 
@@ -169,8 +170,9 @@ class _Server:
         job = dataclasses.asdict(limits) | {"code": code}
         files = [_memory(json.dumps(job)), _memory(stdin), _memory(""), _memory("")]
         try:
-            socket.send_fds(self._channel, [json.dumps([limits.start_s, limits.time_s]).encode()], files)
-            self._channel.settimeout(limits.start_s + limits.time_s + _PATIENCE_S)
+            times_s = [limits.start_s, limits.time_s, limits.latest_s]
+            socket.send_fds(self._channel, [json.dumps(times_s).encode()], files)
+            self._channel.settimeout(limits.start_s + limits.latest_s + _PATIENCE_S)
             said = self._channel.recv(256)
             stdout, stderr = (_read(file, limits.output_kib << 10) for file in files[2:])
         except OSError as error:
@@ -180,13 +182,13 @@ class _Server:
                 os.close(file)
         if not said:
             raise SandboxError(self._complaint or "its server has ended")
-        status, has_begun = json.loads(said)
+        status, cpu_s, has_begun = json.loads(said)
         if not has_begun:
             late = f"a program could not be started in {limits.start_s:g} s: the machine is too busy"
             raise SandboxError(
                 (stderr.strip().splitlines() or ["a program could not be started"])[-1] if status else late
             )
-        return Ran("timeout" if status is None else "failed" if status else "ok", stdout, stderr, status)
+        return Ran("timeout" if status is None else "failed" if status else "ok", stdout, stderr, status, cpu_s)
 
     @property
     def _complaint(self) -> str:

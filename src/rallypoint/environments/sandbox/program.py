@@ -15,7 +15,9 @@ class Limits:
     """What one program may use. It is one process of few threads without a network, whatever these are."""
 
     time_s: float = 5.0
-    """Seconds from its start to its end."""
+    """Seconds of CPU time, of all its threads together: the same on a busy machine."""
+    wall_s: float | None = None
+    """Seconds from its start to its end, for one that waits instead of computing; None: 10, and four times `time_s`."""
     start_s: float = 30.0
     """Seconds in which the sandbox must have started it, on a busy machine; else the sandbox has failed, not it."""
     memory_mib: int = 512
@@ -24,6 +26,11 @@ class Limits:
     """The most that it may write to standard output, to standard error, and to any file."""
     files_mib: int = 16
     """All of its files together, where it may write any."""
+
+    @property
+    def latest_s(self) -> float:
+        """Seconds after its start at which it is ended, whatever it has taken."""
+        return 10.0 + 4.0 * self.time_s if self.wall_s is None else self.wall_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +43,8 @@ class Ran:
     stderr: str
     exit_status: int | None
     """None after a timeout; below 0 by a signal."""
+    cpu_s: float = 0.0
+    """Seconds of CPU time that it took; of a remote program, what the service says of its time."""
 
 
 class Sandbox(Protocol):

@@ -65,7 +65,8 @@ def _ran(answer: Any, limits: Limits) -> Ran:
     if answer.get("status") == "SandboxError" or not result:
         raise ValueError(f"the service failed: {answer.get('message') or answer}"[:300])
     stdout, stderr = ((result.get(name) or "")[: limits.output_kib << 10] for name in ("stdout", "stderr"))
+    took_s = float(result.get("execution_time") or 0.0)
     if result.get("status") == "TimeLimitExceeded":
-        return Ran("timeout", stdout, stderr, None)
+        return Ran("timeout", stdout, stderr, None, took_s)
     status = result.get("return_code")
-    return Ran("ok" if status == 0 else "failed", stdout, stderr, status)
+    return Ran("ok" if status == 0 else "failed", stdout, stderr, status, took_s)

@@ -10,9 +10,30 @@ from collections.abc import Callable
 from decimal import Decimal, DecimalException
 from typing import Any
 
-_NUMBER = re.compile(r"[-+]?\$?(?:\d(?:[\d,]*\d)?(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+|/\d+)?")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,]).*")
-_MINUS = str.maketrans("\u2212\uff0d", "--")
+_AMOUNT = re.compile(
+    r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}(?!\d)"  # 1.234,5: a point that divides thousands
+    r"|\d{1,3}(?:[ '_]\d{3})+(?![\d/])(?:[.,]\d+)?"
+    r"|\d+ \d+/\d+"
+    r"|(?:\d(?:[\d,]*\d)?(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+|\s*/\s*\d+)?"
+)
+"""A number without its sign."""
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d,]).*")
+_SIGN = re.compile(
+    r"(?:(?:^|[=:(])\s*([-+])\s*|(?<![\w)])([-+])|\b(minus|negative)\s+)?(?:\\?[$€£¥₹]\s*([-+])?)?$", re.IGNORECASE
+)
+"""What may stand before a number; a sign apart from it is one only where nothing stands before that."""
+_OPERATOR = r"[ \t]*(?:[-+*/^×÷·]|\*\*|\\times|\\cdot|\\div)[ \t]*[({$\\]*"
+_OPERATOR_BEFORE = re.compile(rf"(?:[\d)}}]|\b[a-zA-Z]){_OPERATOR}$")
+_OPERATOR_AFTER = re.compile(rf"{_OPERATOR}\d")
+_ASCII = str.maketrans(
+    {
+        **{chr(0xFF01 + place): chr(0x21 + place) for place in range(94)},  # fullwidth
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\u207b\ufe63", "-"),
+        **dict.fromkeys("\u00a0\u2007\u2009\u202f\u3000", " "),
+        **dict.fromkeys("\u2019\u02bc", "'"),
+    }
+)
+"""Signs, digits and spaces as typographers have them."""
 
 
 def exact(
@@ -51,6 +72,9 @@ def gsm8k(
 ) -> float:
     """Compare the number after the last `####` with that of the truth, as numbers.
 
+    What stands after the last `=` of its line counts, as in `#### 5 + 2 = 7`. A calculation without its result is no
+    number. Thousands may be divided by commas, spaces, apostrophes, or by points before a decimal comma.
+
     Args:
         data_source: ignored.
         solution_str: the response.
@@ -62,11 +86,7 @@ def gsm8k(
     if truth is None:
         raise ValueError(f"gsm8k: the ground truth has no number: {str(ground_truth)[-100:]!r}")
     _, mark, answer = solution_str.rpartition("####")
-    if mark:
-        found = _number_in(answer)
-    else:
-        numbers = _NUMBER.findall(solution_str[-2000:]) if flexible else []
-        found = _number_in(numbers[-1]) if numbers else None
+    found = _number_in(answer) if mark else _last_number(solution_str[-2000:]) if flexible else None
     return float(found is not None and found == truth)
 
 
@@ -87,11 +107,17 @@ def math(
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    truth = str(ground_truth).rpartition("####")[2].strip()
-    gold = parse(_last_box(truth) if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}")
+    truth = _no_dollars(str(ground_truth).rpartition("####")[2].strip())
+    is_marked = truth.count("$") > 1 or "\\boxed" in truth
+    gold = parse(_last_box(truth) if is_marked else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(f"math: the ground truth is no mathematics: {truth[:100]!r}")
-    return float(bool(verify(gold, parse(_last_box(solution_str[-8000:])))))
+    return float(bool(verify(gold, parse(_last_box(_no_dollars(solution_str[-8000:]))))))
+
+
+def _no_dollars(text: str) -> str:
+    r"""Return a text without `\$`, a sign of money in LaTeX, which would be read as the end of a formula."""
+    return re.sub(r"(?<!\\)\\\$", "", text)
 
 
 def _last_box(text: str) -> str:
@@ -218,17 +244,71 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def _number_in(text: str) -> Decimal | None:
-    """Return the first number of a text; commas are part of it where they divide thousands.
+    """Return the number that an answer has; what stands in brackets after it, or on a later line, is not read.
 
     >>> _number_in(" $1,234.50 in all"), _number_in("7/2"), _number_in("1e3"), _number_in("12,5,7"), _number_in("none")
     (Decimal('1234.50'), Decimal('3.5'), Decimal('1E+3'), None, None)
+    >>> _number_in("- 3"), _number_in("5 + 2 = 7"), _number_in("5 + 2"), _number_in("1.234,5"), _number_in("1 000 (so)")
+    (Decimal('-3'), Decimal('7'), None, Decimal('1234.5'), Decimal('1000'))
     """
-    found = _NUMBER.search(text[:200].translate(_MINUS))
-    number = found[0].replace("$", "") if found else ""
-    if "," in number and not _THOUSANDS.fullmatch(number):
+    lines = [line for line in _plain(text[:200]).splitlines() if _AMOUNT.search(line)]
+    if not lines:
         return None
-    whole, _, divisor = number.replace(",", "").partition("/")
+    head = re.split(r"(?<=\S)\s*\(", lines[0])[0]
+    sides = (head if _AMOUNT.search(head) else lines[0]).split("=")
+    part = next(filter(_AMOUNT.search, reversed(sides))).strip()
+    found = _AMOUNT.search(part)
+    return _signed(part, found) if found else None
+
+
+def _last_number(text: str) -> Decimal | None:
+    """Return the last number of a text.
+
+    >>> _last_number("from 1,234 to -3."), _last_number("5 - 3 = 2"), _last_number("- 3 apples"), _last_number("10 - 3")
+    (Decimal('-3'), Decimal('2'), Decimal('-3'), None)
+    """
+    text = _plain(text)
+    found = [*_AMOUNT.finditer(text)]
+    return _signed(text, found[-1]) if found else None
+
+
+def _plain(text: str) -> str:
+    r"""Return a text whose numbers are written in ASCII, without LaTeX's spaces and braces.
+
+    >>> _plain("\u22123{,}000\\,kg, **7**")
+    '-3,000 kg, 7'
+    """
+    text = text.translate(_ASCII).replace("{,}", ",").replace("\\,", " ")
+    text = re.sub(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}", r"\1/\2", text)
+    return re.sub(r"\\!|(?<!\d)\*\*|\*\*(?!\d)|`", "", text)
+
+
+def _signed(text: str, amount: re.Match[str]) -> Decimal | None:
+    """Return a number of a text with its sign; None where it is a part of a calculation, or cannot be read."""
+    sign = _SIGN.search(text, max(0, amount.start() - 40), amount.start())
+    signs = [one for one in (sign.groups() if sign else ()) if one]
+    begins = sign.start() if sign else amount.start()
+    if not signs and _OPERATOR_BEFORE.search(text, max(0, begins - 40), begins):
+        return None
+    if _OPERATOR_AFTER.match(text, amount.end()):
+        return None
+    size = _size(amount[0])
+    return -size if size is not None and any(one not in "+" for one in signs) else size
+
+
+def _size(written: str) -> Decimal | None:
+    """Return the value of a number without a sign; commas are part of it where they divide thousands.
+
+    >>> [_size(one) for one in ("1,234.5", "1.234,5", "1 000", "3 1/2", "12,5")]
+    [Decimal('1234.5'), Decimal('1234.5'), Decimal('1000'), Decimal('3.5'), None]
+    """
+    if re.fullmatch(r"\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:[ '_]\d{3})+,\d+", written):
+        written = written.replace(".", "").replace(",", ".")
+    elif "," in written and not _THOUSANDS.fullmatch(written):
+        return None
+    above, _, below = written.replace(",", "").partition("/")
+    whole, _, above = above.strip().rpartition(" ") if below else ("", "", re.sub(r"[ '_]", "", above))
     try:
-        return Decimal(whole) / Decimal(divisor) if divisor else Decimal(whole)
+        return Decimal(whole or 0) + Decimal(above) / Decimal(below.strip() or 1) if below or whole else Decimal(above)
     except DecimalException:
         return None

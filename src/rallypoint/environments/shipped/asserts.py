@@ -18,7 +18,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Literal, cast
 
-Relation = Literal["==", "!=", "in", "close"]
+Relation = Literal["==", "!=", "is", "in", "close"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Wanted:
 
     value: object
     relation: Relation = "=="
-    """To the value: the same, another, one of its elements, or a number as close as `math.isclose` says."""
+    """To the value: equal, another, equal and of its type, one of its elements, or as close as `math.isclose` says."""
     rel_tol: float = 0.0
     abs_tol: float = 0.0
 
@@ -37,7 +37,9 @@ class Wanted:
             return any(same_value(found, one) for one in cast("Sequence[object]", self.value))
         if self.relation == "close":
             return _close(found, self.value, self.rel_tol, self.abs_tol)
-        return same_value(found, self.value) == (self.relation == "==")
+        if self.relation == "is" and type(found) is not type(self.value):
+            return False
+        return same_value(found, self.value) == (self.relation != "!=")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +51,10 @@ class Test:
 
 
 def same_value(found: object, expected: object) -> bool:
-    """Whether two plain values are the same: tuples are lists, and floats may differ by rounding.
+    """Whether two plain values are equal: tuples are lists, floats may differ by rounding, and NaN is NaN.
 
     >>> same_value((1, [2.0000000001]), [1, [2]]), same_value(True, 1), same_value({"a": 1}, {"a": 2})
-    (True, False, False)
+    (True, True, False)
     >>> same_value(10_000_001, 10_000_000), same_value("3", 3), same_value(10**400, 0.5)
     (False, False, False)
     """
@@ -62,10 +64,9 @@ def same_value(found: object, expected: object) -> bool:
     if isinstance(expected, dict) and isinstance(found, dict):
         one, other = cast("dict[object, object]", found), cast("dict[object, object]", expected)
         return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in other)
-    if isinstance(expected, bool) or isinstance(found, bool):
-        return found is expected
     if isinstance(expected, int | float) and isinstance(found, int | float):
-        return found == expected or _is_rounded(found, expected)
+        are_nan = found != found and expected != expected
+        return found == expected or are_nan or _is_rounded(found, expected)
     return type(found) is type(expected) and found == expected
 
 
@@ -89,7 +90,7 @@ def read_asserts(*texts: str) -> tuple[str, list[Test]]:
 
     >>> _, tests = read_asserts("assert add(1, -2) == -1, 'text'; assert is_odd(3)")
     >>> [(test.call, test.wanted.value) for test in tests]
-    [('add(1, -2)', -1), ('is_odd(3)', True)]
+    [('add(1, -2)', -1), ('not not is_odd(3)', True)]
 
     Raises:
         ValueError: something of it cannot be judged outside.
@@ -123,11 +124,11 @@ def _test(test: ast.expr) -> Test:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _comparison(left, op, right)
         case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
-            return Test(_call(call, False), Wanted(False))
+            return Test(f"not {_call(call, False)}", Wanted(True))
         case ast.Call(func=ast.Name(id="isclose") | ast.Attribute(value=ast.Name(id="math"), attr="isclose")):
             return _isclose(test)
         case ast.Call():
-            return Test(_call(test, True), Wanted(True))
+            return Test(f"not not {_call(test, True)}", Wanted(True))  # true is whatever an assert takes for it
         case _:
             raise ValueError("expected `assert CALL == VALUE` with a plain value")
 
@@ -139,11 +140,13 @@ def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Test:
             truth = next((one for one in values if isinstance(one, bool)), None)
             return Test(_call(left, truth), Wanted(values, "in"))
         case ast.Eq() | ast.Is() | ast.NotEq() | ast.IsNot():
-            relation: Relation = "==" if isinstance(op, ast.Eq | ast.Is) else "!="
+            relation: Relation = "==" if isinstance(op, ast.Eq) else "is" if isinstance(op, ast.Is) else "!="
         case _:
             raise ValueError("expected `assert CALL == VALUE` with a plain value")
     call, other = (right, left) if _is_plain(left) else (left, right)
     value = plain(other)
+    if isinstance(op, ast.IsNot) and value is None:
+        return Test(f"{_call(call, value)} is not None", Wanted(True))  # whatever it is
     return Test(_call(call, value), Wanted(value, relation))
 
 

@@ -29,7 +29,7 @@ from rallypoint.environments.shipped.asserts import Test, Wanted, read_asserts
 from rallypoint.environments.shipped.form import block
 
 _RUN = """
-import collections, json, sys, types
+import collections, contextlib, json, sys, types
 
 def written(value):
     if isinstance(value, dict):
@@ -42,8 +42,8 @@ def written(value):
         return "{" + ", ".join(map(written, value)) + "}" if value else "set()"
     if type(value).__name__ in ("Decimal", "Fraction"):
         value = int(value) if value == int(value) else float(value)
-    if isinstance(value, float) and value in (float("inf"), -float("inf")):
-        return "1e999" if value > 0 else "-1e999"
+    if isinstance(value, bytearray):
+        value = bytes(value)
     for kind in (bool, int, float, str, bytes):
         if isinstance(value, kind):
             return kind.__repr__(value)
@@ -64,7 +64,8 @@ def results(calls):
 module = types.ModuleType("program")
 sys.modules["program"] = module
 exec(PRELUDE, vars(module))
-exec(compile(PROGRAM, "program.py", "exec", dont_inherit=True), vars(module))
+with contextlib.suppress(SystemExit):  # it may end with exit(): its functions are there
+    exec(compile(PROGRAM, "program.py", "exec", dont_inherit=True), vars(module))
 vars(module)["_named"] = named
 calls = eval(CALLS, vars(module))
 sys.stdout.flush()
@@ -103,10 +104,11 @@ def code(
         solution_str: the response.
         ground_truth: the tests, see above; an object, a list, or the text of one.
         extra_info: ignored.
-        time_s: for each input, or for all calls of a program of functions. A program that takes longer has failed the
-            tests that are left, too.
-        total_s: for all inputs; tests that have not begun by then have failed. Less than reward.timeout_s, or a slow
-            program would be a failure of the reward instead of a wrong answer.
+        time_s: CPU time for each input, or for all calls of a program of functions: scores do not depend on what else
+            the machine does. A program that takes longer has failed the tests that are left, too, as has one that
+            waits for 10 s and four times as long.
+        total_s: CPU time for all inputs; tests that have not begun by then have failed. Less than reward.timeout_s, or
+            a slow program would be a failure of the reward instead of a wrong answer.
         memory_mib: address space of the program.
         partial: makes the score the share of tests that passed.
         url: of a service that speaks SandboxFusion's protocol, instead of a sandbox of this machine.
@@ -130,13 +132,21 @@ def run_tests(
     program, tests = block(response), _read(ground_truth)
     if isinstance(tests, Calls):
         return _calls(sandbox, program, tests, limits)
-    passed, latest = [False] * len(tests), time.monotonic() + total_s
+    passed, began, cpu_s = [False] * len(tests), time.monotonic(), 0.0
     for place, (given, output) in enumerate(tests):
-        ran = sandbox.run(program, stdin=given, limits=limits)
+        ran = sandbox.run(program, stdin=given, limits=_with_room(limits, len(output.encode(errors="replace"))))
         passed[place] = ran.status == "ok" and same_output(ran.stdout, output)
-        if ran.status == "timeout" or time.monotonic() > latest:
+        cpu_s += ran.cpu_s
+        wall_s = time.monotonic() - began
+        is_asleep = wall_s > total_s and cpu_s < wall_s / 10  # on a busy machine it would have had more
+        if ran.status == "timeout" or cpu_s > total_s or is_asleep:
             break
     return passed
+
+
+def _with_room(limits: Limits, num_bytes: int) -> Limits:
+    """Return limits by which a program may write twice what is expected, besides what they allow."""
+    return dataclasses.replace(limits, output_kib=limits.output_kib + (2 * num_bytes >> 10))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,7 +165,8 @@ def _calls(sandbox: Sandbox, program: str, calls: Calls, limits: Limits) -> list
     written = "[" + ", ".join(f"lambda: {test.call}" for test in calls.tests) + "]"
     given = {"PROGRAM": program, "PRELUDE": prelude, "CALLS": written, "MARK": mark}
     head = "".join(f"{name} = {text!r}\n" for name, text in given.items())
-    ran = sandbox.run(head + _RUN, limits=limits)
+    num_bytes = len(json.dumps([repr(test.wanted.value) for test in calls.tests]))
+    ran = sandbox.run(head + _RUN, limits=_with_room(limits, num_bytes))
     try:
         results: object = json.loads(ran.stdout.rpartition(mark)[2])
     except (ValueError, RecursionError):
@@ -170,9 +181,16 @@ def _is(written: object, wanted: Wanted) -> bool:
     if not isinstance(written, str):
         return False
     try:
-        return wanted.allows(ast.literal_eval(written))
+        return wanted.allows(ast.literal_eval(_Floats().visit(ast.parse(written, mode="eval"))))
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return False
+
+
+class _Floats(ast.NodeTransformer):
+    """Reads the floats that have a name: Python writes them as `inf` and `nan`."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
 
 
 def same_output(found: str, expected: str) -> bool:

@@ -135,6 +135,9 @@ ORDINARY = {
     "select": "import select, os; r, w = os.pipe(); os.write(w, b'x'); print(select.select([r], [], [], 1)[0] == [r])",
     "selectors": "import selectors, socket; a, b = socket.socketpair(); b.send(b'x')\n"
     "s = selectors.DefaultSelector(); s.register(a, 1); print(len(s.select(1)), a.recv(1))",
+    "standard input by its path": "print(open('/dev/stdin').read())",
+    "exit": "print(1); exit()",
+    "quit": "print(1); quit(0)",
     "shutil": "import shutil; print(shutil.which('python3'), shutil.get_terminal_size())",
     "signal": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: print('rang'))\n"
     "signal.setitimer(signal.ITIMER_REAL, 0.001); signal.pause()",

@@ -1,6 +1,8 @@
 """The forms in which data sets have the tests of programs: what is read of each, and that right programs are right."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,11 @@ WRONG = {
     "not as close": (gives("5.01"), ["assert math.isclose(f(), 5)"]),
     "none of several": (ADD, ["assert add(1, 2) in (2, 4)"]),
     "no such function": ("class Solution: pass", BY_NAME),
+    "1 where True itself is expected": (gives("1"), ["assert f() is True"]),
+    "a number for NaN": (gives("0"), ["assert f() == float('nan')"]),
+    "NaN for a number": (gives("float('nan')"), ["assert f() == 0", "assert f() == float('inf')"]),
+    "a name that is no number": (gives("type('X', (), {'__repr__': lambda _: 'f'})()"), ["assert f() == 'f'"]),
+    "what is not true": (gives("[]"), ["assert f()"]),
     "an object for another value": (gives("object()"), ["assert f() != 3"]),
 }
 UNREADABLE = {
@@ -116,3 +123,24 @@ def test_a_wrong_program_does_not(sandbox, what):
 def test_what_cannot_be_read_is_an_error_that_says_what_was_expected(problem):
     with pytest.raises(ValueError, match=problem):
         run_tests(None, "x", UNREADABLE[problem], Limits())
+
+
+def honest_programs():
+    """Yield each program of honest_programs.txt by its name, with its tests in a form of their own."""
+    for block in Path(__file__).with_name("honest_programs.txt").read_text(encoding="utf-8").split("### ")[1:]:
+        name, _, rest = block.partition("\n")
+        program, *tests = (part.strip() for part in rest.split("\n>>> "))
+        if tests[0].startswith("assert"):
+            yield name, program, tests
+        elif "->" in tests[0]:
+            both = [[eval(side) for side in test.split(" -> ")] for test in tests]
+            yield name, program, {"inputs": [given for given, _ in both], "outputs": [output for _, output in both]}
+        else:
+            yield name, program, eval(tests[0], {"nan": math.nan})
+
+
+def test_a_hundred_honest_programs_pass_their_tests(sandbox):
+    programs = list(honest_programs())
+    assert len(programs) >= 100
+    passed = {name: run_tests(sandbox, program, tests, Limits(time_s=60.0)) for name, program, tests in programs}
+    assert {name: each for name, each in passed.items() if not each or not all(each)} == {}

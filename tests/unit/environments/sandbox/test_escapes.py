@@ -155,7 +155,17 @@ def test_disk_is_limited(sandbox):
 
 def test_a_program_that_does_not_end_is_ended(sandbox):
     for program in ("while True: pass", "import time; time.sleep(600)", "import signal\nsignal.pause()"):
-        assert sandbox.run(program, limits=Limits(time_s=0.2)).status == "timeout"
+        ran = sandbox.run(program, limits=Limits(time_s=0.2, wall_s=0.4 if "while" not in program else 600.0))
+        assert ran.status == "timeout"
+        assert (ran.cpu_s >= 0.2) == ("while" in program)
+
+
+def test_the_time_of_a_program_is_that_of_its_work_however_busy_the_machine_is(sandbox):
+    ran = sandbox.run("import time; time.sleep(0.7); print(1)", limits=Limits(time_s=0.5))
+    assert (ran.status, ran.stdout) == ("ok", "1\n"), ran
+    spins = "import hashlib, threading\nfor _ in range(4):\n"
+    spins += "    threading.Thread(target=lambda: [hashlib.sha256(bytes(2**20)) for _ in range(10**6)]).start()"
+    assert sandbox.run(spins, limits=Limits(time_s=0.3)).status == "timeout", "threads count together"
 
 
 def test_threads_work_and_end_with_the_program(sandbox):
@@ -347,7 +357,7 @@ def test_a_right_program_is_right(sandbox):
 
 
 class Slow:
-    """A sandbox whose programs take their time, and do not end if they are asked for 0."""
+    """A sandbox whose programs take a second each, and do not end if they are asked for 0."""
 
     name = "slow"
 
@@ -356,7 +366,7 @@ class Slow:
 
     def run(self, code, *, stdin="", limits=None):
         self.asked.append(stdin)
-        return Ran("timeout", "", "", None) if stdin == "0" else Ran("ok", stdin, "", 0)
+        return Ran("timeout", "", "", None) if stdin == "0" else Ran("ok", stdin, "", 0, 1.0)
 
 
 def test_a_program_that_does_not_end_fails_what_is_left_and_a_slow_one_what_has_not_begun():
@@ -364,7 +374,9 @@ def test_a_program_that_does_not_end_fails_what_is_left_and_a_slow_one_what_has_
     sandbox = Slow()
     assert run_tests(sandbox, "x", tests, Limits()) == [True, False, False]
     assert sandbox.asked == ["1", "0"]
-    assert run_tests(Slow(), "x", tests, Limits(), total_s=-1.0) == [True, False, False]
+    tests = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}
+    assert run_tests(Slow(), "x", tests, Limits(), total_s=1.5) == [True, True, False]
+    assert run_tests(Slow(), "x", tests, Limits(), total_s=3.5) == [True, True, True]
 
 
 class Server(ThreadingHTTPServer):
