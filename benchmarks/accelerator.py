@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rallypoint.algorithms import policy_loss
 from rallypoint.config import load_config
 from rallypoint.engine import TrainingEngine, policy_outputs
-from rallypoint.engine.determinism import make_deterministic
+from rallypoint.engine.determinism import prepare_process
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.layers import replace_layers
 from rallypoint.observability.flops import device_peak, flops_of
@@ -96,7 +96,14 @@ def predicted_bytes(name: str, num_rows: int, length: int, activations: str) -> 
 
 
 def measure(
-    name: str, device: torch.device, activations: str, times: int, num_rows: int, length: int
+    name: str,
+    device: torch.device,
+    activations: str,
+    times: int,
+    num_rows: int,
+    length: int,
+    *,
+    deterministic: bool = True,
 ) -> dict[str, str | float]:
     """Return a row of the table."""
     gc.collect()  # what the line before held
@@ -114,6 +121,7 @@ def measure(
         optimizer=config.actor.optimizer,
         max_tokens_per_micro_batch=16_384,
         activations=activations,  # pyright: ignore[reportArgumentType]
+        deterministic=deterministic,
     )
     batch = make_batch(model.config.vocab_size, num_rows, length)
 
@@ -160,12 +168,13 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu shows that it runs")
-    if device.type != "cpu" and not wanted.any_order:  # as in every run
-        make_deterministic()
+    if device.type != "cpu":  # as in every run
+        prepare_process()
     table = Table(COLUMNS, wanted.json)
     for name in wanted.models:
         for activations in wanted.activations:
-            table.add(**measure(name, device, activations, wanted.times, wanted.rows, wanted.length))
+            rows = (wanted.times, wanted.rows, wanted.length)
+            table.add(**measure(name, device, activations, *rows, deterministic=not wanted.any_order))
 
 
 if __name__ == "__main__":

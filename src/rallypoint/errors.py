@@ -197,6 +197,10 @@ class OwnLossError(NotFiniteError):
         return OwnLossError(self.row, self.said, (prompt, sample))
 
 
+class DeterminismError(RallyError, RuntimeError):
+    """A training pass needs an operator of which torch has no kernel that gives equal bits; it is named."""
+
+
 class PeerFailedError(RallyError, RuntimeError):
     """Another rank of the same group found a problem, so that this one stopped as well."""
 

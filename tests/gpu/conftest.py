@@ -10,12 +10,15 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
+from rallypoint.engine.determinism import prepare_process
 from rallypoint.model_files import load_policy
 
 if os.environ.get("RALLYPOINT_PRETEND"):
     from pretend_device import install
 
     install()
+if torch.accelerator.is_available():
+    prepare_process()  # as every worker does, before the device is used
 
 
 @pytest.fixture

@@ -12,10 +12,13 @@ import pytest
 from pretend_device import install
 from tiny_runs import Runs
 
+from rallypoint.engine.determinism import prepare_process
+
 IS_PRETEND = bool(os.environ.get("RALLYPOINT_PRETEND"))
 collect_ignore_glob = [] if IS_PRETEND else ["test_*.py"]
 if IS_PRETEND:
     install()
+    prepare_process()
 
 
 @pytest.fixture(autouse=True)

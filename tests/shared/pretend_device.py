@@ -10,10 +10,12 @@ here, with an error:
   without `record_stream`;
 - memory of a storage that was resized to nothing and back: it holds NaN, or numbers no less wrong;
 - a copy to page-locked memory that is read before the device was waited for: it arrives at the synchronisation, and
-  until then the memory holds the same wrong numbers.
+  until then the memory holds the same wrong numbers;
+- an operator for which CUDA has no deterministic kernel, where torch was asked for such kernels strictly.
 
 `syncs` counts, by reason, how often the host waited for the device; `copies` counts, by direction, copies and bytes;
-`kernels` counts operators, and for attention the kernel that CUDA would have taken (`attention_kernel`).
+`kernels` counts operators, for attention the kernel that CUDA would have taken (`attention_kernel`), and gradients of
+attention that CUDA would have added in any order.
 
 How: tensors of the device are made by DLPack from CPU tensors, with another device type. Their memory is real, so
 views, data pointers and storages are as on any device. A fallback gives every operator a CPU tensor of the same memory.
@@ -41,6 +43,8 @@ _SYNCHRONISING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "ate
 """Operators besides `item` whose result's size, or whose result, the host must know."""
 _TAKES_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 """Operators that take tensors of the CPU as indices, and copy them."""
+_UNORDERED = {"cumsum", "kthvalue", "median", "nanmedian", "histc", "put_", "nll_loss2d_forward"}
+"""Operators on floating-point numbers of which CUDA has no deterministic kernel, besides `bincount` with weights."""
 _NEW = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
 _KEPT: list[torch.library.Library] = []
 """What is registered, for as long as the process lives."""
@@ -69,20 +73,46 @@ def install() -> Pretend:
 
 
 def attention_kernel(query: Tensor, key: Tensor, *, has_mask: bool, is_causal: bool, enable_gqa: bool) -> str:
-    """Return which kernel CUDA's `scaled_dot_product_attention` takes: flash, efficient or math.
+    """Return which kernel CUDA's `scaled_dot_product_attention` takes: cudnn, flash, efficient or math.
 
     From torch's own source (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), for capability 8.0 and later: flash
     takes half precision without a mask, grouped heads, heads up to 256, and is causal for squares only; the
     memory-efficient kernel takes float32 as well, and a mask, but no grouped heads, and heads of multiples of 16 bytes.
+    From capability 9.0 on cuDNN's is the first choice in half precision, unless it is off or its order would matter.
     """
     is_half, is_grouped = query.dtype in (torch.float16, torch.bfloat16), enable_gqa and query.shape[1] != key.shape[1]
     is_square, size = query.shape[-2] == key.shape[-2], query.shape[-1]
+    if is_half and not size % 8 and torch.backends.cuda.cudnn_sdp_enabled() and not is_strict():
+        return "cudnn"
     if is_half and not has_mask and size <= 256 and (is_square or not is_causal):
         return "flash"
     is_aligned = size * query.itemsize % 16 == 0
     if (is_half or query.dtype == torch.float32) and not is_grouped and is_aligned:
         return "efficient"
     return "math"
+
+
+def is_strict() -> bool:
+    """Return whether torch was asked for deterministic kernels, and would raise where there is none."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _look_at_order(name: str, args: Sequence[Any]) -> None:
+    """Do what CUDA does before an operator if it was asked for deterministic kernels.
+
+    Raises:
+        RuntimeError: there is no such kernel.
+    """
+    first, has_weights = args[0] if args else None, name == "bincount" and len(args) > 1 and args[1] is not None
+    if not isinstance(first, Tensor) or not torch.are_deterministic_algorithms_enabled():
+        return
+    if is_strict() and (has_weights or (name in _UNORDERED and first.is_floating_point())):
+        raise RuntimeError(
+            f"{name} does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation."
+        )
+    if name in ("index_put_", "_index_put_impl_") and not first.is_contiguous():
+        DEVICE.kernels["whole copies to write in order"] += 2  # sorted indices want it contiguous: there and back
 
 
 def _register_operators() -> None:
@@ -138,6 +168,7 @@ def _compute(operator: Any, *args: Any, **options: Any) -> Any:
     """Compute an operator on the CPU, with the memory of the device."""
     schema, name = operator._schema, operator._schema.name
     DEVICE.kernels[name.removeprefix("aten::")] += 1
+    _look_at_order(name.removeprefix("aten::"), args)
     index = _device_of(operator, args, options)
     names = [argument.name for argument in schema.arguments]
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
@@ -259,6 +290,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         DEVICE.used(grad, is_written=False)
+        DEVICE.kernels["attention backward in any order"] += not is_strict()
         grads = torch.autograd.grad(ctx.out, ctx.inputs, unwrap(grad))
         index = grad.device.index or 0
         return *(DEVICE.wrap(found.contiguous().clone(), index) for found in grads), None, None

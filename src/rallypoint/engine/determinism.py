@@ -1,48 +1,99 @@
 """Equal bits for equal seeds on accelerators: kernels whose sums do not depend on which thread comes first.
 
-On CPUs torch's kernels are of that kind. On CUDA some add by atomics unless asked (the backward pass of flash attention
-is one), and for a few operators there is no other kernel: torch warns, and here such an operator is remembered, so that
-the run can say that its bits may differ.
+On CPUs torch's kernels are of that kind. On CUDA some add by atomics, such as the backward pass of attention, which
+stops only if torch is asked strictly; asked to warn, it adds as before. So training passes are strict: an operator that
+has no deterministic kernel is an error that names it.
+
+Sampling is not: nothing adds by atomics there, and strictly every write of keys and values would copy the whole cache
+of a layer twice.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
-import re
-import warnings
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from rallypoint.errors import DeterminismError
+
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_WARNING = re.compile(r"(\S+) does not have a deterministic implementation")
-_operators: set[str] = set()
+_ASKED = "torch.use_deterministic_algorithms(True"
+"""Part of whatever torch says of an operator that has no such kernel."""
+
+_memory: Any = torch.utils.deterministic  # its flags are properties that its stubs do not know
+_lock = threading.Lock()
+_passes = 0
+"""Passes under way in this process, whose flags they share."""
+_before: tuple[bool, bool, bool] = (False, False, False)
+"""Flags that the first of them found."""
 
 
-@functools.cache
-def make_deterministic() -> None:
-    """Ask for such kernels in this process, for good.
+def prepare_process() -> None:
+    """Prepare this process for an accelerator; call it before the device is used.
 
-    Call it before the device is used: that is when cuBLAS reads the size of its workspace. Memory that was not written
-    is left as it is: filling it would cost a pass over every tensor. What torch warns of is shown once an operator: it
-    warns at every call. Another call of this function does nothing.
+    That is when cuBLAS reads the size of its workspace, which decides whether its sums have an order. And torch prefers
+    cuDNN's attention on newer devices, which builds a graph for each shape, takes tens of milliseconds for it and keeps
+    all of them; packed rows have hundreds of shapes.
     """
     os.environ.setdefault(_CUBLAS, ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    shown = warnings.showwarning
-
-    def remember(message: Warning | str, *where: object, **more: object) -> None:
-        if (found := _WARNING.search(str(message))) is not None:
-            if found.group(1) in _operators:
-                return
-            _operators.add(found.group(1))
-        shown(message, *where, **more)  # pyright: ignore[reportArgumentType] - passed on as it came
-
-    warnings.showwarning = remember
-    warnings.filterwarnings("always", message=".*does not have a deterministic implementation.*")
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def operators_without() -> frozenset[str]:
-    """Return the operators that ran in this process, and for which torch has no deterministic kernel."""
-    return frozenset(_operators)
+@contextlib.contextmanager
+def process_as_found() -> Iterator[None]:
+    """Undo `prepare_process` at the end of the block: without Ray the process is the user's own."""
+    workspace, has_cudnn = os.environ.get(_CUBLAS), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Run a training pass with kernels that give equal bits; passes of several threads may overlap.
+
+    Raises:
+        DeterminismError: an operator has no such kernel.
+    """
+    _enter()
+    try:
+        yield
+    except RuntimeError as error:
+        if _ASKED not in str(error):
+            raise
+        raise DeterminismError(
+            f"equal seeds would give other bits: {str(error).splitlines()[0]} Use another operator, or set "
+            f"engine.deterministic=false; if it is about {_CUBLAS}, set that to :4096:8 before Python starts"
+        ) from error
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _passes, _before
+    with _lock:
+        if not _passes:
+            _before = (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+                _memory.fill_uninitialized_memory,
+            )
+            torch.use_deterministic_algorithms(True)
+            _memory.fill_uninitialized_memory = False  # it would cost a pass over every tensor
+        _passes += 1
+
+
+def _leave() -> None:
+    global _passes
+    with _lock:
+        _passes -= 1
+        if not _passes:
+            is_on, only_warns, _memory.fill_uninitialized_memory = _before
+            torch.use_deterministic_algorithms(is_on, warn_only=only_warns)

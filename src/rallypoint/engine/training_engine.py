@@ -8,6 +8,7 @@ the same cut gives the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from rallypoint.algorithms import Denominator
 from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_groups, pad_rows
 from rallypoint.engine.activations import Checkpoints
+from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.engine.sleeper import Sleeper
@@ -46,6 +48,7 @@ class TrainingEngine(Generic[BatchT]):
         padded: bool = False,
         activations: Activations = "keep",
         eps: float = 1e-8,
+        deterministic: bool = True,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model over.
@@ -58,6 +61,7 @@ class TrainingEngine(Generic[BatchT]):
                 parity table only (docs/parity.md), which compares packing with padding on every mesh.
             activations: what a layer keeps for the backward pass.
             eps: AdamW's; a larger one keeps the division well conditioned.
+            deterministic: off the CPU, run passes with kernels that give equal bits; see `engine.determinism`.
             tick: called after every micro-batch, as a sign of progress.
         """
         self.shard, self.model = shard, shard.model
@@ -71,6 +75,7 @@ class TrainingEngine(Generic[BatchT]):
         )
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
+        self._is_strict = deterministic and self.model.device.type != "cpu"
         self._max_tokens, self._padded, self._tick = max_tokens_per_micro_batch, padded, tick
 
     @property
@@ -107,7 +112,7 @@ class TrainingEngine(Generic[BatchT]):
         """
         values = torch.zeros(batch.num_tokens if columns is None else (batch.num_tokens, columns))
         micro_batches = self._cut(batch)
-        with self._mesh.abandoned_on_error():
+        with self._mesh.abandoned_on_error(), self._kernels():
             for rows, part, positions in self._parts(batch, micro_batches):
                 found = self._sharding.run(functools.partial(outputs if rows else self._nothing, part, positions))
                 if rows:
@@ -137,19 +142,20 @@ class TrainingEngine(Generic[BatchT]):
         assert self._optimizer_config is not None, "the optimizer was made from it"
         measured: list[Metrics] = []
         failure: Exception | None = None
-        try:
-            measured, failure = self.accumulate(batch, loss, denominator)
-        except Exception as error:
-            # Peers that share this rank's passes are waiting inside one, where nothing else reaches them.
-            if self._mesh.everyone.size > self._mesh.sizes["dp_replicate"]:
-                self._mesh.abandon()
-                raise
-            failure = error
-        norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm, failure)
-        rate = learning_rate(self._optimizer_config, step, num_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        with self._kernels():
+            try:
+                measured, failure = self.accumulate(batch, loss, denominator)
+            except Exception as error:
+                # Peers that share this rank's passes are waiting inside one, where nothing else reaches them.
+                if self._mesh.everyone.size > self._mesh.sizes["dp_replicate"]:
+                    self._mesh.abandon()
+                    raise
+                failure = error
+            norm = self._reduce_and_clip(self._optimizer_config.max_grad_norm, failure)
+            rate = learning_rate(self._optimizer_config, step, num_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
         # Every rank measured the same norm and rate, and `Last` keeps one of them.
         return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
 
@@ -184,6 +190,9 @@ class TrainingEngine(Generic[BatchT]):
             if not math.isfinite(total):
                 return measured, NotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}")
         return measured, None
+
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        return deterministic_kernels() if self._is_strict else contextlib.nullcontext()
 
     def _nothing(self, part: Sequences, positions: Tensor) -> Tensor:
         """Return zero from a pass without rows, which runs the same collectives as a pass with rows."""

@@ -1,7 +1,8 @@
 """Attention by torch's own kernels, in a form that a kernel takes which does not keep all scores in memory.
 
 Owns: that form. Must not know: rows, layers, caches. On CUDA `scaled_dot_product_attention` chooses a kernel by these
-rules (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); if no other fits, it takes the math kernel without a word:
+rules (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); if no other fits, it takes the math kernel without a word.
+cuDNN's kernel, which newer devices prefer, is turned off where a process is prepared (`rallypoint.engine.determinism`):
 
     kernel      types                                grouped queries   mask   head sizes                  devices
     flash       bfloat16, float16                    yes               no     up to 256                   8.0 and later

@@ -97,13 +97,6 @@ RULES: tuple[Rule, ...] = (
         reason="float32 stops at 0.01; in bf16 sums in another order move the mean by 0.001 to 0.08",
     ),
     Rule(
-        name="actor/nondeterministic",
-        words="bits may differ",
-        above=(0.0, math.inf),
-        advice="torch has no deterministic kernel for an operator: see logs",
-        reason="with one such operator on an accelerator the same seed may give other bits",
-    ),
-    Rule(
         name="actor/approx_kl",
         words="update kl high",
         above=(0.05, 0.2),

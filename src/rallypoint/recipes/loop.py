@@ -23,6 +23,7 @@ from rallypoint.config import RECIPES, LoadedConfig, RunConfig, TrackingConfig, 
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
+from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.grader import open_grader
 from rallypoint.observability import Spans, collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
@@ -100,7 +101,8 @@ def train(
             progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
             return True
         folder.log(f"{BEGUN} after step {beginning.first}")
-        is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
+        with process_as_found():
+            is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
         folder.log(FINISHED if is_done else STOPPED)
         return is_done
 

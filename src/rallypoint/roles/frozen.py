@@ -29,9 +29,15 @@ class FrozenWorker(TurnTaker, abc.ABC):
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
         self.turns = Turns(context)
-        cap = spec.config.engine.max_tokens_per_micro_batch
+        config = spec.config.engine
         self.engines: list[TrainingEngine[Sequences]] = [
-            TrainingEngine(model, optimizer=None, max_tokens_per_micro_batch=cap, tick=context.tick)
+            TrainingEngine(
+                model,
+                optimizer=None,
+                max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+                deterministic=config.deterministic,
+                tick=context.tick,
+            )
             for model in self.load(context, spec)
         ]
         if self.role in spec.config.sleeping:

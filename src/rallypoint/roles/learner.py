@@ -17,7 +17,6 @@ from rallypoint.algorithms import Denominator, LossFunction, LossInputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
-from rallypoint.engine.determinism import operators_without
 from rallypoint.errors import CheckpointError
 from rallypoint.model_files import (
     DTYPES,
@@ -36,7 +35,7 @@ from rallypoint.plan.run_plan import attention_cost
 from rallypoint.roles.colocated import TurnTaker, in_turn
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
+from rallypoint.types import Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 OutputsT = TypeVar("OutputsT")
@@ -65,6 +64,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
             optimizer=optimizer,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             activations=spec.config.engine.activations,
+            deterministic=spec.config.engine.deterministic,
             tick=context.tick,
         )
 
@@ -105,8 +105,6 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
         sizes = self.engine.shard.mesh.sizes
         peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
         measured.append(Metrics({"mfu": Mean(flops, seconds * peak)}))
-        if operators := operators_without():
-            measured.append(Metrics({"nondeterministic": Maximum(len(operators))}))
         return merge(*measured)
 
     def _needed_flops(self, part: BatchT) -> int:

@@ -19,7 +19,7 @@ from rallypoint.config import RoleName, RunConfig
 from rallypoint.cpu.onednn import bound_kernel_caches
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
-from rallypoint.engine.determinism import make_deterministic
+from rallypoint.engine.determinism import prepare_process
 from rallypoint.errors import PlacementError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
@@ -88,8 +88,8 @@ class WorkerSpec:
         Raises:
             PlacementError: this node does not see what it needs.
         """
-        if context.device != "cpu" and self.config.engine.deterministic:
-            make_deterministic()
+        if context.device != "cpu":
+            prepare_process()
         torch.set_num_threads(context.num_cpus)
         bound_kernel_caches()
         self.folder.check()

@@ -199,7 +199,7 @@ class EngineConfig(Section):
     )
     deterministic: bool = key(
         True,
-        help="Off the CPU, kernels that give equal bits for equal seeds; false may be faster.",
+        help="Off the CPU, train with kernels that give equal bits for equal seeds; false may be faster.",
     )
     sleep: bool = key(
         False, help="Roles that share a pool keep weights and optimizer in CPU memory while others have their turn."
