@@ -18,6 +18,7 @@ from rallypoint.errors import ModelError
 from rallypoint.model_files.reader import Read, TensorFiles
 from rallypoint.model_files.writer import Writing, save_tensors
 from rallypoint.models.lora import (
+    MERGE_WITH_PEFT,
     A,
     Adapters,
     B,
@@ -187,6 +188,13 @@ def open_adapter(path: str) -> AdapterFolder:
         raise ModelError(f"{folder / CONFIG}: expected an object with peft_type LORA; other adapters are not supported")
     _check_plain(folder, config)
     names = {name.removeprefix(_PREFIX): shape for name, shape in shapes.items()}
+    # Of linear layers outside the decoder PEFT writes the frozen weight, too.
+    others = {name.partition(".base_layer.")[0].partition(".lora_")[0] for name in names if _is_foreign(name)}
+    if others:
+        raise ModelError(
+            f"{folder / WEIGHTS}: it adapts {', '.join(sorted(others))}, and adapters of other than linear layers of "
+            f"the decoder are not supported; {MERGE_WITH_PEFT}"
+        )
     layers = tuple(sorted(name.removesuffix(A) for name in names if name.endswith(A)))
     rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora"))
     wrong = [n for n in layers if names[n + A][:1] != (rank,) or names.get(n + B, ())[1:] != (rank,)]
@@ -202,6 +210,10 @@ def open_adapter(path: str) -> AdapterFolder:
         lora=LoRAConfig(rank=rank, alpha=float(alpha), rslora=rslora, target_modules=layers, path=str(folder)),
         whole=tuple(sorted(rest)),
     )
+
+
+def _is_foreign(name: str) -> bool:
+    return ".base_layer." in name or (".lora_" in name and not is_adapter_weight(name))
 
 
 def read_adapter(shard: ModelShard, folder: Path) -> None:
@@ -238,10 +250,7 @@ def _check_plain(folder: Path, config: dict[str, object]) -> None:
         and not (name == "init_lora_weights" and value in _PLAIN_STARTS)
     ]  # fmt: skip
     if beyond:
-        raise ModelError(
-            f"{folder / CONFIG}: {', '.join(beyond)} is not supported; merge the adapter into its model with peft's "
-            "merge_and_unload, and use that"
-        )
+        raise ModelError(f"{folder / CONFIG}: {', '.join(beyond)} is not supported; {MERGE_WITH_PEFT}")
 
 
 def _is_folder(path: str) -> bool:

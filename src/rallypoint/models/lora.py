@@ -29,6 +29,9 @@ from rallypoint.models.tensor_parallel import AddendLinear, TensorParts
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of the trained weights of an adapted layer, as in PEFT."""
 
+MERGE_WITH_PEFT = "merge the adapter into its model with peft's merge_and_unload, and use that"
+"""What to do with an adapter that we cannot compute."""
+
 ALL_LINEAR = "all-linear"
 """Target that means every linear layer of the decoder, without head and embedding; PEFT's word."""
 
@@ -115,8 +118,8 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
         The parts of the model and its adapters that this rank has.
 
     Raises:
-        ModelError: a target matches no linear layer of the decoder (the nearest names are given), or the model lacks a
-            module of `whole`.
+        ModelError: a target matches no linear layer of the decoder (the nearest names are given), the model lacks a
+            module of `whole`, or it is one of two that share their weight.
     """
     lora = adapters.lora
     names = {name for name, _ in model.named_modules()}
@@ -125,6 +128,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
         raise ModelError(
             f"{type(model).__name__} has no {lacking}, which the adapter has weights of; is it a critic's?"
         )
+    _check_not_tied(model, adapters.whole)
     model.requires_grad_(False)
     parts, summed = dict(cut.parts), set(cut.summed)
     for name in _targets(model, lora.target_modules):
@@ -141,6 +145,23 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
     for name in adapters.whole:
         model.get_submodule(name).requires_grad_(True)
     return TensorParts(parts, frozenset(summed))
+
+
+def _check_not_tied(model: PreTrainedModel, whole: Sequence[str]) -> None:
+    """Refuse an embedding or a head of its own where they are one matrix: PEFT parts them, and the rest stays as it is.
+
+    Raises:
+        ModelError: there is one.
+    """
+    head = model.get_output_embeddings()
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
+        return
+    both = {id(head), id(model.get_input_embeddings())}
+    if parted := [name for name in whole if id(model.get_submodule(name)) in both]:
+        raise ModelError(
+            f"the adapter holds {' and '.join(parted)} whole (modules_to_save), but embedding and head of this "
+            f"{type(model).__name__} are one matrix (tie_word_embeddings), which PEFT parts then; {MERGE_WITH_PEFT}"
+        )
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
