@@ -68,7 +68,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias("algorithm algorithm.name adv_estimator advantage_estimator", ("recipe",), values=_ALGORITHMS),
     Alias("gamma discount_factor", (f"advantage.discount={VALUE}",)),
     Alias("lam lambd lambda gae_lam", (f"advantage.gae_lambda={VALUE}",)),
-    Alias("whiten_advantages whiten_rewards normalize_advantages", ("advantage.whiten",)),
+    Alias(
+        "whiten_advantages normalize_advantages",
+        (f"advantage.whiten={VALUE}",),
+        values=_same("advantage.whiten", (("true", "true"), ("false", "false"))),
+    ),
+    Alias("whiten_rewards", ("advantage.whiten",), "advantages are whitened, rewards are not"),
     Alias(
         "scale_rewards norm_adv_by_std_in_grpo normalize_rewards",
         ("advantage.name",),

@@ -96,8 +96,8 @@ _LOSS_NAMES = (
 OF_POLICIES: tuple[Alias, ...] = (
     Alias("loss_agg_mode loss_type", ("aggregation",), values=_AGGREGATIONS),
     Alias("loss_mode policy_loss_type", ("loss.name",), values=_LOSS_NAMES),
-    Alias("sapo_temperature_pos", (f"loss.tau_positive={VALUE}",)),
-    Alias("sapo_temperature_neg", (f"loss.tau_negative={VALUE}",)),
+    Alias("sapo_temperature_pos tau_pos", (f"loss.tau_positive={VALUE}",)),
+    Alias("sapo_temperature_neg tau_neg", (f"loss.tau_negative={VALUE}",)),
     Alias("eps_clip_low_high", ("loss.clip_low", "loss.clip_high")),
     Alias(
         "rollout_is rollout_is_threshold vllm_importance_sampling_correction vllm_importance_sampling_mode "

@@ -102,5 +102,16 @@ def test_what_is_printed_fits_a_terminal_and_begins_with_what_is_left_to_do(comm
 
 
 def test_a_run_of_trl_is_on_an_accelerator_which_is_named_here(command, here):
+    lines = translated(command, "grpo.yaml").splitlines()
+    assert lines[1] == "# Still to be set:"
+    assert lines[3] == "#   cluster.device: an accelerator; it is cpu unless it is set"
+
+
+def test_what_is_not_computed_as_theirs_is_said_first(command, here):
     lines = translated(command, "sft.yaml").splitlines()
-    assert lines[1:3] == ["# Still to be set:", "#   cluster.device: an accelerator; it is cpu unless it is set"]
+    assert lines[1] == "# Not computed as theirs:"
+    assert lines.index("# Still to be set:") < lines.index("base: sft")
+    (here / "dpo.sh").write_text("python trl/scripts/dpo.py --beta 0.2 --loss_type robust --no_such_key 1\n")
+    first = command("config", "--from-trl", "dpo.sh").stdout.partition("base: dpo")[0]
+    assert "#   see preference.name" in first
+    assert "# Without a counterpart:\n#   no_such_key=1\n" in first

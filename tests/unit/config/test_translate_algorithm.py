@@ -56,7 +56,7 @@ CORRECTIONS = {
     f"{VLLM}_mode=sequence_mask": ROWS,
     f"{VLLM}_correction=True": ROWS,
     f"{VLLM}_correction=False {VLLM}_cap=2.0": [],
-    "off_policy_mask_threshold=0.4": [{"name": "off_policy_mask", "delta": 0.4}],
+    f"off_policy_mask_threshold=0.4 {VLLM}_correction=False": [{"name": "off_policy_mask", "delta": 0.4}],
     f"{CORRECTION}_is=token": [TIS],
     f"{CORRECTION}_is=null": [],
     f"{CORRECTION}_is=token {CORRECTION}_is_threshold=0.5_5.0": [{"name": "icepop", "low": 0.5, "high": 5.0}],
@@ -77,7 +77,7 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("theirs", CORRECTIONS)
 def test_corrections_are_lists_of_weights_and_masks(theirs, tmp_path):
-    found = from_verl(f"adv_estimator=grpo {theirs}") if CORRECTION in theirs else from_trl(f"{theirs} beta=0.0")
+    found = from_verl(f"adv_estimator=grpo {theirs}") if CORRECTION in theirs else from_trl(f"{theirs} use_vllm=True")
     assert [one.model_dump() for one in loaded(found, tmp_path).correction] == CORRECTIONS[theirs]
     assert found.unknown == []
 
@@ -171,7 +171,15 @@ def test_every_name_of_others_in_the_tables_is_understood(title, ours, at, name)
 
 def _beside(name: str) -> str:
     """Return what their key needs to mean anything."""
-    return "rollout_is=token" if "threshold" in name else "rollout_rs_threshold=0.5_2.0" if "_k" in name else ""
+    return (
+        "use_vllm=True"
+        if name.endswith(("_mask", "_truncate"))
+        else "rollout_is=token"
+        if "threshold" in name
+        else "rollout_rs_threshold=0.5_2.0"
+        if "_k" in name
+        else ""
+    )
 
 
 def _is_default(name: str) -> bool:
@@ -184,4 +192,5 @@ def _is_default(name: str) -> bool:
         "token-mean",
         "loss_type=dapo",
         "kl_loss_type=low_var_kl",
+        "sequence_mask",
     }

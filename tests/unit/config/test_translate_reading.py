@@ -62,7 +62,7 @@ def test_files_that_a_yaml_file_starts_from_are_named_as_not_read(tmp_path):
     text = "hydra: {searchpath: [pkg://x]}\ndefaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}"
     found = from_verl(written(tmp_path, text))
     assert (found.unknown, found.num_given) == ([], 3)
-    assert "files that it names are not read" in found.open["defaults=['ppo_trainer', '_self_']"]
+    assert "files that it names are not read" in found.differs["defaults=['ppo_trainer', '_self_']"]
 
 
 def test_small_numbers_of_a_yaml_file_are_numbers(tmp_path):
@@ -150,7 +150,7 @@ def test_python_that_is_no_call_is_refused():
 
 def test_a_class_that_nothing_says_is_a_guess_that_is_named(tmp_path):
     found = from_trl(written(tmp_path, "learning_rate: 1.0e-6"))
-    assert "nothing says which class it is" in found.open["GRPOConfig"]
+    assert "nothing says which class it is" in found.differs["GRPOConfig"]
     assert "nothing says" not in from_trl("trl grpo --learning_rate 1e-6").as_yaml()
 
 

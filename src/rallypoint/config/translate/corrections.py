@@ -93,18 +93,20 @@ def set_trl_corrections(ends: Ends, found: Translation) -> None:
 
 
 def _of_vllm(ends: Ends, found: Translation) -> Iterator[Correction]:
-    is_on, mode, low = (ends.get(f"vllm_importance_sampling_{key}") for key in ("correction", "mode", "clip_min"))
-    older = ends.get("vllm_importance_sampling_cap")
-    high = ends.get("vllm_importance_sampling_clip_max", older)
-    if is_on is False or not (is_on or mode is not None or high is not None):
+    keys = [f"vllm_importance_sampling_{key}" for key in ("correction", "mode", "clip_min", "clip_max", "cap")]
+    given = {key: ends.get(key) for key in keys if ends.has(key)}
+    is_on, mode, low, high, older = map(given.get, keys)
+    if not ends.peek("use_vllm", False) or is_on is False:
+        if not ends.peek("use_vllm", False):
+            found.open |= {f"{key}={value}": "it says nothing without use_vllm" for key, value in given.items()}
         return
-    high = 3.0 if high is None else high
-    match mode or "sequence_mask":
-        case "token_mask":
+    high = high if older is None else older
+    match mode:
+        case "token_mask" if high is not None:
             yield {"name": "icepop", "low": low or 0.0, "high": high}
-        case "sequence_mask":
+        case "sequence_mask" if high is not None:
             yield from _weight("sequence", low or 0.0, high)
-        case "token_truncate" | "sequence_truncate" if low is None:
+        case "token_truncate" | "sequence_truncate" if low is None and high is not None:
             yield {"name": "tis", "level": str(mode).partition("_")[0], "cap": high}
         case _:
-            found.unknown.append(f"vllm_importance_sampling_mode={mode}, with clip_min={low}")
+            found.unknown.append(f"vllm_importance_sampling_mode={mode}, with clip_min={low} and clip_max={high}")

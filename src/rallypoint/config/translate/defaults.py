@@ -14,11 +14,13 @@ VERL: dict[str, object] = {
     "actor_rollout_ref.rollout.n": 1,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
-    "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.2,
     "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
     "actor_rollout_ref.actor.clip_ratio_c": 3.0,
     "actor_rollout_ref.actor.optim.weight_decay": 0.01,
     "actor_rollout_ref.actor.optim.betas": [0.9, 0.999],
+    "trainer.test_freq": -1,
 }
 VERL_CRITIC: dict[str, object] = {
     "critic.cliprange_value": 0.5,
@@ -26,6 +28,8 @@ VERL_CRITIC: dict[str, object] = {
     "critic.optim.betas": [0.9, 0.999],
 }
 """Those of a run that has a critic."""
+VERL_LORA: dict[str, object] = {"actor_rollout_ref.model.lora_alpha": 16}
+"""Key of a run that trains adapters."""
 VERL_LENGTH: dict[str, object] = {"trainer.total_epochs": 30}
 """Where no number of steps is given."""
 VERL_SFT: dict[str, object] = {
@@ -35,6 +39,8 @@ VERL_SFT: dict[str, object] = {
     "optim.weight_decay": 0.01,
     "optim.betas": [0.9, 0.999],
     "optim.lr_scheduler_type": "constant",
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "trainer.test_freq": -1,
 }
 """Those of its trainer for supervised fine-tuning."""
 VERL_SFT_LENGTH: dict[str, object] = {"trainer.total_epochs": 4}
@@ -48,11 +54,18 @@ _TRAINER: dict[str, object] = {
 }
 _SAMPLED: dict[str, object] = {"learning_rate": 1e-6, "max_completion_length": 512}
 _OWN: dict[str, dict[str, object]] = {
-    "SFTConfig": {"learning_rate": 2e-5, "max_length": 1024},
-    "DPOConfig": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    "SFTConfig": {"learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start"},
+    "DPOConfig": {"learning_rate": 1e-6, "max_length": 1024, "truncation_mode": "keep_start", "beta": 0.1},
     "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024},
-    "GRPOConfig": {**_SAMPLED, "num_generations": 8, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"},
-    "RLOOConfig": {**_SAMPLED, "num_generations": 2, "beta": 0.05},
+    "GRPOConfig": {
+        **_SAMPLED,
+        "num_generations": 8,
+        "beta": 0.0,
+        "use_bias_correction_kl": True,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+    },
+    "RLOOConfig": {**_SAMPLED, "num_generations": 2, "beta": 0.05, "epsilon": 0.2},
     "PPOConfig": {
         "learning_rate": 5e-5,
         "num_ppo_epochs": 4,
@@ -62,10 +75,20 @@ _OWN: dict[str, dict[str, object]] = {
         "response_length": 53,
         "temperature": 0.7,
     },
-    "GKDConfig": {"learning_rate": 2e-5, "max_new_tokens": 128, "temperature": 0.9, "beta": 0.5},
+    "GKDConfig": {"learning_rate": 2e-5, "max_new_tokens": 128, "temperature": 0.9, "beta": 0.5, "lmbda": 0.5},
     "DistillationConfig": {**_SAMPLED, "beta": 1.0},
 }
 TRL = {name: {**_TRAINER, **own} for name, own in _OWN.items()}
 """By the class of the arguments."""
+TRL_LORA: dict[str, object] = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": None}
+"""Those of use_peft."""
+PEFT_LORA: dict[str, object] = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": None}
+"""Those of PEFT's own LoraConfig, for a script that makes one."""
+TRL_VLLM: dict[str, object] = {
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+}
+"""Those of a GRPOConfig that samples with vLLM."""
 TRL_LENGTH: dict[str, object] = {"num_train_epochs": 3}
 """Where no number of steps or of rollouts is given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rallypoint.config.aliases import PACKED, SLEEP, VALUE, Alias
 
 SAME: tuple[Alias, ...] = (
-    Alias("top_k", (f"rollout.top_k={VALUE}",), values=(("-1", "rollout.top_k=null"),)),
+    Alias("top_k", (f"rollout.top_k={VALUE}",), values=(("-1", "rollout.top_k=null"), ("0", "rollout.top_k=null"))),
     Alias("temperature", (f"rollout.temperature={VALUE}",)),
     Alias("top_p", (f"rollout.top_p={VALUE}",)),
     Alias("min_p", (f"rollout.min_p={VALUE}",)),

@@ -16,7 +16,7 @@ from rallypoint.config.fields import named_sections
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
 from rallypoint.config.translate.names import KNOWN
-from rallypoint.config.translate.reading import Keys
+from rallypoint.config.translate.reading import Computed, Keys
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
@@ -26,6 +26,11 @@ _WIDTH = 76
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 _WHOLE = ("engine_kwargs", "override_transformer_config", "profiler", "profile", "global_profiler", "hydra")
 """Sections of which one thing is said, whatever they hold."""
+_PLACES = (
+    "engine. actor.mesh. critic.mesh. reference.mesh. cluster. rollout.engine rollout.cache_tokens tracking "
+    "checkpoint. trainer. validation. data.columns reward.function model.dtype"
+)
+"""Keys of ours, or their beginnings, that do not change what is learned, or that are asked for in any case."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +41,8 @@ class Translation:
     """Ours, dotted."""
     usual: list[str] = dataclasses.field(default_factory=list[str])
     """Theirs that are not given, with the value that they have then."""
+    differs: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Theirs, as written, whose meaning there is not here, and what is computed instead: it is said first."""
     open: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Theirs, as written, and what is said of them: they need no key, or one that depends on more than their value."""
     unknown: list[str] = dataclasses.field(default_factory=list[str])
@@ -47,17 +54,22 @@ class Translation:
         """Keys of theirs that were understood."""
         return self.num_given - len(self.unknown)
 
+    def forget(self, key: str) -> None:
+        """Leave out a key that is not given, and that nothing is made of."""
+        self.usual[:] = [one for one in self.usual if one.partition("=")[0] != key]
+
     def as_yaml(self) -> str:
         """Return a config file with its sections in the order of ours; comments say what became of the other keys."""
         tree = nested(self.keys)
         tree.pop("recipe", None)
         tree = {section: tree[section] for section in RunConfig.model_fields if section in tree}
         lines = [f"# {self.num_known} of {self.num_given} keys are known."]
+        lines += _comment("Not computed as theirs", _by_reason(self.differs))
+        lines += _comment("Without a counterpart", self.unknown)
         lines += _comment("Still to be set", [f"{key}: {what}" for key, what in self.missing().items()])
         lines += [f"base: {self.keys.get('recipe', 'ppo')}", *([to_yaml(tree).rstrip()] if tree else [])]
         lines += _comment("Not given, and so set to their defaults", self.usual)
         lines += _comment("Not set here, because", _by_reason(self.open))
-        lines += _comment("Without a counterpart", self.unknown)
         return "\n".join(lines) + "\n"
 
     def missing(self) -> dict[str, str]:
@@ -155,7 +167,7 @@ def with_usual(theirs: Keys, usual: Mapping[str, object], given: Keys, found: Tr
 
 def take_unresolved(given: Keys, found: Translation) -> Keys:
     """Return the keys whose values are known; name those that only their shell knows, and those that hydra removes."""
-    lost = {key: _why_lost(str(value)) for key, value in given.items()}
+    lost = {key: _why_lost(value) for key, value in given.items()}
     found.unknown += [f"{key}={given[key]} ({why})" for key, why in lost.items() if why]
     found.unknown += [f"{key} (nothing is taken away here)" for key in given if key.startswith("~")]
     return {key: value for key, value in given.items() if not lost[key] and not key.startswith("~")}
@@ -164,7 +176,9 @@ def take_unresolved(given: Keys, found: Translation) -> Keys:
 def name_doubtful(script: Script, found: Translation) -> None:
     """Name the variables of a script whose value depends on a branch."""
     for name in sorted(script.doubtful & script.used):
-        found.open[f"{name}={script.variables[name]}"] = "the script has others of it in branches; the first is taken"
+        found.differs[f"{name}={script.variables[name]}"] = (
+            "the script has others of it in branches; the first is taken"
+        )
 
 
 def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str]]) -> Translation:
@@ -188,7 +202,8 @@ def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str
         whole = [one.partition("=") for one in assignments if "=" in one]
         if not whole:
             see = [f"see {', '.join(assignments)}"] if assignments else []
-            found.open[written] = "; ".join([*see, *([alias.note] if alias.note else [])])
+            said = found.differs if see and _decides(assignments, value) else found.open
+            said[written] = "; ".join([*see, *([alias.note] if alias.note else [])])
             found.usual[:] = [one for one in found.usual if one != written]
         for dotted, _, text in whole:
             ours = yaml.safe_load(text)
@@ -232,7 +247,7 @@ class _Setter:
         elif num_keys < num_before:
             keys[dotted], self._by[dotted] = value, (written, num_keys)
         elif num_keys == num_before and keys[dotted] != value:
-            self._found.open[written] = f"{dotted} is {keys[dotted]} by {before}; it is one key here"
+            self._found.differs[written] = f"{dotted} is {keys[dotted]} by {before}; it is one key here"
 
     def drop_unread(self) -> None:
         """Name the keys that nothing reads beside the others: of another loss, of a critic, of a KL that is off."""
@@ -273,7 +288,19 @@ def _alias(parts: Sequence[str], known: Mapping[str, Alias], apart: Mapping[str,
     return None
 
 
-def _why_lost(value: str) -> str:
+def _decides(assignments: Sequence[str], value: object) -> bool:
+    """Whether a value that could not be translated would change what is learned, and is not off.
+
+    >>> [_decides(keys, "x") for keys in (["aggregation"], ["engine.activations"], ["reward.function"])]
+    [True, False, False]
+    """
+    return value not in (None, False) and not all(one.startswith(tuple(_PLACES.split())) for one in assignments)
+
+
+def _why_lost(value: object) -> str:
+    if isinstance(value, Computed):
+        return "it is computed there"
+    value = str(value)
     if re.search(r"\$\{[^{}]*[.:]", value):
         return "it refers to what their config does not have"
     return "a value that only a shell knows" if re.search(r"\$(\{|\(|[A-Za-z_])", value) else ""

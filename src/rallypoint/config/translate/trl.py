@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_trl_corrections
-from rallypoint.config.translate.reading import CALL, Keys, read_arguments
+from rallypoint.config.translate.reading import CALL, PEFT, Keys, read_arguments
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.translate.table import (
     Ends,
@@ -39,14 +40,30 @@ _COMMANDS = {
     "reward": "RewardConfig",
     "grpo": "GRPOConfig",
     "rloo": "RLOOConfig",
+    "ppo": "PPOConfig",
+    "gkd": "GKDConfig",
+    "distillation": "DistillationConfig",
+    "kto": "KTOConfig",
+    "cpo": "CPOConfig",
+    "orpo": "ORPOConfig",
+    "bco": "BCOConfig",
+    "gold": "GOLDConfig",
+    "xpo": "XPOConfig",
+    "prm": "PRMConfig",
+    "nash": "NashMDConfig",
+    "online_dpo": "OnlineDPOConfig",
+    "minillm": "MiniLLMConfig",
 }
-"""Its commands, and the class whose arguments each takes."""
+"""Its commands, words in the names of its scripts, and the class whose arguments each takes."""
 _SIGNS = {
     "num_ppo_epochs": "PPOConfig",
     "num_generations": "GRPOConfig",
     "precompute_ref_log_probs": "DPOConfig",
     "center_rewards_coefficient": "RewardConfig",
     "lmbda": "GKDConfig",
+    "seq_kd": "GKDConfig",
+    "teacher_model_name_or_path": "DistillationConfig",
+    "reward_funcs": "GRPOConfig",
     "packing": "SFTConfig",
     "assistant_only_loss": "SFTConfig",
     "completion_only_loss": "SFTConfig",
@@ -90,13 +107,14 @@ def from_trl(text: str) -> Translation:
     found = Translation(num_given=len(given))
     if kind is None:
         kind = "GRPOConfig"
-        found.open[kind] = (
+        found.differs[kind] = (
             "nothing says which class it is; for another one, give the command, such as 'trl sft --config theirs.yaml'"
         )
     given = {key.removeprefix(f"{kind}."): value for key, value in given.items() if not _names_class(key, value)}
     found.keys["recipe"] = _CLASSES[kind]
     theirs = take_unresolved(given, found)
     theirs = with_usual(theirs, defaults.TRL[kind], given, found)
+    theirs = _with_switched(kind, theirs, given, found)
     if _number(theirs.get("max_steps")) is None and _number(theirs.get("total_episodes")) is None:
         theirs = with_usual(theirs, defaults.TRL_LENGTH, given, found)
     ends = Ends(theirs)
@@ -108,6 +126,7 @@ def from_trl(text: str) -> Translation:
     else:
         num_updates = _set_samples(ends, found)
     _set_kind(kind, ends, found)
+    _name_differences(kind, ends, found)
     _set_reference(ends, found, num_updates)
     _set_length(ends, found, num_updates)
     _set_lora(ends, found)
@@ -120,14 +139,31 @@ def from_trl(text: str) -> Translation:
     return found
 
 
+def _with_switched(kind: str, theirs: Keys, given: Keys, found: Translation) -> Keys:
+    """Return their keys with those that a switch brings: an adapter's, and the weights of what vLLM has sampled."""
+    if theirs.get("use_peft"):
+        theirs = with_usual(
+            theirs, defaults.PEFT_LORA if theirs["use_peft"] == PEFT else defaults.TRL_LORA, given, found
+        )
+    if kind == "GRPOConfig" and theirs.get("use_vllm"):
+        older = "vllm_importance_sampling_cap" in given
+        usual = {key: value for key, value in defaults.TRL_VLLM.items() if not (older and key.endswith("clip_max"))}
+        theirs = with_usual(theirs, usual, given, found)
+    return theirs
+
+
 def _class(text: str, given: Keys, script: Script) -> str | None:
-    """Return the class that is called or named, whose command it is, or one of whose arguments is given."""
+    """Return the class that is called or named, whose command or script it is, or one of whose arguments is given."""
     call = re.match(CALL, text)
     place = script.words.index("trl") if "trl" in script.words[:-1] else None
+    program = next((Path(word).stem for word in script.words if word.endswith(".py")), "")
+    words = [word for word in sorted(_COMMANDS, key=len, reverse=True) if f"_{word}_" in f"_{program}_"]
     if call:
         kind = call[1]
     elif place is not None:
         kind = _COMMANDS.get(script.words[place + 1], script.words[place + 1])
+    elif words:
+        kind = _COMMANDS[words[0]]
     else:
         named = [str(value) for key, value in given.items() if _names_class(key, value)]
         sections = [key.partition(".")[0] for key in given]
@@ -222,7 +258,7 @@ def _set_kind(kind: str, ends: Ends, found: Translation) -> None:
         coef = ends.get(name)
         found.keys |= {"kl.placement": "reward", "kl.coef": coef} if coef else {"kl": None}
     if kind == "RLOOConfig":
-        found.keys["advantage.name"] = "rloo"
+        found.keys |= {"advantage.name": "rloo", "aggregation": "fixed_length"}
     if kind == "GRPOConfig":
         beta = ends.peek("beta")
         if not isinstance(beta, int | float) or beta <= 0:
@@ -260,16 +296,51 @@ def _set_loss(ends: Ends, found: Translation) -> None:
     set_trl_corrections(ends, found)
 
 
+def _name_differences(kind: str, ends: Ends, found: Translation) -> None:
+    """Name what the class computes by itself and no key of ours can say."""
+    if kind == "RLOOConfig":
+        found.differs["RLOOConfig"] = (
+            "its ratio is that of a whole row, here each token has its own: the same in the first update of a batch "
+            "only; its loss is a sum over a row's tokens, here divided by rollout.max_response_tokens"
+        )
+    if kind == "SFTConfig" and not (ends.peek("assistant_only_loss") or ends.peek("completion_only_loss")):
+        found.differs["SFTConfig"] = (
+            "of a conversation (messages) it trains all tokens, here those of the assistant alone, as with "
+            "assistant_only_loss=True; of prompt and completion both train the completion"
+        )
+    if kind == "RewardConfig":
+        found.keys["data.on_too_long"] = "drop"
+    if kind == "GKDConfig" and (part := ends.get("lmbda")) != 1:
+        found.differs[f"lmbda={part}"] = (
+            "this part of its batches is sampled by the student, the others are the data's own answers; here the "
+            "student samples all"
+        )
+        found.forget("lmbda")
+    if ends.get("seq_kd", False):
+        found.differs["seq_kd=True"] = "there the teacher samples the other answers; here the student samples all"
+    if found.keys["recipe"] == "opd" and (beta := ends.peek("beta")) not in (0, 1):
+        ends.get("beta")
+        found.keys["teacher.loss"] = "mixed"
+        found.differs[f"beta={beta}"] = "a Jensen-Shannon divergence there; teacher.loss=mixed is the mean of both KLs"
+    if ends.has("eval_dataset") and ends.get("eval_strategy", "no") == "no":
+        found.open[f"eval_dataset={ends.get('eval_dataset')}"] = "it is not used without eval_strategy"
+
+
 def _set_lora(ends: Ends, found: Translation) -> None:
-    """Its commands have keys of an adapter that say nothing without a switch, and bring values with it."""
+    """Its commands have keys of an adapter that say nothing without a switch."""
     keys = [name for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if ends.has(name)]
-    if ends.get("use_peft", False):
-        for name, ours, usual in (("lora_r", "rank", 16), ("lora_alpha", "alpha", 32)):
-            if name not in keys:
-                found.keys[f"model.lora.{ours}"] = usual
-                found.usual.append(f"{name}={usual}")
-    else:
+    if not ends.get("use_peft", False):
         found.open |= {f"{name}={ends.get(name)}": "it says nothing without use_peft" for name in keys}
+        return
+    if dropout := ends.get("lora_dropout"):
+        found.differs[f"lora_dropout={dropout}"] = "adapters are trained without dropout"
+    if ends.peek("lora_target_modules") is None:
+        ends.get("lora_target_modules")
+        found.keys["model.lora.target_modules"] = ["q_proj", "v_proj"]
+        found.differs["lora_target_modules=None"] = (
+            "PEFT chooses by the model: q_proj and v_proj of Llama, Qwen, Mistral and Gemma, which are set here; other "
+            "families have others"
+        )
 
 
 def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:
@@ -277,7 +348,7 @@ def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:
         every, alpha = _number(ends.get("ref_model_sync_steps")) or 512, ends.get("ref_model_mixup_alpha", 0.6)
         found.keys["reference.refresh_every_steps"] = max(1, every // num_updates)
         if alpha != 1:
-            found.open[f"ref_model_mixup_alpha={alpha}"] = "the reference takes over the actor's weights, as with 1"
+            found.differs[f"ref_model_mixup_alpha={alpha}"] = "the reference takes over the actor's weights, as with 1"
         return
     for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
         if ends.has(name):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
+from typing import cast
 
+from annotated_types import Le
+
+from rallypoint.config.fields import named_sections
 from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_verl_corrections
 from rallypoint.config.translate.reading import read_keys
@@ -22,6 +27,7 @@ from rallypoint.config.translate.table import (
     with_usual,
 )
 from rallypoint.config.translate.verl_sft import is_sft, set_sft
+from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
 _LOSSES: dict[str, dict[str, object]] = {
@@ -46,7 +52,16 @@ _ADVANTAGES = {
 } | {"gpg": "dr_grpo"}
 """Its names of estimators, besides `gae` and `grpo`."""
 _PROGRAM = re.compile(r"(verl|recipe)\.[\w.]*(main_\w+|sft_trainer\w*)")
+_SAME_PROGRAMS = ("main_ppo", "main_dapo")
+"""Those that compute what the keys say, and nothing else."""
+_SAMPLERS_AHEAD = ("fully_async", "one_step_off")
 _CUTS_OF_ROWS = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
+_ACTOR = "actor_rollout_ref.actor"
+_SHARDED = {"actor": "actor.fsdp_config", "reference": "ref.fsdp_config", "critic": "critic.fsdp"}
+"""Role -> section of its FSDP."""
+_MOST_BATCHES, _NEVER = 1000, 10**6
+_SCORES = ("reward", "score", "seq_reward", "seq_final_reward")
+"""Its names of what a group is filtered by that are the score."""
 _DEVICES = ("cuda", "cpu", "xpu")
 """Its devices that torch knows by itself."""
 _OF_REWARDS = frozenset(
@@ -83,13 +98,10 @@ def from_verl(text: str) -> Translation:
     found = Translation(num_given=len(given))
     theirs = take_unresolved(with_referred(given, defaults.VERL, os.environ), found)
     if (files := theirs.pop("defaults", None)) is not None:
-        found.open[f"defaults={files}"] = (
+        found.differs[f"defaults={files}"] = (
             "files that it names are not read; what stands only there is verl's default here"
         )
-    if (num_programs := sum(_PROGRAM.fullmatch(word) is not None for word in script.words)) > 1:
-        found.open[f"{num_programs} programs of theirs"] = (
-            "each has keys of its own; of those that differ the last are taken"
-        )
+    _name_programs(script.words, found)
     is_tuning = is_sft(script.words, given)
     theirs = with_usual(theirs, defaults.VERL_SFT if is_tuning else defaults.VERL, given, found)
     ends = Ends(theirs)
@@ -99,19 +111,39 @@ def from_verl(text: str) -> Translation:
         _set_algorithm(ends, found)
     if found.keys["recipe"] == "ppo":
         theirs = with_usual(theirs, defaults.VERL_CRITIC, given, found)
+    if _count(ends.peek("model.lora_rank")):
+        theirs = with_usual(theirs, defaults.VERL_LORA, given, found)
     if ends.get("trainer.total_training_steps") is None:
         theirs = with_usual(theirs, defaults.VERL_SFT_LENGTH if is_tuning else defaults.VERL_LENGTH, given, found)
     ends = Ends(theirs, ends.taken)
     if is_tuning:
         set_sft(ends, found)
     else:
+        _set_clip(ends, found)
         _set_kl(ends, found)
+        _set_filter(ends, found)
         set_verl_corrections(ends, found)
         _set_batch(ends, found)
     _set_length(ends, found)
     _set_frame(ends, found)
+    if not any("megatron" in one for one in (*script.words, *theirs)):
+        _set_shards(ends, found)
+    _set_validation(ends, found)
     name_doubtful(script, found)
     return by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, _APART)
+
+
+def _name_programs(words: Sequence[str], found: Translation) -> None:
+    programs = [word for word in words if _PROGRAM.fullmatch(word)]
+    if len(programs) > 1:
+        found.differs[f"{len(programs)} programs of theirs"] = (
+            "each has keys of its own; of those that differ the last are taken"
+        )
+    for program in programs:
+        if any(name in program for name in _SAMPLERS_AHEAD):
+            found.differs[program] = "it samples ahead; here rollout.max_staleness says how far, 0 unless it is set"
+        elif not program.endswith(_SAME_PROGRAMS) and "sft_trainer" not in program:
+            found.differs[program] = "another program than verl.trainer.main_ppo: what its keys say is translated alone"
 
 
 def _set_algorithm(ends: Ends, found: Translation) -> None:
@@ -121,6 +153,13 @@ def _set_algorithm(ends: Ends, found: Translation) -> None:
             (
                 f"their config has {lost}: only a shell knows its value, which is the algorithm; write it, or give "
                 "the script",
+            )
+        )
+    if ends.get("distillation.enabled", False):
+        raise ConfigError(
+            (
+                "distillation.enabled=True: their run has a teacher, and this translation would leave it out; start "
+                "from `rally config opd`, with teacher.path and teacher.loss (docs/distill.md)",
             )
         )
     name = str(ends.get("adv_estimator")).removesuffix("_vectorized")
@@ -136,10 +175,63 @@ def _set_algorithm(ends: Ends, found: Translation) -> None:
     mode = str(ends.get("policy_loss.loss_mode", "vanilla"))
     if mode in _LOSSES:
         found.keys |= _LOSSES[mode]
+        if "aggregation" in _LOSSES[mode]:
+            found.open[f"{_ACTOR}.loss_agg_mode={ends.get('loss_agg_mode')}"] = (
+                f"their {mode} is a mean of rows, always"
+            )
+            found.forget(f"{_ACTOR}.loss_agg_mode")
         named = {ours: ends.get(f"policy_loss.{name}") for name, ours in _OF_COVARIANCE.get(mode, {}).items()}
         found.keys |= {f"loss.{ours}": value for ours, value in named.items() if value is not None}
     elif mode != "vanilla":
         found.unknown.append(f"policy_loss.loss_mode={mode}")
+
+
+def _set_clip(ends: Ends, found: Translation) -> None:
+    """Its bounds of each side go before that of both, and have values of their own where they are not given."""
+    loss = str(found.keys.get("loss.name", "clip"))
+    read = named_sections(RunConfig.model_fields["loss"])[loss].model_fields
+    both, cap = ends.get("actor.clip_ratio"), ends.get("actor.clip_ratio_c")
+    is_usual = [f"{_ACTOR}.clip_ratio_{side}=0.2" in found.usual for side in ("low", "high")]
+    if any(is_usual) and both not in (None, 0.2):
+        found.differs[f"actor.clip_ratio={both}"] = (
+            "verl clips by clip_ratio_low and clip_ratio_high, which are 0.2 unless they are given, and never by this"
+        )
+    for name, side in (("clip_low", "low"), ("clip_high", "high")):
+        bound = ends.get(f"actor.clip_ratio_{side}")
+        bound = (0.2 if both is None else both) if bound is None else bound
+        written = f"actor.clip_ratio_{side}={bound}"
+        if name not in read:
+            found.forget(f"{_ACTOR}.clip_ratio_{side}")
+        elif isinstance(bound, int | float):
+            most = next(cast("float", limit.le) for limit in read[name].metadata if isinstance(limit, Le))
+            found.keys[f"loss.{name}"] = min(bound, most)
+            if bound > most and most == 1:  # the ratio is never below 0
+                found.open[written] = f"loss.{name}=1 is no bound, as theirs"
+            elif bound > most:
+                found.differs[written] = f"loss.{name} is at most {most}"
+        else:
+            found.differs[written] = f"loss.{name} is a number"
+    if loss == "clip" and cap is not None:
+        found.keys["loss.dual_clip"] = cap
+    elif cap is not None and f"{_ACTOR}.clip_ratio_c={cap}" not in found.usual:
+        found.open[f"actor.clip_ratio_c={cap}"] = "their loss of that name has no such bound"
+    if loss != "clip":
+        found.forget(f"{_ACTOR}.clip_ratio_c")
+
+
+def _set_filter(ends: Ends, found: Translation) -> None:
+    """Groups of equal scores are sampled anew; its number of batches is without a bound where it is 0."""
+    if not ends.get("filter_groups.enable", False):
+        ends.section("filter_groups")
+        return
+    most, metric = ends.get("filter_groups.max_num_gen_batches", 0), ends.get("filter_groups.metric", "acc")
+    found.keys["rollout.dynamic_sampling"] = _count(most) or _MOST_BATCHES
+    if not _count(most):
+        found.open[f"filter_groups.max_num_gen_batches={most}"] = f"no bound there, {_MOST_BATCHES} batches here"
+    if metric not in _SCORES:
+        found.differs[f"filter_groups.metric={metric}"] = (
+            "here groups are sampled anew whose scores are equal: the same if the score follows from it alone"
+        )
 
 
 def _set_kl(ends: Ends, found: Translation) -> None:
@@ -152,11 +244,17 @@ def _set_kl(ends: Ends, found: Translation) -> None:
         name: ends.get(f"kl_ctrl.{theirs}") for name, theirs in (("target", "target_kl"), ("horizon", "horizon"))
     }
     if in_loss and loss_coef:
-        estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"}
-        estimator = estimators.get(loss_kind.removesuffix("+"), "k3")
-        found.keys |= {"kl.placement": "loss", "kl.coef": loss_coef, "kl.estimator": estimator}
+        estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "k3", "k3": "k3"}
+        found.keys |= {"kl.placement": "loss", "kl.coef": loss_coef}
+        if loss_kind.endswith("+"):
+            found.keys["kl.estimator"] = "k2"
+            found.open[f"actor.kl_loss_type={loss_kind}"] = "with + its gradient is that of k2, whatever is shown"
+        elif loss_kind in estimators:
+            found.keys["kl.estimator"] = estimators[loss_kind]
+        else:
+            found.unknown.append(f"actor.kl_loss_type={loss_kind}")
         if in_reward and reward_coef:
-            found.open["algorithm.use_kl_in_reward=True"] = "there is one KL, and kl.placement is loss"
+            found.differs["algorithm.use_kl_in_reward=True"] = "there is one KL, and kl.placement is loss"
     elif reward_coef and (in_reward or (in_reward is None and is_coef_given)):
         found.keys |= {"kl.placement": "reward", "kl.coef": reward_coef}
         if kind == "adaptive":
@@ -230,10 +328,50 @@ def _set_frame(ends: Ends, found: Translation) -> None:
     if ends.get("data.filter_overlong_prompts", False):
         found.keys["data.on_too_long"] = "drop"
         ends.get("data.truncation")
-    for section in ("reward_model", "overlong_buffer", "overlong_buffer_cfg", "filter_groups"):
+    for section in ("reward_model", "overlong_buffer", "overlong_buffer_cfg"):
         if not ends.get(f"{section}.enable", True):  # the others say nothing then
             ends.section(section)
     set_trackers(ends.get("trainer.logger"), found)
-    if ends.peek("trainer.test_freq") == -1:
-        ends.get("trainer.test_freq")
-        found.open["trainer.test_freq=-1"] = "without data.validation there is none"
+
+
+def _set_shards(ends: Ends, found: Translation) -> None:
+    """Its FSDP shards over all ranks unless it is told a number."""
+    pools = cast("Mapping[str, Sequence[int]]", found.keys.get("cluster.pools", {"main": [0]}))
+    num_ranks, is_tuning = sum(pools["main"]), found.keys["recipe"] == "sft"
+    for role, section in {"actor": "engine"}.items() if is_tuning else _SHARDED.items():
+        size = ends.get(f"{section}.fsdp_size", -1)
+        if role == "critic":
+            size = ends.get("critic.model.fsdp_config.fsdp_size", size)
+        cut = ends.peek(f"{section.partition('.fsdp')[0]}.ulysses_sequence_parallel_size", 1)
+        is_there = role == "actor" or (found.keys["recipe"] == "ppo" if role == "critic" else "kl.coef" in found.keys)
+        if not is_there or not isinstance(size, int) or not isinstance(cut, int):
+            continue
+        if num_ranks == 0:
+            shards = "as many as there are ranks" if size == -1 else str(size)
+            found.open[f"{section}.fsdp_size={size}"] = f"{role}.mesh.dp_shard is {shards}, divided by mesh.sp"
+        elif (shards := (num_ranks if size == -1 else min(size, num_ranks)) // cut) > 1:
+            found.keys[f"{role}.mesh.dp_shard"] = shards
+
+
+def _set_validation(ends: Ends, found: Translation) -> None:
+    """Without a test_freq it validates before the first step alone, or its fine-tuning after the last one."""
+    every, files = ends.peek("trainer.test_freq"), ends.peek("data.val_files")
+    if not isinstance(every, int) or every > 0:
+        return
+    ends.get("trainer.test_freq")
+    if not files:
+        found.forget("trainer.test_freq")
+    elif found.keys["recipe"] == "sft":
+        found.keys["validation.every_steps"] = _NEVER
+    else:
+        ends.get("data.val_files")
+        set_it = "for a validation at the start, every validation.every_steps and at the end, set data.validation"
+        if ends.get("trainer.val_before_train", True):
+            found.differs[f"data.val_files={files}"] = f"test_freq={every} is one validation, at the start; {set_it}"
+        else:
+            found.open[f"data.val_files={files}"] = f"with test_freq={every} there is no validation; {set_it}"
+
+
+def _count(value: object) -> int:
+    """Return a number above 0; 0 for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
