@@ -240,7 +240,7 @@ class WorkerProcess:
         if self._running is None or self._running.number != number:
             return False
         if not _handles_cancellation(self._thread):
-            _raise_in(self._thread, _CancelledError)
+            _raise_in(self._thread)
         return True
 
     def _tick(self) -> None:
@@ -278,8 +278,8 @@ class WorkerProcess:
         finally:
             with self._lock:
                 self._running = None
+                _receive()  # a cancellation that came too late must not hit the next call
                 self._cancelled.discard(invocation.number)
-                _raise_in(threading.get_ident(), None)  # a cancellation that came too late must not hit the next call
                 self._ended.notify_all()
             self._tick()
 
@@ -297,17 +297,29 @@ def _handles_cancellation(thread: int) -> bool:
     return error is not None
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Make a thread raise at its next line of Python; None takes that back.
+def _receive() -> None:
+    """Let Python raise here what was sent to this thread: it does so at the next jump back of a loop.
+
+    To take it back (with NULL) would leave CPython 3.11 told to deliver something that is no more, and the first line
+    that a debugger, a profiler or coverage traces in this process would never end.
+    """
+    try:
+        for _ in range(2):
+            pass
+    except _CancelledError:
+        pass
+
+
+def _raise_in(thread: int) -> None:
+    """Make a thread raise at its next line of Python.
 
     Before Python 3.12 a thread that is being started has the id of the thread that starts it, and is found first. It
     would end before it ran, and the starting thread would wait for ever. So nothing is raised during a thread's start.
     """
-    what = None if kind is None else ctypes.py_object(kind)
     while True:
         with threading._active_limbo_lock:  # pyright: ignore[reportAttributeAccessIssue] - nobody else can tell
-            if not threading._limbo or thread == threading.get_ident():  # pyright: ignore[reportAttributeAccessIssue]
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+            if not threading._limbo:  # pyright: ignore[reportAttributeAccessIssue]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_CancelledError))
                 return
         time.sleep(0.0005)
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -392,3 +393,47 @@ def test_an_interruption_never_hits_the_next_call(process):
     finally:
         stop.set()
         thread.join(10)
+
+
+TRACED_AFTERWARDS = """
+import contextlib, sys, threading
+from rallypoint.cluster import Mesh
+from rallypoint.cluster.process import Invocation, WorkerProcess
+from rallypoint.errors import CallCancelledError
+
+class Worker:
+    def __init__(self, context): pass
+    def nothing(self): pass
+    def interrupted_at_its_end(self):
+        while process._insisting is None: pass
+
+process = WorkerProcess(1, "cpu")
+process.create(Invocation(0, "actor", 0, "__init__", False), Worker, Mesh({"dp": 1}), (), {})
+for number in range(1, 30):
+    process.call(Invocation(number, "actor", 0, "nothing", True), (), {})
+    it = Invocation(1000 + number, "actor", 0, "interrupted_at_its_end", True)
+    def interrupt():
+        while process._running is not it: pass
+        process.interrupt(it.number)
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with contextlib.suppress(CallCancelledError):
+        process.call(it, (), {})
+    interrupting.join()
+
+def traced():
+    return sum(range(3))
+
+sys.settrace(lambda *event: None)
+traced()
+sys.settrace(None)
+print("traced")
+"""
+
+
+def test_what_traces_after_calls_whole_or_cancelled_comes_to_an_end():
+    """In a process of its own, for what fails here cannot be ended in another way."""
+    ended = subprocess.run(
+        [sys.executable, "-c", TRACED_AFTERWARDS], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert ended.stdout == "traced\n", ended.stderr
