@@ -114,8 +114,9 @@ def named(
     """
     own = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
     names = (f"{_MARK}{own}", *(f"{_MARK}{own}-{number}" for number in range(2, 1000)))
-    spec = next(name for name in names if name not in GIVEN)
-    GIVEN[spec] = Given(called or function, _text(function), code, why_here)
+    given = Given(called or function, _text(function), code, why_here)
+    # In one step, for another thread may start a run with a function of the same name.
+    spec = next(name for name in names if GIVEN.setdefault(name, given) is given)
     try:
         yield spec
     finally:

@@ -222,9 +222,14 @@ def _partial(store: Path) -> Path:
 
 
 def _settle(partial: Path, final: Path) -> Path:
-    """Give what was written its name, unless the same is there already."""
-    if final.exists():
-        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-    else:
-        os.replace(partial, final)
+    """Give what was written its name, unless the same is there already, as of another thread just now."""
+    if not final.exists():
+        try:
+            os.replace(partial, final)
+        except OSError:  # a folder does not take the place of another
+            if not final.exists():
+                raise
+        else:
+            return final
+    shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
     return final

@@ -39,9 +39,11 @@ def specs_of(reward: Rewards, stack: contextlib.ExitStack) -> str | dict[str, st
     return {name: spec(one) for name, one in named.items()}
 
 
-def wanted_columns() -> list[str]:
-    """Return the columns that rows must have for the functions that are given now."""
-    return [name for given in GIVEN.values() if isinstance(given.function, ByName) for name in given.function.columns]
+def wanted_columns(specs: str | Mapping[str, str] | None) -> list[str]:
+    """Return the columns that rows must have for rewards of these names, as far as Python gave them."""
+    names = [specs] if isinstance(specs, str) else [*(specs or {}).values()]
+    functions = [GIVEN[name].function for name in names if name in GIVEN]
+    return [column for function in functions if isinstance(function, ByName) for column in function.columns]
 
 
 def _name_of(reward: Reward) -> str:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -112,10 +114,16 @@ def train(
     short = {_OFTEN.get(name, name): value for name, value in often.items()}
     keys: dict[str, object] = {**(config or {}), **{key: value for key, value in short.items() if value is not None}}
     with contextlib.ExitStack() as given:
-        keys |= _rewards(reward, given) | _episodes(episode, given)
+        specs = None if reward is None else specs_of(reward, given)
+        keys |= _rewards(specs) | _episodes(episode, given)
         watch = _Watch((callbacks,) if callable(callbacks) else tuple(callbacks))
         try:
-            return _launched(recipe, keys, (model, data, validation), watch, resume, from_step, display)
+            named, of_recipe = _named(recipe, given)
+            keys = of_recipe | keys
+            overrides = overrides_of(keys)
+            overrides += of_length(named, overrides)
+            overrides += overrides_of(_material(named, overrides, model, data, validation, wanted_columns(specs)))
+            return _launched(named, overrides, watch, resume, from_step, display)
         except RallyError as error:
             if (ours := renamed(error)) is error:
                 raise
@@ -123,19 +131,13 @@ def train(
 
 
 def _launched(
-    recipe: str | Path | Run | type[Recipe],
-    keys: Mapping[str, object],
-    material: tuple[Model | None, Data | None, Data | None],
+    named: str,
+    overrides: Sequence[str],
     watch: Observer,
     resume: bool,
     from_step: int | None,
     display: bool | Progress,
 ) -> Run:
-    named, of_recipe = _named(recipe)
-    overrides = overrides_of({**of_recipe, **keys})
-    overrides += of_length(named, overrides)
-    overrides += overrides_of(_material(named, overrides, *material))
-
     def start() -> tuple[RunFolder, bool]:
         console, progress = Console(quiet=display is False), _progress(display)
         return launch(
@@ -170,13 +172,18 @@ class _Watch(Observer):
         self._is_stopped = True
 
 
-def _named(recipe: str | Path | Run | type[Recipe]) -> tuple[str, dict[str, object]]:
-    """Return the name under which a recipe's config is found, and the keys that name a class."""
+_OF_RUNS: list[tuple[str, type[Recipe]]] = []
+"""The classes of the runs under way, and the names that their configs have for them."""
+_NAMING = threading.Lock()
+
+
+def _named(recipe: str | Path | Run | type[Recipe], stack: contextlib.ExitStack) -> tuple[str, dict[str, object]]:
+    """Return the name under which a recipe's config is found, and the keys that name a class until the stack ends."""
     if isinstance(recipe, Run):
         return str(recipe.folder), {}
     if not isinstance(recipe, type):
         return str(recipe), {}
-    pages = {_name_of_page(spec.page): spec for spec in RECIPES.values()}
+    pages = {_name_of_page(spec.page): spec for spec in tuple(RECIPES.values())}
     found = [spec for each in recipe.__mro__ if (spec := pages.get(_name_of_page(each))) is not None]
     if not found:
         raise ConfigError(
@@ -186,30 +193,35 @@ def _named(recipe: str | Path | Run | type[Recipe]) -> tuple[str, dict[str, obje
             )
         )
     base = found[0]
-    if base.page is recipe or base.page == _name_of_page(recipe):
-        return base.name, {}
-    known = RECIPES.get(recipe.__name__)
-    if known is not None and isinstance(known.page, type):
-        del RECIPES[recipe.__name__]  # an earlier state of a cell of a notebook
-    spec = declare(dataclasses.replace(base, name=recipe.__name__, page=recipe))
-    shipped = next(each.name for each in found if isinstance(each.page, str))
-    return shipped, {"recipe": spec.name}
+    shipped = next((each.name for each in found if isinstance(each.page, str)), base.name)
+    if base.page == _name_of_page(recipe):
+        return shipped, {}
+    with _NAMING:
+        others = {name for name, page in _OF_RUNS if page is not recipe}  # in other threads
+        numbered = (f"{recipe.__name__}-{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([recipe.__name__], numbered) if name not in others)
+        spec = dataclasses.replace(base, name=name, page=recipe)
+        if (known := RECIPES.get(name)) is not None and isinstance(known.page, type):
+            RECIPES[name] = spec  # an earlier state of a cell of a notebook
+        declare(spec)
+        _OF_RUNS.append((name, recipe))
+        stack.callback(_OF_RUNS.remove, (name, recipe))
+    return shipped, {"recipe": name}
 
 
 def _name_of_page(page: str | type) -> str:
     return page if isinstance(page, str) else f"{page.__module__}:{page.__qualname__}"
 
 
-def _rewards(reward: Rewards | None, stack: contextlib.ExitStack) -> dict[str, object]:
-    """Return the keys that name the rewards; functions have names until the stack is left."""
-    if reward is None:
+def _rewards(specs: str | Mapping[str, str] | None) -> dict[str, object]:
+    """Return the keys that name the rewards."""
+    if specs is None:
         return {}
-    found = specs_of(reward, stack)
-    if isinstance(found, str):
-        return {"reward.function": found}
+    if isinstance(specs, str):
+        return {"reward.function": specs}
     return {
         "reward.function": None,
-        "reward.functions": [{"name": name, "function": spec} for name, spec in found.items()],
+        "reward.functions": [{"name": name, "function": spec} for name, spec in specs.items()],
     }
 
 
@@ -221,14 +233,18 @@ def _episodes(episode: str | Episode | None, stack: contextlib.ExitStack) -> dic
 
 
 def _material(
-    recipe: str, overrides: Sequence[str], model: Model | None, data: Data | None, validation: Data | None
+    recipe: str,
+    overrides: Sequence[str],
+    model: Model | None,
+    data: Data | None,
+    validation: Data | None,
+    wanted: Sequence[str],
 ) -> dict[str, object]:
     """Return the keys that name model and data, which are written where they are in memory only."""
     if model is None and data is None and validation is None:
         return {}
     trainer = cast("Mapping[str, Any]", read(recipe, overrides).values.get("trainer") or {})
     store = Path(str(trainer.get("runs_dir") or TrainerConfig().runs_dir)).expanduser() / "given"
-    wanted = wanted_columns()
     found: dict[str, object] = {}
     if model is not None:
         found |= {"model.path": model_path(model, store), "model.create": None}

@@ -86,7 +86,7 @@ def evaluate(
         stack.enter_context(_in_words_of_python())
         trained, store = stack.enter_context(_found(model, trust_remote_code))
         specs = None if reward is None else specs_of(reward, stack)
-        files = data_files(data, store, wanted_columns())
+        files = data_files(data, store, wanted_columns(specs))
         return score(
             trained,
             files,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,9 @@ from rallypoint.disk import naming, naming_tensors
 from rallypoint.model_files.locate import SINGLE, quiet_transformers
 
 ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+_DRAWING = threading.Lock()
+"""Held while torch's own generator is seeded and drawn from; all threads share it, and users may draw from it."""
 
 
 def create_model(
@@ -67,8 +71,9 @@ def create_model(
         # No padding anywhere: with a padding id, transformers would never train that id's embedding.
         pad_token_id=None,
     )
-    torch.manual_seed(seed)
-    model = make_model(config)
+    with _DRAWING, torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
+        model = make_model(config)
     with naming(folder), naming_tensors(folder / SINGLE):
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)

@@ -25,7 +25,8 @@ def test_one_and_several_rewards_have_names_as_long_as_they_are_used():
         assert specs_of(right, stack) == "@right"
         assert specs_of([short, "math"], stack) == {"short": "@short", "math": "math"}
         assert specs_of({"one": short, "two": "a.py:f"}, stack) == {"one": "@short-2", "two": "a.py:f"}
-        assert wanted_columns() == ["level"]
+        assert wanted_columns("@right") == ["level"]
+        assert wanted_columns({"one": "@short", "two": "math"}) == []
     assert not GIVEN
 
 
