@@ -4,8 +4,8 @@ Owns: what such a name stands for, what the text alone tells of the function, an
 function is for, torch, configs. Reward functions, policy losses and advantages of one's own come from here.
 
 A file is run under a private module name that follows from its path and its text, registered in `sys.modules` (so that
-dataclasses and pickle work in it). Its folder is put first on `sys.path`, as `python file.py` would do, so
-that it can import the files beside it.
+dataclasses and pickle work in it). Its folder is put last on `sys.path`, so that it can import the files beside it,
+and a `json.py` there is nobody's else; where it imports one whose name means another module, it is refused.
 """
 
 from __future__ import annotations
@@ -268,12 +268,36 @@ def _run(path: Path, text: bytes) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
-        exec(compile(text, str(path), "exec"), vars(module))
+        code = compile(text, str(path), "exec")
+        _check_siblings(path, text)
+        exec(code, vars(module))
+    except UserCodeError:
+        del sys.modules[name]
+        raise
     except BaseException as error:  # it is the user's code: it may raise anything
         del sys.modules[name]
         shown = format_user_traceback(error, skip=lambda file: file != str(path))
         raise UserCodeError(f"{path} raised while it was imported:\n{shown}") from error
     return module
+
+
+def _check_siblings(path: Path, text: bytes) -> None:
+    """Refuse a file that imports one beside it, where its name stands for a module from elsewhere."""
+    for node in ast.walk(ast.parse(text)):
+        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            imported = [node.module or ""]
+        for name in {one.partition(".")[0] for one in imported} - sys.stdlib_module_names:
+            modules = (path.with_name(f"{name}.py"), path.parent / name / "__init__.py")
+            beside = [one.resolve() for one in modules if one.is_file()]
+            known = sys.modules.get(name)
+            spec = importlib.util.find_spec(name) if known is None else known.__spec__
+            taken = spec.origin if spec else None
+            if beside and taken is not None and Path(taken).resolve() not in beside:
+                raise UserCodeError(
+                    f"{path} imports {name}, of which there are two: {beside[0]}, and {taken}, which Python takes; "
+                    "rename the first"
+                )

@@ -33,10 +33,31 @@ def file(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     yield tmp_path / "mine.py"
     sys.path[:] = path_before
+    sys.modules.pop("rallypoint_sibling_of_a_test", None)
 
 
 def test_a_function_is_called_with_its_parameters_and_finds_the_files_beside_it(file):
     assert UserFunction.read(f"{file}:scaled", {"factor": 3.0})(5.0).value == 30.0
+
+
+def test_a_file_beside_it_takes_no_name_from_python_or_a_package(file):
+    for name in ("json", "pydantic", "colorsys"):
+        file.with_name(f"{name}.py").write_text("raise SystemExit(3)")
+    file.write_text("import colorsys\nimport json\nscaled = lambda x: json.dumps([x, colorsys.ONE_THIRD > 0])")
+    assert UserFunction.read(f"{file}:scaled", {})(1) == "[1, true]"
+    file.write_text("from pydantic import fields\nscaled = None")
+    with pytest.raises(UserCodeError, match=r"mine.py imports pydantic, of which there are two: .*pydantic.py, and"):
+        UserFunction.read(f"{file}:scaled", {}).load()
+
+
+def test_a_file_of_the_same_name_in_another_folder_is_not_taken_for_the_one_beside_it(file, tmp_path):
+    assert UserFunction.read(f"{file}:scaled", {})(1.0).value == 2.0
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "rallypoint_sibling_of_a_test.py").write_text("SCALE = 7.0")
+    (other / "mine.py").write_text(FILE)
+    with pytest.raises(UserCodeError, match=r"imports rallypoint_sibling_of_a_test, of which there are two"):
+        UserFunction.read(f"{other / 'mine.py'}:scaled", {}).load()
 
 
 def test_where_it_is_sent_the_text_that_was_read_is_run_whatever_became_of_the_file(file):

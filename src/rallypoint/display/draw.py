@@ -33,7 +33,7 @@ class CurveAsItGoes:
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[list[str]], subprocess.Popen[bytes]] | None = None,
     ) -> None:
-        self._command = [sys.executable, "-m", "rallypoint.display.draw", str(metrics), str(png), title]
+        self._command = [sys.executable, "-P", "-m", "rallypoint.display.draw", str(metrics), str(png), title]
         self._clock, self._start = clock, start or _start
         self._due = clock() + FIRST_S
         self._drawing: subprocess.Popen[bytes] | None = None

@@ -265,7 +265,7 @@ def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]
 @functools.cache
 def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
     """Return the devices of a kind, or the reason why there is none."""
-    command = [sys.executable, "-c", _ASK_TORCH, device]
+    command = [sys.executable, "-P", "-c", _ASK_TORCH, device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
         said = done.stdout.strip().splitlines()[-1:]

@@ -15,6 +15,8 @@ from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
 _BEGIN_WATCH_S = 5.0
 _ANSWER_S = 30.0
+_MOST_BYTES = 64 << 20
+"""Size of an answer: etcd itself takes requests of 1.5 MiB."""
 _UNAUTHENTICATED = 16
 """gRPC's code for a token that is missing or has lapsed."""
 
@@ -116,8 +118,8 @@ class EtcdClient:
             connection = self._threads.connection = self._connection(_ANSWER_S)
         try:
             connection.request("POST", f"/v3/{method}", json.dumps(request), self._headers())
-            text = connection.getresponse().read()
-        except (OSError, http.client.HTTPException):
+            text = _whole(connection.getresponse())
+        except (OSError, http.client.HTTPException, ValueError):
             connection.close()
             raise
         return json.loads(text)
@@ -138,8 +140,18 @@ class EtcdClient:
             raise RendezvousUnreachableError(text) from None
 
 
+def _whole(answer: http.client.HTTPResponse) -> bytes:
+    """Return an answer that is etcd's: not a redirect, whose text says nothing of it, and not without end."""
+    if 300 <= answer.status < 400:
+        raise ValueError(f"it redirects to {answer.getheader('Location')}, which is not followed; name that URL")
+    text = answer.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"an answer of more than {_MOST_BYTES >> 20} MiB")
+    return text
+
+
 def _next_answer(stream: http.client.HTTPResponse) -> Any:
-    while not (line := stream.readline()).strip():
+    while not (line := stream.readline(_MOST_BYTES)).strip():
         if not line:
             raise http.client.IncompleteRead(line)
     return json.loads(line)

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.environments.exchange import MOST_MIB, ask
 from rallypoint.environments.sandbox.program import Limits, Ran, SandboxError
 
 _MAY_PASS = {429, 500, 502, 503, 504}
@@ -42,9 +43,8 @@ class Remote:
         request = urllib.request.Request(f"{self.url.rstrip('/')}/run_code", json.dumps(asked).encode(), headers)
         for pause_s in (*self.pauses_s, None):
             try:
-                with urllib.request.urlopen(request, timeout=limits.start_s + limits.time_s) as reply:
-                    answer = json.load(reply)
-                return _ran(answer, limits)
+                most_mib = MOST_MIB + (limits.output_kib >> 7)  # both outputs, and four bytes a character
+                return _ran(ask(request, limits.start_s + limits.time_s, most_mib), limits)
             except (OSError, http.client.HTTPException, ValueError, TypeError, AttributeError) as error:
                 if pause_s is None or not _may_pass(error):
                     raise SandboxError(f"{self.url}: {error}") from None

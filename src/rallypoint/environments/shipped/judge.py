@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rallypoint.environments.deadline import within
+from rallypoint.environments.exchange import MOST_MIB, UnusableAnswerError, ask
 from rallypoint.environments.outcome import DeadlineError
 
 AnswerT = TypeVar("AnswerT")
@@ -198,6 +199,8 @@ class Endpoint:
     sleep: Callable[[float], None] = time.sleep
     deadline_s: float = math.inf
     """Seconds of all attempts and the pauses between them."""
+    most_mib: int = MOST_MIB
+    """Size of an answer above which it is refused."""
 
     def ask(self, request: Mapping[str, object], read: Callable[[str], AnswerT]) -> AnswerT:
         """Return what can be read in the text of the reply; only a reply that could be read is kept.
@@ -262,7 +265,7 @@ class Endpoint:
         data = None if body is None else body.encode(errors="replace")
         asked = urllib.request.Request(f"{self.url.rstrip('/')}{path}", data, headers)
         try:  # a socket's timeout is that of one read: a server that sends a byte now and then would be read for ever
-            return within(timeout_s, lambda: _exchange(asked, read, timeout_s))
+            return within(timeout_s, lambda: _exchange(asked, read, timeout_s, self.most_mib))
         except DeadlineError:
             return [], f"no whole answer within {timeout_s:.3g} s", 0.0
         except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
@@ -270,12 +273,13 @@ class Endpoint:
 
 
 def _exchange(
-    asked: urllib.request.Request, read: Callable[[Any], AnswerT], timeout_s: float
+    asked: urllib.request.Request, read: Callable[[Any], AnswerT], timeout_s: float, most_mib: int
 ) -> tuple[list[AnswerT], str, float | None]:
     """Return what `Endpoint._attempt` does."""
     try:
-        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-            return [read(json.load(answer))], "", 0.0
+        return [read(ask(asked, timeout_s, most_mib))], "", 0.0
+    except UnusableAnswerError as error:
+        return [], str(error), None
     except urllib.error.HTTPError as error:
         told = error.read(300).decode(errors="replace")
         after = error.headers.get("Retry-After", "0")
