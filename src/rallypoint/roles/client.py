@@ -58,7 +58,7 @@ class EpisodeClient:
         self._rollouts, self._sample, self._rank, self._max_tokens = rollouts, sample, rank, max_tokens
         self._tokens: tuple[int, ...] = ()
         self._turns: list[Turn] = []
-        self._is_sampling, self._tokenizer = False, tokenizer
+        self._is_sampling, self._is_full, self._tokenizer = False, False, tokenizer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -66,7 +66,7 @@ class EpisodeClient:
         return self._tokenizer
 
     async def have(self, episode: Episode, prompt: Prompt) -> Trajectory:
-        """Return the rollout that an episode makes of a prompt.
+        """Return the rollout that an episode makes of a prompt; truncated, if its row had no room for a further turn.
 
         Raises:
             GenerationError: the engine failed on a turn, or the row has no room for it.
@@ -82,7 +82,9 @@ class EpisodeClient:
         if (foul := find_foul(found, self._turns)) is not None:
             raise self._broken(foul, episode, prompt)
         assert isinstance(found, Trajectory)
-        return found
+        if not self._is_full:
+            return found
+        return Trajectory(turns=(*found.turns[:-1], dataclasses.replace(found.turns[-1], truncated=True)))
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """See `Client.sample`."""
@@ -96,7 +98,8 @@ class EpisodeClient:
         if number:
             params = dataclasses.replace(params, seed=params.seed + number * _NEXT_TURN)
         room = self._max_tokens - len(tokens)
-        if room < 1:
+        self._is_full = room < 1
+        if self._is_full:
             raise GenerationError(
                 f"{self}: turn {number + 1} begins with {len(tokens)} tokens, and a row may have {self._max_tokens}; "
                 "raise rollout.max_response_tokens, which all turns of a rollout share with what is added between them"

@@ -152,3 +152,39 @@ def test_a_first_turn_that_adds_to_the_prompt_ends_at_the_limit_of_the_row_and_w
 def test_an_episode_gives_a_rollout_up_with_a_generation_error():
     with pytest.raises(GenerationError, match="the tool has no answer"):
         have(gives_up)
+
+
+async def until_full(prompt, client):
+    turns = [await client.sample(prompt.tokens)]
+    try:
+        while True:
+            turns.append(await client.sample((8, 9)))
+    except GenerationError:
+        return Trajectory(turns=tuple(turns))
+
+
+async def until_full_without_the_last(prompt, client):
+    found = await until_full(prompt, client)
+    return Trajectory(turns=found.turns[:1])
+
+
+async def too_much_then_less(prompt, client):
+    turns = [await client.sample(prompt.tokens)]
+    try:
+        await client.sample(range(99))
+    except GenerationError:
+        turns.append(await client.sample((8,)))
+    return Trajectory(turns=tuple(turns))
+
+
+@pytest.mark.parametrize(
+    ("episode", "truncated"),
+    [
+        (until_full, [False, False, False, True]),
+        (until_full_without_the_last, [True]),
+        (too_much_then_less, [False] * 2),
+    ],
+)
+def test_an_episode_that_ends_for_want_of_room_is_truncated(episode, truncated):
+    trajectory, _ = have(episode)
+    assert [turn.truncated for turn in trajectory.turns] == truncated
