@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # An index of CPU builds, for machines whose package index would answer with CUDA packages: see CONTRIBUTING.md.
 PIP_FLAGS ?=
+# Exact versions of all packages; constraints-torch-2.14.txt has those of the newest torch.
+CONSTRAINTS ?= constraints.txt
 
 # Many tests wait for processes, so there are two more workers than cores; each computes in one thread.
 WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 2}')
@@ -53,11 +55,11 @@ format: .venv/installed
 	$(BIN)/ruff format src tests benchmarks examples
 	$(BIN)/python docs/house.py
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "rallypoint needs Python 3.11 or newer, found %d.%d: make PYTHON=python3.12" % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 clean:

@@ -55,3 +55,8 @@ def test_the_image_for_gpus_runs_the_command():
     assert 'ENTRYPOINT ["rally"]' in lines
     assert "rally" in PROJECT["scripts"]
     assert any("torch==2.13.0" in line for line in lines)
+
+
+def test_the_versions_beside_another_torch_are_the_same():
+    own, other = (set((ROOT / f"constraints{name}.txt").read_text().splitlines()) for name in ("", "-torch-2.14"))
+    assert {line.partition("==")[0] for line in own ^ other} == {"torch", "triton"}

@@ -18,7 +18,7 @@ import functools
 import logging
 import subprocess
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class PagedKernel:
     def __init__(self) -> None:
         """Wrap the kernels; each is compiled when it is first used, for every type and width."""
         assert triton is not None, "there is a kernel only where there is Triton"
-        self._write, self._attend, self._join = (triton.jit(kernel) for kernel in (_write, _attend, _join))
+        made: list[Any] = [triton.jit(kernel) for kernel in (_write, _attend, _join)]
+        self._write, self._attend, self._join = made
 
     def write(self, metadata: PagedMetadata, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """Store keys and values of T tokens, [T, K, D] both, in those of one layer; see `gathered`."""

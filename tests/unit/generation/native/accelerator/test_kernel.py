@@ -17,12 +17,12 @@ import torch
 from rallypoint.generation.native.accelerator.kernel import find_kernel, num_parts
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-SHARED = Path(__file__).parents[2] / "shared"
+SHARED = Path(__file__).parents[4] / "shared"
 CASES = [
-    {"lengths": [40, 3, 64], "heads": 4, "kv_heads": 2, "dim": 16, "limits": "all", "num_slots": 8},
-    {"lengths": [40, 3, 64, 9], "heads": 4, "kv_heads": 1, "dim": 24, "limits": "window", "num_slots": 1},
-    {"lengths": [200], "heads": 2, "kv_heads": 2, "dim": 32, "limits": "softcap", "num_slots": 16},
-    {"lengths": [150, 33], "heads": 6, "kv_heads": 2, "dim": 16, "limits": "both", "num_slots": 4},
+    {"lengths": [40, 3, 64], "heads": 4, "kv_heads": 2, "dim": 16, "limits": "all", "num_columns": 8},
+    {"lengths": [40, 3, 64, 9], "heads": 4, "kv_heads": 1, "dim": 24, "limits": "window", "num_columns": 1},
+    {"lengths": [200], "heads": 2, "kv_heads": 2, "dim": 32, "limits": "softcap", "num_columns": 16},
+    {"lengths": [150, 33], "heads": 6, "kv_heads": 2, "dim": 16, "limits": "both", "num_columns": 4},
 ]
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3}
 
@@ -40,6 +40,7 @@ def run(name, *arguments, interpret):
 
 
 @needs_triton
+@pytest.mark.timeout(900)  # an interpreter in Python
 def test_the_kernel_finds_what_products_find_and_stores_the_same():
     cases = [{**case, "dtype": dtype} for case in CASES for dtype in TOLERANCES]
     *differences, is_right = run("kernel_in_triton.py", *map(json.dumps, cases), interpret=True)
