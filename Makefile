@@ -60,6 +60,7 @@ format: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@test ! -e .git || test -n "$$CI" || git config core.hooksPath >/dev/null || git config core.hooksPath .githooks || true
 	touch $@
 
 clean:
