@@ -18,21 +18,25 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rallypoint.algorithms.kl import MAX_LOG_RATIO, log_ratio
-from rallypoint.algorithms.policy_losses import PolicyTokens
+from rallypoint.algorithms.policy_losses import CISPO, DPPO, Anchored, Decoupled, PolicyObjective, PolicyTokens
 from rallypoint.types import Maximum, Mean, Metric, Metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction(abc.ABC):
     """A weight for each token, with its parameters."""
+
+    weighs_kl: ClassVar[bool] = True
+    """Whether it weighs a KL in the loss as well: unless it is about advantages, which that has none of."""
 
     @abc.abstractmethod
     def weights(self, tokens: PolicyTokens, gap: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -121,10 +125,27 @@ class OffPolicyMask(Correction):
     delta: float
     """The largest mean of log(rollout / current) that stays, in nats a token."""
 
+    weighs_kl = False
+
     def weights(self, tokens: PolicyTokens, gap: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         """See `Correction.weights`."""
         left = tokens.row_means(log_ratio(tokens.rollout_logprobs, tokens.logprobs)) > self.delta
         return (~(left & (tokens.advantages < 0))).to(gap.dtype)
+
+
+def own_weight(objective: PolicyObjective) -> TIS | None:
+    """Return the correction by which a policy loss weighs tokens back to the sampler by itself; None if it does not."""
+    match objective:
+        case Decoupled(max_weight=cap):
+            return TIS(level="token", cap=math.inf if cap is None else cap)
+        case DPPO(anchor="rollout", max_ratio=cap):
+            return TIS(level="token", cap=cap)
+        case CISPO(anchor="rollout", clip_high=above):
+            return TIS(level="token", cap=1.0 + above)
+        case Anchored(anchor="rollout"):
+            return TIS(level="token", cap=math.inf)
+        case _:
+            return None
 
 
 CORRECTIONS: dict[str, type[Correction]] = {

@@ -10,10 +10,14 @@ An estimator with the right value need not have the right gradient. In expectati
     loss              k2            that of KL(policy || reference), token by token
     loss              k3            that of KL(reference || policy), token by token: the same minimum, another way there
     loss              abs           that of the sum of |policy - reference| (twice the total variation), token by token
-    loss, corrected   k1, k3        that of KL(policy || reference), token by token, also after the policy has moved
+    loss, corrected   k1, k3        that of KL(policy || reference), token by token, also after the policy has moved;
+                                    both have the gradient of k3 here, see `kl_loss`
     loss              k1            zero: refused
     loss, corrected   k2, abs       that of no divergence: refused
     reward            k2, k3, abs   likewise; a token that the policy has almost lost is driven out altogether: refused
+
+All of them are 0 at the reference, whatever weighs tokens and rows. Where older weights have sampled, those in the loss
+are weighed with old / rollout by the corrections of the policy loss, or as it weighs itself back to the sampler.
 
 `rallypoint.testing.check_kl` holds each to it, on a policy whose responses can be enumerated.
 """

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms.aggregation import AggregationName, aggregate, num_prompts_held
-from rallypoint.algorithms.corrections import Correction, correct
+from rallypoint.algorithms.corrections import Correction, correct, own_weight
 from rallypoint.algorithms.critic_losses import value_loss
 from rallypoint.algorithms.kl import KL
 from rallypoint.algorithms.losses import entropy_bonus, kl_loss
@@ -95,7 +95,7 @@ class ActorLoss:
     objective: PolicyObjective
     """The policy loss."""
     corrections: tuple[Correction, ...]
-    """Weights of its tokens that correct the gap between sampler and trainer."""
+    """Weights of its tokens, and of the KL's, that correct the gap between sampler and trainer."""
     aggregation: AggregationName
     """What the loss is a mean of."""
     length: float
@@ -165,6 +165,7 @@ class ActorLoss:
                 everything,
                 estimator=self.kl.estimator,
                 corrected_from=corrected_from,
+                correction=self._of_kl(tokens, correction),
                 weights=weights,
             )
             total = total + (self.kl.coef if rows.kl_coef is None else rows.kl_coef) * penalty.sum
@@ -172,6 +173,15 @@ class ActorLoss:
         # Without weights the host knows the number of tokens, and does not wait for the device.
         weight = float(len(logprobs)) if weights is None else float(policy.weight)
         return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), weight)}))
+
+    def _of_kl(self, tokens: PolicyTokens, correction: Tensor | None) -> Tensor | None:
+        """Return the weight of each token in the KL: that of the policy loss, but for masks that look at advantages."""
+        weighing = tuple(each for each in self.corrections if each.weighs_kl)
+        if (own := own_weight(self.objective)) is not None:
+            weighing = (*weighing, own)
+        if weighing == self.corrections:
+            return correction
+        return correct(weighing, tokens)[0] if weighing else None
 
     def _correct(self, tokens: PolicyTokens) -> tuple[Tensor | None, Metrics]:
         """Return the weight of each token, and metrics; None if nothing is corrected."""

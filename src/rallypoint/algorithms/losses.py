@@ -74,12 +74,14 @@ class KLLoss:
 
     sum: Float[Tensor, ""]
     """Over trained tokens, with gradient."""
+    estimate: Float[Tensor, ""]
+    """The same, of tokens that no correction weighs or leaves out: to be watched."""
     weight: Float[Tensor, ""] | Int[Tensor, ""]
     """Sum of the tokens' weights: their number, where all are 1."""
 
     def metrics(self) -> Metrics:
         """Return the mean of this part of the batch."""
-        return Metrics({"reference_kl": Mean(float(self.sum.detach()), float(self.weight))})
+        return Metrics({"reference_kl": Mean(float(self.estimate), float(self.weight))})
 
 
 def kl_loss(
@@ -89,9 +91,14 @@ def kl_loss(
     *,
     estimator: KLEstimator,
     corrected_from: Float[Tensor, " T"] | None = None,
+    correction: Float[Tensor, " T"] | None = None,
     weights: Float[Tensor, " T"] | None = None,
 ) -> KLLoss:
     """Return the estimated KL(policy || reference), summed over trained tokens; see `kl_penalty`.
+
+    With r = exp(logprobs - old_logprobs), the gradient of r k3 is r k1 times that of logprobs. The gradient of r k1 is
+    r (k1 + 1) times it: the 1 is a constant, which is 0 in expectation only where no weight depends on what is
+    sampled, unlike a row's length, a mask, or a weight for older samplers. So k1 gets the gradient of k3.
 
     Args:
         logprobs: [T] of the policy as it is.
@@ -100,6 +107,7 @@ def kl_loss(
         estimator: of the divergence.
         corrected_from: [T] old_logprobs, to weigh each token's estimate with exp(logprobs - old_logprobs); with
             gradient, so that it stays that of the divergence however far the policy has moved (arXiv 2512.02556).
+        correction: [T] of the gap between sampler and trainer, see `corrections`; None is 1 for each token.
         weights: [T] of aggregation, see `aggregation`; None is 1 for each token.
 
     >>> policy, reference = torch.tensor([0.5, 0.25, 0.9]).log(), torch.tensor([0.25, 0.5, 0.1]).log()
@@ -111,8 +119,13 @@ def kl_loss(
     penalty = kl_penalty(logprobs, reference_logprobs, estimator)
     if corrected_from is not None:
         moved = log_ratio(logprobs, torch.where(loss_mask, corrected_from, 0.0))
+        penalty = penalty.detach() if estimator == "k1" else penalty
         penalty = penalty * moved.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return KLLoss(sum=_total(penalty, loss_mask, weights), weight=_weight(loss_mask, weights))
+    total = _total(penalty, loss_mask, weights)
+    estimate = total.detach()
+    if correction is not None:
+        total = _total(penalty * torch.where(loss_mask, correction, 0.0), loss_mask, weights)
+    return KLLoss(sum=total, estimate=estimate, weight=_weight(loss_mask, weights))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

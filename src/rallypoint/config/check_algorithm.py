@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.config.fields import Problem
@@ -77,7 +77,7 @@ def check_taught_correction(config: RunConfig) -> Iterator[Problem]:
             )
         return
     staleness = config.rollout.max_staleness
-    if staleness and not any(_most_weight(item) <= _MOST_WEIGHT for item in _weighing(config)):
+    if staleness and not _are_bounded(_weighing(config)):
         with_rewards = " loss.name=clip" if teachers.reward_coef and _is_anchored(config) else ""
         yield Problem(
             ("rollout.max_staleness", "teacher.loss", "correction"),
@@ -125,6 +125,16 @@ def _weighing(config: RunConfig) -> list[TISConfig | IcePopConfig]:
     return [item for item in config.correction if isinstance(item, TISConfig | IcePopConfig)]
 
 
+def _are_bounded(items: Sequence[CorrectionConfig]) -> bool:
+    """Whether one of them leaves no weight that is far too large."""
+    return any(_most_weight(item) <= _MOST_WEIGHT for item in items)
+
+
+def _is_weighed_back(config: RunConfig) -> bool:
+    """Whether what is beside the policy loss is weighed back to the sampler: as that itself is, or by a correction."""
+    return _is_anchored(config) or _are_bounded(_weighing(config))
+
+
 def _most_weight(item: CorrectionConfig) -> float:
     """Return the largest old / rollout that a correction leaves, of a token or of its row."""
     match item:
@@ -141,7 +151,7 @@ def _most_weight(item: CorrectionConfig) -> float:
 def _uncorrected(config: RunConfig) -> Iterator[Problem]:
     """Yield a loss that takes tokens of older weights for its own, whatever they are."""
     staleness, loss = config.rollout.max_staleness, config.loss
-    if any(_most_weight(item) <= _MOST_WEIGHT for item in config.correction):
+    if _are_bounded(config.correction):
         return
     found = "and there is no correction"
     if config.correction:
@@ -208,6 +218,14 @@ def check_kl(config: RunConfig) -> Iterator[Problem]:
             keys,
             f"kl.estimator={estimator!r} does not pull towards the reference when kl.placement=reward (only k1 has "
             "the gradient of the KL there); expected k1, or kl.placement=loss",
+        )
+    if config.rollout.max_staleness and kl.placement == "loss" and not _is_weighed_back(config):
+        yield Problem(
+            ("rollout.max_staleness", "kl.placement", "correction", "loss.name"),
+            f"rollout.max_staleness={config.rollout.max_staleness} trains on tokens that older weights have sampled, "
+            "and with kl.placement=loss their gradient is that of no divergence unless each is weighed back to its "
+            f"sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]', "
+            "loss.name=decoupled, loss.name=dppo, or kl.placement=reward",
         )
     if kl.adaptive is not None and kl.adaptive.horizon < config.num_rows:
         yield Problem(

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from rallypoint.types import JudgedBatch
+from rallypoint.types.carrier import offsets_from_lengths
 
-Response = tuple[int, int]
+Response = tuple[int, ...]
 Divergence = Literal["reverse", "forward", "variation"]
 """KL(policy || reference), KL(reference || policy), or the sum of |policy - reference|: twice the total variation."""
 
@@ -36,6 +37,7 @@ Divergence = Literal["reverse", "forward", "variation"]
 class EnumerablePolicy:
     """Responses are two tokens of K: K logits for the first one, and K for the second one after each first.
 
+    With a `stop_token`, responses that begin with it are of this token alone.
     Row 0 of a table is about the first token; row 1 + a about the second one after token a.
     """
 
@@ -44,9 +46,11 @@ class EnumerablePolicy:
     reference: Tensor
     """[1+K, K] logprobs of the reference."""
     rewards: Tensor
-    """[K, K] reward of each response, on its last token."""
+    """[K, K] reward of each response, on its last token; of one token, the mean of its row."""
     values: Tensor
     """[1+K] what a critic says before each token."""
+    stop_token: int | None = None
+    """The first token that ends a response; None if all have two."""
 
     @classmethod
     def random(cls, num_tokens: int, seed: int) -> EnumerablePolicy:
@@ -67,7 +71,8 @@ class EnumerablePolicy:
     def responses(self) -> list[Response]:
         """Every response that there is."""
         tokens = range(len(self.rewards))
-        return [(first, second) for first in tokens for second in tokens]
+        pairs = [(first, second) for first in tokens if first != self.stop_token for second in tokens]
+        return [*pairs] if self.stop_token is None else [(self.stop_token,), *pairs]
 
     @property
     def logprobs(self) -> Tensor:
@@ -75,9 +80,9 @@ class EnumerablePolicy:
         return self.logits.log_softmax(-1)
 
     def token_logprobs(self, table: Tensor, response: Response) -> Tensor:
-        """Return logprobs of the two tokens of a response, by a table: [2]."""
-        first, second = response
-        return torch.stack([table[0, first], table[1 + first, second]])
+        """Return logprobs of the tokens of a response, by a table: [2], or [1] if it stops."""
+        seen = (0, *(1 + token for token in response))
+        return torch.stack([table[row, token] for row, token in zip(seen, response, strict=False)])
 
     def batch(self, responses: Sequence[Response], *, sampler: Tensor | None = None) -> JudgedBatch:
         """Return a group: one prompt of one token, and these responses.
@@ -88,11 +93,12 @@ class EnumerablePolicy:
         """
         num = len(responses)
         old = self.stream(self.logprobs if sampler is None else sampler, responses)
-        rewards = [x for response in responses for x in (0.0, 0.0, float(self.rewards[response]))]
+        lengths = [len(response) for response in responses]
+        rewards = [x for response in responses for x in (*[0.0] * len(response), float(self.rewards[response].mean()))]
         return JudgedBatch(
-            offsets=torch.arange(0, 3 * num + 1, 3),
-            tokens=torch.tensor([[0, *response] for response in responses]).flatten(),
-            loss_mask=torch.tensor([False, True, True]).repeat(num),
+            offsets=offsets_from_lengths(1 + torch.tensor(lengths)),
+            tokens=torch.tensor([token for response in responses for token in (0, *response)]),
+            loss_mask=torch.tensor([place > 0 for length in lengths for place in range(1 + length)]),
             rollout_logprobs=old,
             prompt_index=torch.zeros(num, dtype=torch.int64),
             sample_index=torch.arange(num),
@@ -106,12 +112,12 @@ class EnumerablePolicy:
     def stream(self, table: Tensor, responses: Sequence[Response]) -> Tensor:
         """Return the logprobs of a group's tokens, by a table; 0 for prompts: [T]."""
         nothing = torch.zeros(1, dtype=torch.float64)
-        return torch.stack([torch.cat([nothing, self.token_logprobs(table, r)]) for r in responses]).flatten()
+        return torch.cat([x for response in responses for x in (nothing, self.token_logprobs(table, response))])
 
     def state_values(self, responses: Sequence[Response]) -> Tensor:
         """Return what the critic says before each of a group's tokens; 0 for prompts: [T]."""
         values = self.values.tolist()
-        found = [x for first, _ in responses for x in (0.0, values[0], values[1 + first])]
+        found = [x for response in responses for x in (0.0, values[0], *(values[1 + t] for t in response[:-1]))]
         return torch.tensor(found, dtype=torch.float64)
 
     def expected_gradient(
@@ -148,7 +154,7 @@ class EnumerablePolicy:
 
     def mean_reward(self, table: Tensor) -> Tensor:
         """Return the expected reward, by a table of logprobs."""
-        terms = [self.token_logprobs(table, r).sum().exp() * self.rewards[r] for r in self.responses]
+        terms = [self.token_logprobs(table, r).sum().exp() * self.rewards[r].mean() for r in self.responses]
         return torch.stack(terms).sum()
 
     def response_divergence(self, table: Tensor, kind: Divergence = "reverse") -> Tensor:
@@ -167,6 +173,8 @@ class EnumerablePolicy:
         """
         sampled = self.logprobs if sampler is None else sampler
         prefixes = torch.cat([torch.ones(1, dtype=torch.float64), sampled[0].exp()])
+        if self.stop_token is not None:
+            prefixes[1 + self.stop_token] = 0.0
         return (prefixes * _divergence(table, self.reference, kind)).sum()
 
 

@@ -80,6 +80,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         'rollout.max_staleness=1 loss.name=clip correction=[{"name":"tis","cap":1e9}]',
         ("correction leaves everything as it is (tis of up to 1e+09", "correction=[{name: tis, cap: 2.0}]"),
     ),
+    "staleness: a KL and a mask": (
+        'kl.coef=0.1 kl.placement=loss rollout.max_staleness=1 loss.name=clip correction=[{"name":"mask"}]',
+        ("with kl.placement=loss their gradient is that of no divergence", "cap: 2.0}]', loss.name=decoupled"),
+    ),
     "staleness: a loss of any weight": (
         "rollout.max_staleness=4 loss.name=importance_sampling loss.anchor=rollout",
         ("loss.name=importance_sampling lets a token weigh anything", "loss.name=decoupled", "{name: mask, high: 10"),
@@ -655,8 +659,8 @@ TAUGHT = ("recipe=opd", "teacher.path=model")
         ("loss.name=importance_sampling", "loss.anchor=rollout", "correction=[{name: mask, high: 10}]"),
         ("loss.max_weight=null", "correction=[{name: mask, high: 100}]"),
         ("loss.name=clip", "correction=[{name: icepop}]"),
-        ("loss.name=clip", "correction=[{name: mask, level: geometric}]"),
-        ("loss.name=clip", "correction=[{name: kl_mask}]"),
+        ("loss.name=clip", "correction=[{name: mask, level: geometric}]", "kl.placement=reward", "kl.estimator=k1"),
+        ("loss.name=clip", "correction=[{name: kl_mask}]", "kl=null"),
         ("loss.name=gspo", "correction=[{name: off_policy_mask}, {name: tis}]"),
         TAUGHT,
         (*TAUGHT, "teacher.loss=reverse", "correction=[{name: tis}]"),
