@@ -58,7 +58,8 @@ class DistillationLoss:
             assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
             old = inputs.at_tokens(rows.old_logprobs)
         num_judged = float(judged.sum())
-        gap = (logprobs.detach() - teacher).sum(dtype=torch.float64)
+        # Of the student that sampled: later mini-batches see one that has moved, by what this update has learned.
+        gap = torch.where(judged, old - teacher, 0.0).sum(dtype=torch.float64)
         watched = Metrics(
             {"teacher_kl": Mean(float(gap), num_judged), "teacher_judged": Mean(num_judged, float(len(judged)))}
         )

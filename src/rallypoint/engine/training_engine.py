@@ -27,7 +27,7 @@ from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.engine.sleeper import Sleeper
 from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard
-from rallypoint.types import Last, Metrics, PerToken, Sequences, merge, token_index
+from rallypoint.types import Last, Mean, Metrics, PerToken, Sequences, merge, token_index
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 RowsT = TypeVar("RowsT", bound=Sequences)
@@ -156,8 +156,8 @@ class TrainingEngine(Generic[BatchT]):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-        # Every rank measured the same norm and rate, and `Last` keeps one of them.
-        return merge(*measured, Metrics({"grad_norm": Last(norm), "lr": Last(rate)}))
+        # Every rank measured the same norm and rate; a step's norm is the mean over its mini-batches.
+        return merge(*measured, Metrics({"grad_norm": Mean(norm, 1.0), "lr": Last(rate)}))
 
     def accumulate(
         self, batch: BatchT, loss: Loss[BatchT], denominator: Denominator

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from rallypoint.types import Mean, Metric, Metrics
 
-_RIGHT = 1.0
-"""Score of a right response, as shipped rewards give it, if the reward does not return `acc`."""
+_RIGHT, _ROUNDING = 1.0, 1e-6
+"""Score of a right response, as shipped rewards give it, if the reward does not return `acc`; it may be a sum."""
 _ANSWERS = (re.compile(r"####\s*([^\n]+)"), re.compile(r"<answer>(.*?)</answer>", re.DOTALL))
 
 
@@ -48,7 +48,12 @@ class Attempt(NamedTuple):
     @property
     def is_right(self) -> bool:
         """Whether it is right: by `acc`, or else by a full score."""
-        return self.score >= _RIGHT if self.acc is None else self.acc >= 0.5
+        return self.score >= _RIGHT - _ROUNDING if self.acc is None else self.acc >= 0.5
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it is known if it is right: 2 may be a little of 10, or more than enough of 1."""
+        return self.acc is not None or self.score <= _RIGHT + _ROUNDING
 
 
 def pass_at(num: int, num_right: int, k: int) -> float:
@@ -115,9 +120,10 @@ def _values(prompts: Sequence[Sequence[Attempt]], num_samples: int) -> Mapping[s
         return values
     pairs = [(group, [one.answer for one in of_prompt]) for group, of_prompt in zip(scores, prompts, strict=True)]
     values[f"majority@{num_samples}"] = [majority(group, answers) for group, answers in pairs]
+    are_judged = all(one.is_judged for group in prompts for one in group)
     for k in sizes(num_samples):
         right = [(len(group), sum(one.is_right for one in group)) for group in prompts if len(group) >= k]
-        values[f"pass@{k}"] = [pass_at(num, num_right, k) for num, num_right in right]
+        values[f"pass@{k}"] = [pass_at(num, num_right, k) for num, num_right in right] if are_judged else []
         if k > 1:
             values[f"best@{k}"] = [best_at(group, k) for group in scores if len(group) >= k]
     return values

@@ -153,6 +153,19 @@ def test_rows_without_a_teacher_have_no_part_in_sum_denominator_and_gradient():
         assert metrics.scalars()["teacher_kl"] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("name", ["policy_gradient", "reverse", "forward", "mixed"])
+def test_the_gap_to_the_teacher_is_that_of_the_student_that_sampled(name):
+    """Mini-batches after the first see a student that has learned, but its samples are those of the old one."""
+    said = torch.tensor([-1.0, torch.nan, -0.5], dtype=torch.float64)
+    old = torch.tensor([-0.25, -0.7, -1.5], dtype=torch.float64)
+    for moved in (0.0, 0.3):
+        logprobs = (old + moved).requires_grad_()
+        _, metrics = run(
+            DistillationLoss(name=name, objective=CLIP), logprobs, batch_of(said, old), is_on_policy=not moved
+        )
+        assert metrics.scalars()["teacher_kl"] == pytest.approx((0.75 - 1.0) / 2)
+
+
 def test_a_part_without_a_teacher_says_nothing_of_the_gap_and_takes_none_away():
     logprobs = torch.tensor([-0.5, -0.7], dtype=torch.float64, requires_grad=True)
     for name in ("policy_gradient", "reverse"):

@@ -172,6 +172,18 @@ def test_the_denominator_divides_the_gradient(make_batch, make_policy):
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-12)
 
 
+def test_the_norm_of_a_step_is_the_mean_over_its_mini_batches(make_batch, make_policy):
+    model, batch = make_policy(), make_batch(LENGTHS)
+    engine = engine_of(model)
+    found = [
+        engine.train(batch, first_weights_of(model), denominator=denominator, step=1, num_steps=1)
+        for denominator in (1.0, 3.0)
+    ]
+    norms = [metrics.scalars()["grad_norm"] for metrics in found]
+    assert norms[0] == pytest.approx(3 * norms[1], rel=1e-12)
+    assert merge(*found).scalars()["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-12)
+
+
 def first_weights_of(model):
     """A loss without a forward pass: the sum of the trained tokens' embeddings."""
 

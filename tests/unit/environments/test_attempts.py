@@ -96,3 +96,12 @@ def test_each_source_has_its_own_numbers_with_its_prompts_alike():
 def test_one_attempt_each_has_the_mean_of_each_source():
     sampled = [*attempts("sums", 0, (1.0, None, "4")), *attempts("words", 1, (0.5, None, "a"))]
     assert measure_attempts(sampled, 1).scalars() == {"validation/mean@1/sums": 1.0, "validation/mean@1/words": 0.5}
+
+
+def test_without_acc_a_full_score_is_right_up_to_rounding_and_higher_ones_say_nothing():
+    nearly = attempts("sums", 0, (0.99999998, None, "4"), (0.9, None, "5"))
+    assert measure_attempts(nearly, 2).scalars()["validation/pass@1/sums"] == 0.5
+    of_ten = [*nearly, *attempts("sums", 1, (3.0, None, "4"), (1.0, None, "5")), *attempts("said", 2, (3.0, 1.0, "a"))]
+    found = measure_attempts(of_ten, 2).scalars()
+    assert [name for name in found if "pass@" in name] == ["validation/pass@1/said"]
+    assert {"validation/best@2/sums", "validation/mean@2/sums"} < found.keys()
