@@ -19,7 +19,7 @@ from rallypoint.algorithms.aggregation import Weights, aggregate
 from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
 from rallypoint.algorithms.distillation import DistillationLoss, LossStreams
-from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage, Rewards
+from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage
 from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
 from rallypoint.algorithms.loss_functions import (
     ActorLoss,
@@ -32,9 +32,10 @@ from rallypoint.algorithms.loss_functions import (
 from rallypoint.algorithms.losses import OBJECTIVES, EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
 from rallypoint.algorithms.own import OwnAdvantage, OwnObjective, tensors_of
 from rallypoint.algorithms.policy_losses import PolicyLoss, PolicyObjective, PolicyTokens
-from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, has_signal, overlong_penalty, rows_that_learn
+from rallypoint.algorithms.rewards import Rewards
+from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, overlong_penalty, rows_that_learn
 from rallypoint.algorithms.supervised import BradleyTerry, CrossEntropy, PreferenceLoss
-from rallypoint.algorithms.weigh import rows_with_signal, weigh, weigh_valued
+from rallypoint.algorithms.weigh import has_signal, rows_with_signal, weigh, weigh_valued
 
 __all__ = [
     "ADVANTAGES",

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-MIN_STD = 1e-6
-"""A standard deviation is never taken for less than this: rounding noise is not a signal."""
+NO_SIGNAL = 1e-6
+"""Numbers that differ by no more than this share of the largest of them are equal: rounding is no signal."""
 
 
 def trained_tokens(
@@ -90,13 +90,43 @@ def group_sums(x: Float[Tensor, " N"], groups: Int[Tensor, " N"]) -> Float[Tenso
     return row_sums(x, group, num_groups)[group]
 
 
+def differing(
+    x: Float[Tensor, " N"], groups: Int[Tensor, " N"], sizes: Float[Tensor, " N"] | None = None
+) -> Bool[Tensor, " N"]:
+    """Return which members are in a group whose numbers differ by more than rounding: where there is a signal.
+
+    This is the only rule for that: of advantages, dynamic sampling and masks of rows. It is relative (`NO_SIGNAL`), so
+    that it means the same for rewards of any unit.
+
+    >>> x = torch.tensor([1.0, 0.1, 3.0, 0.1, 0.1, 7.0])
+    >>> differing(x, torch.tensor([5, 2, 5, 2, 2, 9])).tolist()
+    [True, False, True, False, False, False]
+
+    Args:
+        x: [N] the numbers.
+        groups: [N] the group of each.
+        sizes: [N] of what each is a sum, without signs, because rounding is relative to that; None: |x|.
+    """
+    group, num_groups = numbered(groups)
+    x, zeros = x.to(torch.float64), torch.zeros(num_groups, dtype=torch.float64, device=x.device)
+    smallest = zeros.scatter_reduce(0, group, x, "amin", include_self=False)
+    largest = zeros.scatter_reduce(0, group, x, "amax", include_self=False)
+    sizes = x.abs() if sizes is None else sizes.to(torch.float64)
+    size = zeros.scatter_reduce(0, group, sizes, "amax", include_self=False)
+    return ~(largest - smallest <= NO_SIGNAL * size)[group]  # NaN differs, and so stays visible
+
+
 def normalized_in_groups(
-    x: Float[Tensor, " N"], groups: Int[Tensor, " N"], *, normalize_std: bool
+    x: Float[Tensor, " N"],
+    groups: Int[Tensor, " N"],
+    *,
+    normalize_std: bool,
+    sizes: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, " N"]:
     """Return x minus its group's mean, and if asked divided by its group's (population) std.
 
-    Groups of equal numbers give exactly 0: the mean of three times 0.1 is not 0.1 in floating point, and
-    dividing by the std would blow the difference up.
+    Groups without a signal, see `differing`, give exactly 0: the mean of three times 0.1 is not 0.1 in floating point,
+    and dividing by the std would blow the difference up.
 
     >>> x = torch.tensor([1.0, 0.1, 3.0, 0.1, 0.1, 7.0])
     >>> normalized_in_groups(x, torch.tensor([5, 2, 5, 2, 2, 9]), normalize_std=True).tolist()
@@ -107,8 +137,5 @@ def normalized_in_groups(
     count = zeros.index_add(0, group, torch.ones_like(x))
     centered = x - (zeros.index_add(0, group, x) / count)[group]
     if normalize_std:
-        std = (zeros.index_add(0, group, centered.square()) / count).sqrt().clamp_min(MIN_STD)
-        centered = centered / std[group]
-    smallest = zeros.scatter_reduce(0, group, x, "amin", include_self=False)
-    largest = zeros.scatter_reduce(0, group, x, "amax", include_self=False)
-    return torch.where((smallest == largest)[group], 0.0, centered)
+        centered = centered / (zeros.index_add(0, group, centered.square()) / count).sqrt()[group]
+    return torch.where(differing(x, groups, sizes), centered, 0.0)

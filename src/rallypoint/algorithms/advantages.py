@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rallypoint.algorithms._rows import (
-    MIN_STD,
+    differing,
     normalized_in_groups,
     numbered,
     put_back,
@@ -136,8 +136,8 @@ def turn_gae_advantages(
 def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Return x with mean 0 and (population) standard deviation 1 over the mask, and 0 elsewhere.
 
-    A std below 1e-6 is taken for 1e-6. Mean and std are those of what is passed in: pass the whole step's
-    batch, not one rank's part.
+    Numbers that differ by rounding alone, see `differing`, become 0. Mean and std are those of what is passed in: pass
+    the whole step's batch, not one rank's part.
 
     >>> mask = torch.tensor([True, False, True, True, False, True])
     >>> whiten(torch.tensor([1.0, 50.0, 1.0, 5.0, 50.0, 5.0]), mask).tolist()
@@ -148,24 +148,27 @@ def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " 
         mask: [T] True where x counts; all False is legal.
     """
     positions = mask.nonzero().squeeze(-1)
-    if len(positions) == 0:
+    whole = x[positions].double()
+    if not bool(differing(whole, torch.zeros_like(positions)).any()):
         return torch.zeros_like(x)
-    centered = x[positions].double()
-    centered = centered - centered.mean()
-    return put_back(centered / centered.square().mean().sqrt().clamp_min(MIN_STD), positions, x)
+    centered = whole - whole.mean()
+    return put_back(centered / centered.square().mean().sqrt(), positions, x)
 
 
 def group_relative_advantages(
-    scores: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, normalize_std: bool
+    scores: Float[Tensor, " B"],
+    groups: Int[Tensor, " B"],
+    *,
+    normalize_std: bool,
+    sizes: Float[Tensor, " B"] | None = None,
 ) -> Float[Tensor, " B"]:
     """Return how much better each rollout was than the mean of its group.
 
         advantages[b] = (scores[b] - mean of the group) / std of the group
 
     With `normalize_std` this is GRPO (DeepSeekMath, arXiv 2402.03300); without the division it is
-    Dr. GRPO (arXiv 2503.20783). The std is the population's, divided by the members and not by one less,
-    and one below 1e-6 is taken for 1e-6. A group whose scores are all equal, as that of a single member
-    is, gets exactly 0.
+    Dr. GRPO (arXiv 2503.20783). The std is the population's, divided by the members and not by one less.
+    A group whose scores differ by rounding alone, see `differing`, or that has a single member, gets exactly 0.
 
     Three groups, one of which lost a member, in any order:
 
@@ -178,8 +181,9 @@ def group_relative_advantages(
         scores: [B] one number per rollout that exists; a failed rollout has no row.
         groups: [B] int64 which prompt; need be neither sorted nor adjacent nor of equal size.
         normalize_std: divide by the group's standard deviation.
+        sizes: [B] of what each score is a sum, without signs; None: |scores|.
     """
-    return normalized_in_groups(scores, groups, normalize_std=normalize_std).to(scores.dtype)
+    return normalized_in_groups(scores, groups, normalize_std=normalize_std, sizes=sizes).to(scores.dtype)
 
 
 def group_relative_token_advantages(

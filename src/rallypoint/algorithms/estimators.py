@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rallypoint.algorithms._rows import (
-    MIN_STD,
+    NO_SIGNAL,
+    differing,
     group_sums,
     normalized_in_groups,
     put_back,
@@ -37,56 +39,12 @@ from rallypoint.algorithms._rows import (
 )
 from rallypoint.algorithms.advantages import (
     gae_advantages,
-    group_relative_advantages,
     group_relative_token_advantages,
     turn_gae_advantages,
     whiten,
 )
+from rallypoint.algorithms.rewards import Rewards
 from rallypoint.errors import RewardError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Rewards:
-    """What the rollouts of a step earned: all that an advantage may depend on."""
-
-    token_rewards: Float[Tensor, " T"]
-    """The reward that arrives with each token, less the KL penalty where that belongs to the reward."""
-    earned: Float[Tensor, " T"]
-    """The same before any penalty."""
-    loss_mask: Bool[Tensor, " T"]
-    """True at trained tokens."""
-    offsets: Int[Tensor, " B1"]
-    """Where rows begin and end; a row without trained tokens is legal."""
-    groups: Int[Tensor, " B"]
-    """The prompt of each row; members of a group need not be neighbours."""
-    values: Float[Tensor, " T"] | None = None
-    """Value of the state in which each token was chosen; None without a critic."""
-    components: Mapping[str, Float[Tensor, " B"]] = dataclasses.field(default_factory=dict[str, Tensor])
-    """Scores of each row by the name of the reward; empty if the reward is one `reward.function`."""
-
-    @property
-    def rows(self) -> Int[Tensor, " T"]:
-        """The row of each token."""
-        return torch.repeat_interleave(torch.arange(len(self.groups)), self.offsets.diff())
-
-    @property
-    def scores(self) -> Float[Tensor, " B"]:
-        """The sum of each row's rewards, in float64."""
-        return row_sums(torch.where(self.loss_mask, self.token_rewards, 0.0), self.rows, len(self.groups))
-
-    @property
-    def earned_scores(self) -> Float[Tensor, " B"]:
-        """The sum of each row's rewards before any penalty, in float64."""
-        return row_sums(torch.where(self.loss_mask, self.earned, 0.0), self.rows, len(self.groups))
-
-    @property
-    def lengths(self) -> Float[Tensor, " B"]:
-        """Trained tokens of each row, in float64."""
-        return row_sums(self.loss_mask.double(), self.rows, len(self.groups))
-
-    def spread(self, by_row: Float[Tensor, " B"]) -> Float[Tensor, " T"]:
-        """Give every trained token the number of its row, and all others 0."""
-        return torch.where(self.loss_mask, by_row[self.rows], 0.0).to(self.token_rewards.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +60,14 @@ class Advantage(abc.ABC):
     @abc.abstractmethod
     def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """Return the advantage of each token before whitening, 0 where none is trained."""
+
+    def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
+        """Return which rows are of a prompt whose rollouts differ in what is compared, before any penalty.
+
+        Dynamic sampling replaces the others, and a mask leaves them out. An estimator that compares something else than
+        scores says so here.
+        """
+        return rewards.differ
 
     def __call__(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """Return the advantage of each token, 0 where none is trained."""
@@ -186,27 +152,32 @@ class GRPO(Advantage):
 
     def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """See `Advantage.estimate`."""
-        advantages = self._relative(rewards, rewards.token_rewards, self.normalizes_std)
-        if self.normalizes_std and rewards.earned is not rewards.token_rewards:
-            earned = self._relative(rewards, rewards.earned, normalize_std=False)
-            differing = row_sums((earned != 0).double(), rewards.rows, len(rewards.groups))
-            differs = group_sums(differing, rewards.groups) > 0
-            centred = self._relative(rewards, rewards.token_rewards, normalize_std=False)
-            advantages = torch.where(differs[rewards.rows], advantages, centred)
-        return advantages
+        if self.token_discount is None:
+            return rewards.spread(rewards.centred(normalize_std=self.normalizes_std))
+        advantages = self._by_token(rewards, rewards.token_rewards, self.normalizes_std)
+        if rewards.penalty is None:
+            return advantages
+        alone = self._by_token(rewards, -rewards.penalty, normalize_std=False)
+        return torch.where(self.signal(rewards)[rewards.rows], advantages, alone)
 
-    def _relative(self, rewards: Rewards, token_rewards: Tensor, normalize_std: bool) -> Tensor:
-        if self.token_discount is not None:
-            return group_relative_token_advantages(
-                token_rewards,
-                rewards.loss_mask,
-                rewards.offsets,
-                rewards.groups,
-                normalize_std=normalize_std,
-                discount=self.token_discount,
-            )
-        scores = dataclasses.replace(rewards, token_rewards=token_rewards).scores
-        return rewards.spread(group_relative_advantages(scores, rewards.groups, normalize_std=normalize_std))
+    def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
+        """See `Advantage.signal`; under process supervision the rewards of tokens are compared."""
+        if self.token_discount is None:
+            return rewards.differ
+        earned = self._by_token(rewards, rewards.earned, normalize_std=False)
+        num_differing = row_sums((earned != 0).double(), rewards.rows, len(rewards.groups))
+        return group_sums(num_differing, rewards.groups) > 0
+
+    def _by_token(self, rewards: Rewards, token_rewards: Tensor, normalize_std: bool) -> Tensor:
+        assert self.token_discount is not None, "the caller has seen to it"
+        return group_relative_token_advantages(
+            token_rewards,
+            rewards.loss_mask,
+            rewards.offsets,
+            rewards.groups,
+            normalize_std=normalize_std,
+            discount=self.token_discount,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,12 +206,10 @@ class LitePPO(ByScore):
 
     def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
         """See `ByScore.by_row`; nothing is divided where all rollouts of the step earned the same."""
-        scores = rewards.scores
-        centred = normalized_in_groups(scores, rewards.groups, normalize_std=False)
-        earned = rewards.earned_scores
-        if len(scores) == 0 or bool((earned == earned[0]).all()):
-            return centred
-        return centred / scores.std(correction=0).clamp_min(MIN_STD)
+        whole_step = torch.zeros_like(rewards.groups)
+        if not bool(differing(rewards.earned_scores, whole_step, rewards.sizes).any()):
+            return rewards.centred()
+        return rewards.centred() / rewards.scores.std(correction=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,8 +219,7 @@ class RLOO(ByScore):
     def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
         """See `ByScore.by_row`."""
         count = group_sums(torch.ones_like(rewards.groups).double(), rewards.groups)
-        centred = normalized_in_groups(rewards.scores, rewards.groups, normalize_std=False)
-        return torch.where(count > 1, centred * count / (count - 1).clamp_min(1.0), 0.0)
+        return torch.where(count > 1, rewards.centred() * count / (count - 1).clamp_min(1.0), 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +228,7 @@ class ReinforcePlusPlusBaseline(ByScore):
 
     def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
         """See `ByScore.by_row`."""
-        return normalized_in_groups(rewards.scores, rewards.groups, normalize_std=False)
+        return rewards.centred()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,18 +242,31 @@ class GDPO(ByScore):
     """Weight of each reward, by its name."""
 
     def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
-        """See `ByScore.by_row`.
+        """See `ByScore.by_row`."""
+        total = self._total(rewards)
+        whitened = whiten(total, torch.ones(len(total), dtype=torch.bool))
+        return torch.where(self._differ(total, rewards), whitened, 0.0)
+
+    def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
+        """See `Advantage.signal`; rewards that differ may cancel out, and equal sums of them may hide one that differs.
 
         Raises:
             ValueError: there is no reward of one of the names.
         """
+        return self._differ(self._total(rewards), rewards)
+
+    def _differ(self, total: Tensor, rewards: Rewards) -> Tensor:
+        size = math.fsum(map(abs, self.weights.values()))  # what is normalised is about 1
+        return differing(total, rewards.groups, torch.full_like(total, size))
+
+    def _total(self, rewards: Rewards) -> Float[Tensor, " B"]:
         if missing := sorted(self.weights.keys() - rewards.components.keys()):
             have = ", ".join(sorted(rewards.components)) or "none"
             raise ValueError(f"gdpo: there is no reward named {', '.join(missing)}; the rewards are: {have}")
         total = torch.zeros(len(rewards.groups), dtype=torch.float64)
         for name, weight in self.weights.items():
             total = total + weight * normalized_in_groups(rewards.components[name], rewards.groups, normalize_std=True)
-        return whiten(total, torch.ones(len(total), dtype=torch.bool))
+        return total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,7 +280,7 @@ class MaxRL(ByScore):
             RewardError: a score is negative, for which the formula has no meaning.
         """
         earned = rewards.earned_scores
-        if len(negative := (earned < 0).nonzero().flatten()):
+        if len(negative := (earned < -NO_SIGNAL * rewards.sizes).nonzero().flatten()):
             row = int(negative[0])
             raise RewardError(
                 f"max_rl: expected scores of 0 or more, found {float(earned[row]):g} for a rollout of prompt "
@@ -307,8 +288,8 @@ class MaxRL(ByScore):
             )
         count = group_sums(torch.ones_like(earned), rewards.groups)
         mean = group_sums(earned, rewards.groups) / count
-        centred = normalized_in_groups(rewards.scores, rewards.groups, normalize_std=False)
-        return torch.where(mean == 0, 0.0, centred / torch.where(mean == 0, 1.0, mean))
+        is_zero = mean <= NO_SIGNAL * group_sums(rewards.sizes, rewards.groups) / count
+        return torch.where(is_zero, 0.0, rewards.centred() / torch.where(is_zero, 1.0, mean))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,9 +301,8 @@ class OPO(ByScore):
         scores, lengths = rewards.scores, rewards.lengths
         total = group_sums(lengths, rewards.groups)
         baseline = group_sums(scores * lengths, rewards.groups) / total.clamp_min(1.0)
-        # Exactly 0 where nothing can be compared, as for all others: rounding noise is not a signal.
-        centred = normalized_in_groups(scores, rewards.groups, normalize_std=False)
-        differs = group_sums((centred != 0).double(), rewards.groups) > 0
+        # Exactly 0 where nothing can be compared, as for all others: rounding is no signal.
+        differs = group_sums((rewards.centred() != 0).double(), rewards.groups) > 0
         are_several = group_sums((lengths > 0).double(), rewards.groups) > 1
         return torch.where(differs & are_several, scores - baseline, 0.0)
 
@@ -340,13 +320,23 @@ class PassAtK(ByScore):
 
     def by_row(self, rewards: Rewards) -> Float[Tensor, " B"]:
         """See `ByScore.by_row`; a score above 0 is right. A group of fewer than k gets 0."""
-        right = rewards.earned_scores > 0
-        count = group_sums(torch.ones_like(rewards.scores), rewards.groups)
+        right = self._right(rewards)
+        count = group_sums(torch.ones_like(right).double(), rewards.groups)
         wrong = group_sums((~right).double(), rewards.groups)
         mean = 1.0 - _chance_of_none(count, wrong, self.k)
         own = torch.where(right, 1.0, 1.0 - _chance_of_none(count - 1, wrong - 1, self.k - 1))
-        has_signal = (count >= self.k) & (wrong > 0) & (wrong < count)
-        return torch.where(has_signal, (own - mean) / (mean * (1.0 - mean)).sqrt().clamp_min(MIN_STD), 0.0)
+        found = (own - mean) / (mean * (1.0 - mean)).sqrt()
+        return torch.where(self.signal(rewards), found, 0.0)
+
+    def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
+        """See `Advantage.signal`: some sets of k are right, and others wrong, however much each rollout earned."""
+        right = self._right(rewards)
+        return (group_sums(right.double(), rewards.groups) > 0) & (
+            group_sums((~right).double(), rewards.groups) >= self.k
+        )
+
+    def _right(self, rewards: Rewards) -> Bool[Tensor, " B"]:
+        return rewards.earned_scores > NO_SIGNAL * rewards.sizes
 
 
 def _chance_of_none(num: Float[Tensor, " B"], num_wrong: Float[Tensor, " B"], k: int) -> Float[Tensor, " B"]:

@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rallypoint.algorithms.estimators import Advantage, Rewards
+from rallypoint.algorithms.estimators import Advantage
 from rallypoint.algorithms.kl import MIN_LOGPROB
 from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens, TokenLosses
+from rallypoint.algorithms.rewards import Rewards
 from rallypoint.errors import NotFiniteError, OwnLossError, UserCodeError
 from rallypoint.types import AtMaximum, Last, Maximum, Mean, Metric, Minimum, Sum
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rallypoint.algorithms._rows import group_sums, normalized_in_groups, row_sums
+from rallypoint.algorithms._rows import row_sums
 from rallypoint.types import Mean, Metrics, ScoredBatch
 
 
@@ -52,8 +52,11 @@ class OverlongPenalty:
         )
         last = torch.zeros(len(batch), dtype=torch.int64).scatter_reduce_(0, rows, tokens, "amax")
         token_rewards = batch.token_rewards.index_add(0, last, -penalty.float())
-        shaped = dataclasses.replace(batch, token_rewards=token_rewards, scores_before=batch.scores)
-        return shaped, Metrics({"reward/overlong_penalty": Mean(float(penalty.sum()), len(batch))})
+        shaped = dataclasses.replace(batch, token_rewards=token_rewards, scores_before=batch.scores, rounding=None)
+        exact = torch.where(batch.lengths > 0, batch.scores - penalty, 0.0)
+        return dataclasses.replace(shaped, rounding=exact - shaped.scores), Metrics(
+            {"reward/overlong_penalty": Mean(float(penalty.sum()), len(batch))}
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,28 +66,17 @@ class RowMask:
     truncated: bool = False
     """Rows that ended at the length limit (DAPO's overlong filtering, arXiv 2503.14476)."""
     zero_variance: bool = False
-    """Rows of prompts whose scores are all equal, before a penalty for their length, as where dynamic sampling replaces
-    them; a critic learns from them all the same."""
+    """Rows of prompts without a signal, see `Advantage.signal`, as where dynamic sampling replaces them; a critic
+    learns from them all the same."""
 
     def for_critic(self, batch: ScoredBatch) -> Bool[Tensor, " B"]:
         """Return which rows a critic learns from."""
         return ~batch.truncated if self.truncated else torch.ones_like(batch.truncated)
 
-    def for_actor(self, batch: ScoredBatch) -> Bool[Tensor, " B"]:
-        """Return which rows the policy learns from."""
+    def for_actor(self, batch: ScoredBatch, signal: Bool[Tensor, " B"]) -> Bool[Tensor, " B"]:
+        """Return which rows the policy learns from, of which some are of prompts with a signal."""
         trains = self.for_critic(batch)
-        scores = batch.scores if batch.scores_before is None else batch.scores_before
-        return trains & has_signal(scores, batch.prompt_index) if self.zero_variance else trains
-
-
-def has_signal(scores: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """Return which rows are in a group whose scores are not all equal.
-
-    >>> has_signal(torch.tensor([1.0, 0.1, 0.0, 0.1, 0.1, 7.0]), torch.tensor([5, 2, 5, 2, 2, 9])).tolist()
-    [True, False, True, False, False, False]
-    """
-    centred = normalized_in_groups(scores, groups, normalize_std=False)
-    return group_sums((centred != 0).double(), groups) > 0
+        return trains & signal if self.zero_variance else trains
 
 
 def rows_that_learn(

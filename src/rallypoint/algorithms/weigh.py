@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms.aggregation import AggregationName, aggregate
-from rallypoint.algorithms.estimators import GAE, Advantage, Rewards
+from rallypoint.algorithms.estimators import GAE, Advantage
 from rallypoint.algorithms.kl import KL, kl_penalty
+from rallypoint.algorithms.rewards import Rewards
 from rallypoint.algorithms.shaping import RowMask, rows_that_learn
 from rallypoint.types import ActorBatch, CriticBatch, JudgedBatch, ScoredBatch, Sequences, ValuedBatch
 
@@ -44,7 +45,22 @@ def weigh(
         ValueError: kl needs logprobs of a reference that the batch does not have, or a reward stands on a
             token that is not trained.
     """
-    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl, aggregation, mask.for_actor(batch))
+    trains = mask.for_actor(batch, has_signal(batch, advantage))
+    return _actor_batch(batch, advantage(_earned(batch, kl, None)), kl, aggregation, trains)
+
+
+def has_signal(batch: ScoredBatch, advantage: Advantage) -> Tensor:
+    """Return which rows are of a prompt with a signal, before a penalty for length or KL: [B]; see `Advantage.signal`.
+
+    Args:
+        batch: B rows, all of their prompts.
+        advantage: the estimator.
+    """
+    rewards = _earned(batch, None, None)
+    if batch.scores_before is not None:
+        rewards = dataclasses.replace(rewards, rounding=None)
+        rewards = dataclasses.replace(rewards, rounding=batch.scores_before - rewards.earned_scores)
+    return advantage.signal(rewards)
 
 
 def rows_with_signal(batch: ScoredBatch, advantage: Advantage, mask: RowMask = _ALL_TRAIN) -> Tensor:
@@ -55,8 +71,8 @@ def rows_with_signal(batch: ScoredBatch, advantage: Advantage, mask: RowMask = _
         advantage: the estimator.
         mask: rows that do not train.
     """
-    rewards = _earned(batch.judged(old_logprobs=None, reference_logprobs=None), None, None)
-    return rows_that_learn(advantage(rewards), batch.loss_mask, batch.offsets) & mask.for_actor(batch)
+    learns = rows_that_learn(advantage(_earned(batch, None, None)), batch.loss_mask, batch.offsets)
+    return learns & mask.for_actor(batch, has_signal(batch, advantage))
 
 
 def weigh_valued(
@@ -84,30 +100,35 @@ def weigh_valued(
     rewards = _earned(batch, kl, batch.values)
     returns = advantage.returns(rewards)
     critic_batch = _only(batch.widen(CriticBatch, returns=returns), mask.for_critic(batch))
-    return _actor_batch(batch, advantage(rewards), kl, aggregation, mask.for_actor(batch)), critic_batch
+    trains = mask.for_actor(batch, has_signal(batch, advantage))
+    return _actor_batch(batch, advantage(rewards), kl, aggregation, trains), critic_batch
 
 
-def _earned(batch: JudgedBatch, kl: KL | None, values: Tensor | None) -> Rewards:
+def _earned(batch: ScoredBatch, kl: KL | None, values: Tensor | None) -> Rewards:
+    _check_places(batch)
+    penalty = None if kl is None or kl.placement == "loss" else _penalty(batch, kl)
     return Rewards(
-        token_rewards=_rewards(batch, kl),
+        token_rewards=batch.token_rewards if penalty is None else batch.token_rewards - penalty,
         earned=batch.token_rewards,
         loss_mask=batch.loss_mask,
         offsets=batch.offsets,
         groups=batch.prompt_index,
         values=values,
         components=_components(batch),
+        rounding=batch.rounding,
+        penalty=penalty,
     )
 
 
-def _components(batch: JudgedBatch) -> dict[str, Tensor]:
+def _components(batch: ScoredBatch) -> dict[str, Tensor]:
     """Return the scores of each row by the name of the reward, where there are several."""
     if batch.reward_parts is None:
         return {}
     return dict(zip(batch.part_names, batch.reward_parts.unbind(1), strict=True))
 
 
-def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:
-    """[T] token rewards, minus the KL penalty where it belongs to the reward."""
+def _check_places(batch: ScoredBatch) -> None:
+    """Refuse rewards of tokens that are not trained."""
     stray = (batch.token_rewards != 0) & ~batch.loss_mask
     if bool(stray.any()):
         token = int(stray.nonzero()[0])
@@ -116,12 +137,14 @@ def _rewards(batch: JudgedBatch, kl: KL | None) -> Tensor:
             f"{float(batch.token_rewards[token])} on a token that is not trained (token {token} of the batch), "
             "where it would be lost: put it on the last trained token before"
         )
-    if kl is None or kl.placement == "loss":
-        return batch.token_rewards
-    if batch.old_logprobs is None:
+
+
+def _penalty(batch: ScoredBatch, kl: KL) -> Tensor:
+    """[T] what KL in the reward costs."""
+    if not isinstance(batch, JudgedBatch) or batch.old_logprobs is None:
         raise ValueError("KL in the reward is measured by old_logprobs, but nobody has judged the batch")
     penalty = kl_penalty(batch.old_logprobs, _reference_logprobs(batch), kl.estimator)
-    return batch.token_rewards - kl.coef * torch.where(batch.loss_mask, penalty, 0.0)
+    return kl.coef * torch.where(batch.loss_mask, penalty, 0.0)
 
 
 def _actor_batch(

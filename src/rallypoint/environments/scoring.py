@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from rallypoint.algorithms import Advantage, has_signal
 from rallypoint.data.dataset import Example
 from rallypoint.environments.failures import RewardFailure, check_failures, most_failures
 from rallypoint.environments.grader import Grader
@@ -39,9 +40,6 @@ from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, Sum, merge
 
 if TYPE_CHECKING:
     from rallypoint.config import RewardConfig
-
-_SMALLEST_SIGNAL = 1e-6
-"""Scores that differ by less are equal, as for advantages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,11 +250,9 @@ class ScoredGroup:
     outcomes: list[Outcome | None]
     """What became of each row; None where the function was not asked any more."""
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether two rollouts have different scores."""
-        scores = [math.fsum(one.token_scores) for one in self.outcomes if isinstance(one, Scores)]
-        return bool(scores) and max(scores) - min(scores) > _SMALLEST_SIGNAL
+    def has_signal(self, advantage: Advantage) -> bool:
+        """Whether an estimator finds a difference between rollouts; see `Advantage.signal`."""
+        return bool(has_signal(combine([self]).batch, advantage).any())
 
     def with_model(self, scores: Sequence[float], model: ModelScores) -> ScoredGroup:
         """Return the group with its rows' scores of a reward model added."""
@@ -289,8 +285,10 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, models: S
     token_rewards[kept.loss_mask] = _join_scores(list(results.values()))
     names = tuple(next((each.parts for each in results.values()), {}))
     parts = torch.tensor([[each.parts[name] for name in names] for each in results.values()], dtype=torch.float64)
+    scored = kept.scored(token_rewards, parts, names) if names else kept.scored(token_rewards)
+    exact = torch.tensor([math.fsum(each.token_scores) for each in results.values()], dtype=torch.float64)
     return Scored(
-        batch=kept.scored(token_rewards, parts, names) if names else kept.scored(token_rewards),
+        batch=dataclasses.replace(scored, rounding=exact - scored.scores),
         kept_rows=tuple(results),
         failures=tuple(failures),
         extras=tuple(each.extras for each in results.values()),

@@ -112,6 +112,7 @@ class Setup:
             stop_tokens=self.material.stop_tokens,
             grader=self.grader,
             reward_models=await RewardModels.create(self.placement),
+            advantage=advantage_of(self.config),
             say=self.say,
             episode=episode,
             write_times=Timeline(self.placement.folder.path / TIMELINE).write,

@@ -69,7 +69,7 @@ class Choice:
 
     def complete(self, index: int) -> None:
         """Take note that a group is scored. Over-sampled ones count once they are sampled, see `_see_who_ended`."""
-        if self.drops_ahead and not self._under_way.groups[index].scored.result().has_signal:
+        if self.drops_ahead and not self._under_way.has_signal(index):
             self._drop([index])
             try:
                 self._admit()
@@ -88,7 +88,7 @@ class Choice:
     async def choose(self) -> tuple[list[GroupUnderWay], Metrics]:
         """Return the groups of the next step, and how many were left out for them.
 
-        Groups whose scores are all equal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
+        Groups without a signal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
         before others begin, so that the same seed samples the same prompts side by side. A run that samples ahead has
         replaced them as they were scored, see `complete`: which groups a step takes in order of admission follows from
         the scores alone, and what was sampled beside what is in its schedule.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.algorithms import OverlongPenalty
+from rallypoint.algorithms import Advantage, OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
 from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
@@ -64,6 +64,7 @@ class RolloutSource:
         stop_tokens: tuple[int, ...],
         grader: Grader,
         reward_models: RewardModels,
+        advantage: Advantage,
         say: Callable[[str], None],
         write_times: Callable[[StepTimes], None] = lambda _: None,
         episode: Episode = single_turn,
@@ -80,7 +81,13 @@ class RolloutSource:
         self._say, self._reward_models = say, reward_models
         self._times = Timekeeper(clock, write_times)
         self._under_way = UnderWay(
-            rollouts, grader, slowest=self._times.slowest, say=say, patience_s=patience_s, grace_s=grace_s
+            rollouts,
+            grader,
+            slowest=self._times.slowest,
+            say=say,
+            patience_s=patience_s,
+            grace_s=grace_s,
+            advantage=advantage,
         )
         self._choice = Choice(config, rollouts, self._under_way, self._admit)
         self._sampler = Sampler(

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from rallypoint.algorithms import Advantage
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup
 from rallypoint.observability import span
@@ -35,6 +36,7 @@ class UnderWay:
         say: Callable[[str], None],
         patience_s: float,
         grace_s: float,
+        advantage: Advantage,
     ) -> None:
         """Begin without groups.
 
@@ -45,6 +47,7 @@ class UnderWay:
             say: given a line for the user.
             patience_s: seconds from one look for such a group to the next.
             grace_s: seconds that the reward function has after an interruption.
+            advantage: the estimator, which says what a signal is.
         """
         self.groups: dict[int, GroupUnderWay] = {}
         self.is_complete = asyncio.Event()
@@ -52,6 +55,7 @@ class UnderWay:
         self._interrupted = asyncio.Event()
         self._rollouts, self._grader = rollouts, grader
         self._slowest, self._say, self._patience_s, self._grace_s = slowest, say, patience_s, grace_s
+        self._advantage = advantage
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The error that ended a running group."""
 
@@ -86,13 +90,19 @@ class UnderWay:
         await self.grace(asyncio.ensure_future(self.is_complete.wait()), ())
 
     async def without_signal(self, groups: Sequence[GroupUnderWay]) -> list[int]:
-        """Return the indices of those whose scores are all equal, once all are scored."""
+        """Return the indices of those without a signal, once all are scored."""
         async with self.unless_it_fails(groups):
             with span("rollout"):
                 await self.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
             with span("reward"):
                 scored = await self.scores(groups)
-        return [group.index for group, found in zip(groups, scored, strict=True) if not found.has_signal]
+        return [
+            group.index for group, found in zip(groups, scored, strict=True) if not found.has_signal(self._advantage)
+        ]
+
+    def has_signal(self, index: int) -> bool:
+        """Whether there is something to learn from a group that is scored."""
+        return self.groups[index].scored.result().has_signal(self._advantage)
 
     async def scores(self, groups: Sequence[GroupUnderWay]) -> list[ScoredGroup]:
         """Return the reward function's scores of groups that are sampled.

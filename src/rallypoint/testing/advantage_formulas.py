@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rallypoint.testing.cases import Case
 
-MIN_STD = 1e-6
-
 
 def deviation(numbers: Sequence[float]) -> float:
-    """Their population standard deviation, at least `MIN_STD`."""
+    """Their population standard deviation; 1 if they are equal, whose differences from their mean are 0."""
     middle = math.fsum(numbers) / len(numbers)
-    return max(math.sqrt(math.fsum((x - middle) ** 2 for x in numbers) / len(numbers)), MIN_STD)
+    equal = len(set(numbers)) == 1
+    return 1.0 if equal else math.sqrt(math.fsum((x - middle) ** 2 for x in numbers) / len(numbers))
 
 
 def mates(case: Case, row: int) -> list[int]:

@@ -139,6 +139,8 @@ class ScoredBatch(RolloutBatch):
 
     token_rewards: Tensor = per_token()
     """[T] float32: the reward that arrives with each token; zero where `loss_mask` is False."""
+    rounding: Tensor | None = per_row(optional=True)
+    """[B] float64: what float32 has cut off the sum of each row's rewards; None if nothing."""
     reward_parts: Tensor | None = per_row(optional=True, columns=True)
     """[B, K] float64: the score by each of K rewards before it is weighed; None where there is one reward."""
     part_names: tuple[str, ...] = ()
@@ -150,7 +152,8 @@ class ScoredBatch(RolloutBatch):
     def scores(self) -> Tensor:
         """[B] float64: the sum of each row's rewards."""
         rewards = self.token_rewards.to(torch.float64)
-        return torch.zeros(len(self), dtype=torch.float64).index_add_(0, self.row_of_token, rewards)
+        total = torch.zeros(len(self), dtype=torch.float64).index_add_(0, self.row_of_token, rewards)
+        return total if self.rounding is None else total + self.rounding
 
     def judged(self, *, old_logprobs: Tensor | None, reference_logprobs: Tensor | None) -> JudgedBatch:
         """Return the batch with the logprobs of the training forward passes."""

@@ -10,7 +10,6 @@ from rallypoint.algorithms import (
     AdaptiveKL,
     aggregate,
     gap_metrics,
-    has_signal,
     overlong_penalty,
     rows_that_learn,
     weigh,
@@ -96,8 +95,6 @@ def test_the_penalty_begins_at_the_buffer_and_ends_at_its_factor():
     assert lost.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
 
 
-def test_groups_without_signal_and_rows_that_learn_nothing_are_found():
-    scores, groups = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0]), torch.tensor([0, 0, 0, 3, 3])
-    assert has_signal(scores, groups).tolist() == [False, False, False, True, True]
+def test_rows_that_learn_nothing_are_found():
     mask, offsets = torch.tensor([True, False, True, True]), torch.tensor([0, 2, 2, 4])
     assert rows_that_learn(torch.tensor([0.0, 5.0, 0.0, -1.0]), mask, offsets).tolist() == [False, False, True]

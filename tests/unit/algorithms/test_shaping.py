@@ -5,12 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from rallypoint.algorithms import ADVANTAGES, OverlongPenalty, RowMask, overlong_penalty, weigh, weigh_valued
+from rallypoint.algorithms import (
+    ADVANTAGES,
+    OverlongPenalty,
+    RowMask,
+    has_signal,
+    overlong_penalty,
+    weigh,
+    weigh_valued,
+)
 from rallypoint.testing import formulas
 from rallypoint.types import JudgedBatch
 
 LENGTHS = (1, 3, 2, 4, 0)
 SCORES = (1.0, 0.0, 2.0, 2.0, 0.0)
+DR_GRPO = ADVANTAGES["dr_grpo"](token_discount=None, whiten=False)
 TRUNCATED = (False, True, False, True, False)
 
 
@@ -37,8 +46,7 @@ def judged(truncated=TRUNCATED, scores=SCORES):
 
 
 def weighed(mask, aggregation="token", **fields):
-    advantage = ADVANTAGES["dr_grpo"](token_discount=None, whiten=False)
-    return weigh(judged(**fields), advantage, kl=None, aggregation=aggregation, mask=mask)
+    return weigh(judged(**fields), DR_GRPO, kl=None, aggregation=aggregation, mask=mask)
 
 
 def test_the_penalty_falls_on_the_last_token_and_its_mean_counts_all_rows():
@@ -89,13 +97,17 @@ def test_groups_without_a_difference_do_not_train_the_policy():
 def test_groups_differ_by_their_scores_and_not_by_what_their_length_costs():
     """As with dynamic sampling, which chooses groups before the penalty: this is the same without new prompts."""
     mask, penalty = RowMask(zero_variance=True), OverlongPenalty(max_tokens=4, buffer=2, factor=0.5)
+
+    def trained(batch):
+        return mask.for_actor(batch, has_signal(batch, DR_GRPO))
+
     after, _ = penalty(judged())
     assert after.scores.tolist() == [1.0, -0.25, 2.0, 1.5, 0.0], "rows 2 and 3 are of one prompt, and equally right"
-    assert mask.for_actor(after).tolist() == [True, True, False, False, False]
+    assert trained(after).tolist() == [True, True, False, False, False]
     made_equal, _ = penalty(judged(scores=(0.5, 0.75, 2.0, 2.5, 0.0)))
     assert made_equal.scores.tolist()[:4] == [0.5, 0.5, 2.0, 2.0]
-    assert mask.for_actor(made_equal).tolist() == [True, True, True, True, False]
-    assert mask.for_actor(made_equal.rows([4, 2, 3])).tolist() == [False, True, True]
+    assert trained(made_equal).tolist() == [True, True, True, True, False]
+    assert trained(made_equal.rows([4, 2, 3])).tolist() == [False, True, True]
 
 
 def test_a_step_of_truncated_rows_trains_nothing():

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.algorithms import ADVANTAGES
 from rallypoint.data import Example, Message
 from rallypoint.environments.failures import TooManyFailuresError, describe_failures
 from rallypoint.environments.grader import Inline, Several
@@ -85,11 +86,29 @@ def score(results, response_lengths=None, truncated=None, **options):
     return run(batch, make_examples(len(results)), texts, reward, **options)
 
 
+def scored_groups(results):
+    """The same, before rows are joined to a batch."""
+    scoring = scoring_with(
+        Inline(lambda extra_info, **row: results[extra_info["row"]]), len(results), lambda ids: [""] * len(ids), 1.0
+    )
+    scoring.add(0, make_batch([3] * len(results), None), make_examples(len(results)))
+    scoring.finish()
+    return scoring.run()
+
+
 def rewards(scored):
     """Return the rewards of the responses, row by row."""
     rows = [scored.batch.rows([row]) for row in range(len(scored.batch))]
     assert all(not row.token_rewards[~row.loss_mask].any() for row in rows)
     return [row.token_rewards[row.loss_mask].tolist() for row in rows]
+
+
+def test_lists_of_one_total_have_one_score_whatever_float32_makes_of_their_numbers():
+    scored = score([[0.1, 0.9, 76.3], [77.3, 0.0, 0.0], [0.7, 30.3, 46.3], 77.3])
+    assert scored.batch.token_rewards.dtype == torch.float32
+    assert scored.batch.scores.tolist() == pytest.approx([77.3] * 4, rel=1e-15)
+    (group,) = scored_groups([[0.1, 0.9, 76.3], [77.3, 0.0, 0.0]])
+    assert not group.has_signal(ADVANTAGES["rloo"](whiten=False))
 
 
 NUMBERS = [

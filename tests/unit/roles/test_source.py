@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from rallypoint.algorithms import ADVANTAGES
 from rallypoint.cluster import Mesh
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
@@ -97,7 +98,7 @@ def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, s
         stop_tokens=(0,),
         grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
         reward_models=RewardModels(CONFIG, None),
-        **{"say": lambda line: None, **options},
+        **{"say": lambda line: None, "advantage": ADVANTAGES["rloo"](whiten=False), **options},
     )
 
 
@@ -453,6 +454,22 @@ def test_a_run_goes_on_behind_the_prompts_that_were_replaced():
         return (await source.next_batch()).batch.prompt_index.tolist()
 
     assert asyncio.run(second(PromptsDone(4, 6)))[::G] == [7, 8, 10, 11]
+
+
+def test_what_is_replaced_is_what_the_advantage_finds_no_difference_in():
+    """All scores are 0.5 or 1: right answers, whatever else they earned."""
+
+    async def chosen(advantage):
+        grader = Inline(lambda solution_str, extra_info, **row: 0.5 + 0.5 * (float(solution_str.split()[1]) % 2))
+        source = make_source(FakeRollouts(), grader=grader, sampling={"dynamic_sampling": 2}, advantage=advantage)
+        try:
+            return (await source.next_batch()).batch.prompt_index.tolist()[::G]
+        finally:
+            await source.close()
+
+    assert asyncio.run(chosen(ADVANTAGES["rloo"](whiten=False))) == [0, 1, 2, 3]
+    with pytest.raises(RewardError, match="equal for 8 prompts"):
+        asyncio.run(chosen(ADVANTAGES["pass_at_k"](whiten=False, k=1)))
 
 
 def test_prompts_that_never_differ_stop_the_run_with_advice_and_leave_nothing_under_way():
