@@ -19,13 +19,13 @@ _QUANTUM = 8
 
 _NUM_KERNELS = 128
 """Number of kernels that each cache keeps: more than a layer needs, forward and backward. The default is 1,024."""
-_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """oneDNN's own cache, and that of the library through which torch calls it, which every thread has for itself."""
 
 
 def bound_kernel_caches() -> None:
     """Bound the caches of this process; to be called before its first product, when oneDNN reads the bounds."""
-    for cache in _CACHES:
+    for cache in KERNEL_CACHES:
         os.environ.setdefault(cache, str(_NUM_KERNELS))
 
 

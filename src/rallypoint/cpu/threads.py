@@ -7,15 +7,18 @@ Results depend only on how the work was split into jobs.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
 from rallypoint.cpu.forms import computes_in_pieces
+from rallypoint.cpu.onednn import KERNEL_CACHES
 
 ResultT = TypeVar("ResultT")
 
@@ -80,3 +83,22 @@ def _as_here(has_gradients: bool, num_threads: int, job: Callable[[], ResultT]) 
         torch.set_num_threads(num_threads)
     with torch.set_grad_enabled(has_gradients):
         return job()
+
+
+@contextlib.contextmanager
+def few_threads() -> Iterator[None]:
+    """Compute in one thread of torch, and leave the interpreter as it was found: it may be a user's own.
+
+    What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
+    """
+    num_threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    kernel_caches = {name: os.environ.get(name) for name in KERNEL_CACHES}
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        sys.setswitchinterval(interval)
+        for name, value in kernel_caches.items():
+            if value is None:
+                os.environ.pop(name, None)

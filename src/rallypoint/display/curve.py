@@ -40,6 +40,7 @@ def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
         DiskError: the disk is full or not writable.
     """
     try:
+        from matplotlib import font_manager
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
@@ -69,9 +70,13 @@ def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
             _draw_line(axes, *_series(records, name), small[name])
     _headings(figure, records, title)
     part = png_path.with_name(png_path.name + ".part")
-    with naming(png_path):
-        figure.savefig(part, format="png")
-        part.replace(png_path)
+    try:
+        with naming(png_path):
+            figure.savefig(part, format="png")
+            part.replace(png_path)
+    finally:
+        # matplotlib keeps the files of its fonts open, for each thread that ever drew.
+        font_manager._get_font.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
     return png_path
 
 

@@ -102,10 +102,10 @@ def launch(
 
 def _examine(loaded: LoadedConfig, console: Console) -> Found:
     """Look at everything that the run begins with, before a new one has a folder."""
-    # Only now torch, and with it the seconds that importing takes: the config is right.
-    from rallypoint.recipes.material import examine
-
     with console.status("reading model and data") if can_redraw(console) else contextlib.nullcontext():
+        # Only now torch, and with it the seconds that importing takes: the config is right.
+        from rallypoint.recipes.material import examine
+
         return examine(loaded.config)
 
 

@@ -158,6 +158,8 @@ def _launched(
 class _Watch(Observer):
     """Calls the callbacks."""
 
+    owns_process = False
+
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         super().__init__()
         self._callbacks = callbacks

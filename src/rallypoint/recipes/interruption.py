@@ -26,7 +26,10 @@ def interruptible(
     at_once: Callable[[], None] = lambda: None,
     observer: Observer | None = None,
 ) -> Iterator[asyncio.Event]:
-    """Yield an event that the first such signal sets; the second ends the program at once, whatever it is doing.
+    """Yield an event that the first such signal sets; the second ends the run at once, whatever it is doing.
+
+    In a process of ours the second one ends the process. In a user's program it raises: KeyboardInterrupt for Ctrl-C,
+    SystemExit for the others.
 
     They are caught by the process and not by the event loop, so that the second one works while something blocks the
     loop. Python looks at signals between its own instructions: only a call that never comes back from C is not left.
@@ -35,7 +38,7 @@ def interruptible(
         first: called in the event loop with the signal's name when the first has come.
         second: returns the line to end with when another one comes: what is lost.
         at_once: called in the handler of the first signal, while the event loop may be blocked; only sets a flag.
-        observer: asks for the same where another thread handles signals.
+        observer: asks for the same where another thread handles signals, and says whose the process is.
     """
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
@@ -50,7 +53,10 @@ def interruptible(
         if number == signal.SIGHUP:
             _let_go(terminals)
         if asked:
-            _end(number, second(), is_terminal=bool(terminals))
+            line = second()
+            if observer is None or observer.owns_process:
+                _end(number, line, is_terminal=bool(terminals))
+            raise KeyboardInterrupt(line) if number == signal.SIGINT else SystemExit(128 + number)
         asked = True
         at_once()
         loop.call_soon_threadsafe(begin, _SIGNALS[signal.Signals(number)])

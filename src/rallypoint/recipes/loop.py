@@ -15,11 +15,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
 from rallypoint.config import RECIPES, LoadedConfig, RunConfig, TrackingConfig, values_of
+from rallypoint.cpu.threads import few_threads
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
@@ -82,9 +81,7 @@ def train(
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
     """
-    # What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
-    torch.set_num_threads(1)
-    with folder.locked():
+    with folder.locked(), process_as_found(), few_threads():
         config = anchored(loaded.config)
         if config.trainer.num_epochs is not None:
             found = found or read_material(config)
@@ -101,8 +98,7 @@ def train(
             progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
             return True
         folder.log(f"{BEGUN} after step {beginning.first}")
-        with process_as_found():
-            is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
+        is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
         folder.log(FINISHED if is_done else STOPPED)
         return is_done
 
@@ -147,7 +143,7 @@ async def _train(
         shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
         try:
             pools = pools_of(config)
-            material = await _open_and_prepare(pools.open(runtime), preparing)
+            material = await _open_and_prepare(pools.open(runtime), preparing, say)
             recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
             recording.add_done_callback(_take_note)
             progress.waiting("starting the roles")
@@ -178,11 +174,16 @@ def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | N
     return Endpoint(config.rollout.serve, folder, say)
 
 
-async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:
+async def _open_and_prepare(
+    opening: Coroutine[None, None, None], preparing: asyncio.Task[Material], say: _Voice
+) -> Material:
     """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
     try:
         return (await asyncio.gather(preparing, opened))[0]
+    except asyncio.CancelledError:
+        say("interrupted while starting: what was started is ended; once more ends it at once")
+        raise
     finally:
         opened.cancel()
         await asyncio.gather(opened, return_exceptions=True)

@@ -14,6 +14,9 @@ class Observer:
     `ask` may be called from any thread and at any time, also before the run has begun or after it has ended.
     """
 
+    owns_process = True
+    """Whether a second signal may end the process without unwinding, as the command's; in a program it raises."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ways: list[Callable[[], object]] = []

@@ -9,16 +9,23 @@ import pytest
 PROGRAM = """
 import asyncio, signal, sys, threading, time
 from rallypoint.recipes.interruption import interruptible
+from rallypoint.recipes.observer import Observer
 
 def say(line):
     print(line, flush=True)
 
+class InAProgram(Observer):
+    owns_process = False
+
 async def main():
-    with interruptible(say, lambda: "all is lost") as interrupted:
+    observer = InAProgram() if "program" in sys.argv else Observer()
+    with interruptible(say, lambda: "all is lost", observer=observer) as interrupted:
         say("ready")
         if "blocks" in sys.argv:
             time.sleep(600)
         await interrupted.wait()
+        while "computes" in sys.argv:
+            pass
         if "waits" in sys.argv:
             await asyncio.sleep(600)
     say(str(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
@@ -31,7 +38,11 @@ if "thread" in sys.argv:
             say(str(interrupted.is_set()))
     threading.Thread(target=lambda: asyncio.run(once())).start()
 else:
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except BaseException as error:
+        say(f"{type(error).__name__}({error})")
+        say(str(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
 """
 
 
@@ -76,6 +87,21 @@ def test_the_second_signal_ends_what_blocks_the_loop_too():
             continue
     out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", "\nall is lost\n")
+
+
+@pytest.mark.parametrize(
+    ("second", "raised"),
+    [(signal.SIGINT, "KeyboardInterrupt(all is lost)"), (signal.SIGTERM, f"SystemExit({128 + signal.SIGTERM})")],
+)
+@pytest.mark.parametrize("busy", ["waits", "computes"])
+def test_in_a_users_program_the_second_signal_raises(second: signal.Signals, raised: str, busy: str):
+    process = start("program", busy)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "Ctrl-C\n"
+    process.send_signal(second)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, f"{raised}\nTrue\n", "")
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored():

@@ -65,7 +65,8 @@ class MemoryRooms:
         self._keeper = Keeper()
         self._news = threading.Condition()
         self._closing = threading.Event()
-        threading.Thread(target=self._look, name="leases", daemon=True).start()
+        self._looking = threading.Thread(target=self._look, name="leases", daemon=True)
+        self._looking.start()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a rendezvous in memory cannot be sent to another process: use ray, tcp or etcd")
@@ -101,6 +102,7 @@ class MemoryRooms:
         self._closing.set()
         with self._news:
             self._news.notify_all()
+        self._looking.join()
 
     def _open(self) -> threading.Condition:
         if self._closing.is_set():
