@@ -6,10 +6,12 @@ Every command imports what it needs when it runs, so that `rally --help` answers
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from rallypoint import __version__
 from rallypoint.cli.engines import engine_app
@@ -27,7 +29,18 @@ Config = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe,
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example actor.optimizer.lr=3e-4")]
 
 
-@app.command()
+class _TakesKeys(TyperCommand):
+    """A command with KEY=VALUE, which says so of a key that is written as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer does not export the type of ctx
+        for word in args:
+            if re.match(r"--?\w+(\.\w+)+(=|$)", word):
+                key, _, value = word.lstrip("-").partition("=")
+                raise typer.BadParameter(f"{word}: keys have no dashes here; write {key}={value or 'VALUE'}")
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_TakesKeys)
 def train(
     recipe: Config,
     overrides: Overrides = None,
@@ -62,7 +75,7 @@ def train(
     raise typer.Exit(run_training(recipe, overrides or [], resume=resume, from_step=from_step))
 
 
-@app.command()
+@app.command(cls=_TakesKeys)
 def config(
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="A shipped recipe, a .yaml file, or a run folder.")
@@ -156,7 +169,7 @@ Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, callback=_tempera
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder.")]
 
 
-@app.command(name="check-reward")
+@app.command(name="check-reward", cls=_TakesKeys)
 def check_reward(
     recipe: Config,
     overrides: Overrides = None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, cast, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -35,6 +35,16 @@ class Section(BaseModel):
     """A group of keys. Frozen, strict about types, and closed: an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_empty(cls, values: object) -> object:
+        """Take null for a list or names without any, which is how a key of a recipe or of a run is unset."""
+        if not isinstance(values, Mapping):
+            return values
+        given = cast("Mapping[str, object]", values)
+        empty = {name for name, info in cls.model_fields.items() if info.default in ((), {})}
+        return {name: value for name, value in given.items() if value is not None or name not in empty}
 
 
 def key(

@@ -109,7 +109,13 @@ def find(name: str) -> Path:
         raise ConfigError((f"{name}: no such file (looked in {Path.cwd()})",))
     if name in shipped:
         return shipped[name]
-    near = difflib.get_close_matches(name, shipped, n=1)
+    if path.is_dir():
+        raise ConfigError((f"{name} is a folder without config.yaml, so no run; name a recipe or a .yaml file",))
+    if len(path.parts) > 1:
+        said = f"{name}: no such folder (looked in {Path.cwd()}); expected a run, a recipe or a .yaml file"
+        raise ConfigError((said,))
+    swapped = [one for one in shipped if sorted(one) == sorted(name)]
+    near = swapped or difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean `{near[0]}`?" if near else f"shipped recipes: {', '.join(shipped)}"
     raise ConfigError((f"{name!r} is neither a shipped recipe nor a .yaml file nor a run folder; {hint}",))
 

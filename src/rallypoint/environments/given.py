@@ -19,9 +19,10 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self, SupportsIndex
 
 from rallypoint.errors import RewardError
 from rallypoint.user_code import own_signature
@@ -36,6 +37,45 @@ _FURTHER = ("token_ids", "tokens", "logprobs", "finish_reason")
 """Arguments that a call has only for a function that names them. A column of such a name goes before them."""
 _ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label")
 """Columns that other data sets have for our `ground_truth`."""
+
+
+class Conversation(str):
+    """The text of a conversation's only message, which TRL's functions read as `completion[0]["content"]`.
+
+    >>> said = Conversation("no")
+    >>> said, said[0]["content"], said[-1]["content"], said[1:], len(said)
+    ('no', 'no', 'no', 'o', 2)
+    """
+
+    __slots__ = ("role",)
+
+    def __new__(cls, text: str, role: str = "assistant") -> Self:
+        """Hold a text that has a role."""
+        made = super().__new__(cls, text)
+        made.role = role
+        return made
+
+    def __getitem__(self, place: SupportsIndex | slice) -> str:
+        found = super().__getitem__(place) if self or isinstance(place, slice) else ""
+        is_message = not isinstance(place, slice) and operator.index(place) in (0, -1)
+        return _Message(found, {"role": self.role, "content": str(self)}) if is_message else found
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+class _Message(str):
+    """A character, which is also the message that it is of."""
+
+    __slots__ = ("_entries",)
+
+    def __new__(cls, character: str, entries: Mapping[str, str]) -> Self:
+        made = super().__new__(cls, character)
+        made._entries = entries
+        return made
+
+    def __getitem__(self, place: SupportsIndex | slice | str) -> str:
+        return self._entries[place] if isinstance(place, str) else super().__getitem__(place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +225,7 @@ class ByName:
         if "token_ids" in further:
             further[_IDS] = further["token_ids"]
         found = {**further, **columns, **{name: usual[name] for name in _USUAL}, "prompt": _prompt(usual["messages"])}
-        found |= dict.fromkeys(_RESPONSE, usual["solution_str"])
+        found |= dict.fromkeys(_RESPONSE, Conversation(usual["solution_str"]))
         plural = {_plural(name): name for name in (*_RESPONSE, "prompt")} if self.is_plural else {}
         chosen: dict[str, Any] = {}
         for name in self.names:
@@ -197,7 +237,10 @@ class ByName:
             elif name in self.required:
                 there = ", ".join(columns) or "none"
                 raise TypeError(f"the reward function names {name!r}; columns of the row besides the usual: {there}")
-        return {name: value for name, value in columns.items() if self.takes_all} | chosen
+        if not self.takes_all:
+            return chosen
+        of_trl = {one: name for one, name in plural.items() if one in ("prompts", "completions")}
+        return {**columns, **{one: found[name] for one, name in of_trl.items()}, **chosen}
 
 
 def _as_called(function: Callable[..., object]) -> Callable[..., object]:
@@ -242,4 +285,4 @@ def _plural(name: str) -> str:
 
 def _prompt(messages: Sequence[Mapping[str, str]]) -> object:
     """Return the text of a prompt of one message, and the messages of any other."""
-    return messages[0]["content"] if len(messages) == 1 else list(messages)
+    return Conversation(messages[0]["content"], messages[0]["role"]) if len(messages) == 1 else list(messages)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint import checkpoint
-from rallypoint.config import RunConfig, load_config
+from rallypoint.config import RunConfig, TrainerConfig, load_config
 from rallypoint.display import save_curve
 from rallypoint.errors import ModelError, RunFolderError, first_line
 from rallypoint.model_files import is_adapter
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import read_metrics, why_no_plot
-from rallypoint.run.folder import RunFolder
+from rallypoint.run.folder import RunFolder, named_run
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.rollouts import read_rollouts
@@ -92,7 +92,8 @@ class Run:
             if scores:
                 step = max(scores, key=scores.__getitem__)
                 return Best(step, scores[step], self.checkpoints.get(step))
-        raise RunFolderError(f"{self.folder}: no step has a score yet")
+        how = "" if self.config.data.validation else "; with data.validation each validation gives one"
+        raise RunFolderError(f"{self.folder}: no step has a score yet{how}")
 
     def rollouts(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
         """Return the rollouts of a step, by default of the newest, each with the columns of docs/tracking.md by name.
@@ -146,12 +147,14 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Return the run of a folder.
+    """Return the run of a folder, or of that name in `runs`.
 
     Raises:
         RunFolderError: it is no folder of a run.
     """
     path = Path(folder).expanduser().absolute()
+    if not path.is_dir() and (named := named_run(str(folder), Path(TrainerConfig().runs_dir))) is not None:
+        return Run(named.absolute())
     if not path.is_dir():
         raise RunFolderError(f"{folder}: no such folder (looked in {Path.cwd()}); expected the folder of a run")
     if not (path / "config.yaml").is_file():

@@ -20,7 +20,7 @@ from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
 from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import giving_episode
-from rallypoint.errors import ConfigError, RallyError
+from rallypoint.errors import ConfigError, ModelError, RallyError
 from rallypoint.library.launch import launch
 from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
@@ -28,6 +28,7 @@ from rallypoint.library.run import Run
 from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
 from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.recipe import Recipe
+from rallypoint.recipes.use import find_trained
 from rallypoint.run.folder import RunFolder
 
 ResultT = TypeVar("ResultT")
@@ -71,12 +72,31 @@ _OFTEN = {
     "runs_dir": "trainer.runs_dir",
 }
 """Short name -> key; `seed` is its own."""
+_OF_TRL = {
+    "reward_funcs": "it is reward= here: a function, or a list or dict of several",
+    "train_dataset": "it is data= here: rows, files or a name on the hub",
+    "eval_dataset": "it is validation= here: rows, files or a name on the hub",
+    "learning_rate": "it is lr= here",
+    "max_steps": "it is num_steps= here",
+    "num_generations": "it is group_size= here",
+    "max_completion_length": "it is max_response_tokens= here",
+    "args": "keys are arguments here, or config={'rollout.top_p': 0.9}; rally config --from-trl 'GRPOConfig(...)' "
+    "translates those of TRL",
+    "peft_config": "it is config={'model.lora': {'rank': 16, 'alpha': 32}} here",
+    "processing_class": "a tokenizer goes with its model: model=(model, tokenizer)",
+    "tokenizer": "a tokenizer goes with its model: model=(model, tokenizer)",
+    "ref_model": "the reference is the model that the run begins with",
+    "reward_processing_classes": "a reward model is config={'reward.path': folder} here, and has its own tokenizer",
+    "output_dir": "it is runs_dir=, and name= of the run in it",
+    "run_name": "it is name= here",
+}
+"""Arguments of TRL's trainers, and what they are here."""
 
 
 def train(
     recipe: str | Path | Run | type[Recipe],
     *,
-    model: Model | None = None,
+    model: Model | Run | None = None,
     data: Data | None = None,
     validation: Data | None = None,
     reward: Rewards | None = None,
@@ -95,7 +115,8 @@ def train(
 
     Args:
         recipe: a shipped recipe (`rally recipes`), a YAML file, the folder of a run with `resume`, or a class of yours.
-        model: a folder, a name on the hub, or a model of transformers with its tokenizer.
+        model: a folder, a name on the hub, a run, whose newest checkpoint it is, or a model of transformers with its
+            tokenizer.
         data: files, or rows: dicts with a `prompt`, and columns that the reward function names.
         validation: the same, for prompts that are never trained on.
         reward: a function, its name, or several functions, whose scores are added up.
@@ -111,6 +132,8 @@ def train(
     Raises:
         RallyError: a wrong config, data, model or reward, before anything is started; or what ended the run.
     """
+    if wrong := [f"{name}: {_OF_TRL[name]}" for name in often if name in _OF_TRL]:
+        raise ConfigError(tuple(wrong))
     short = {_OFTEN.get(name, name): value for name, value in often.items()}
     keys: dict[str, object] = {**(config or {}), **{key: value for key, value in short.items() if value is not None}}
     with contextlib.ExitStack() as given:
@@ -122,6 +145,7 @@ def train(
             keys = of_recipe | keys
             overrides = overrides_of(keys)
             overrides += of_length(named, overrides)
+            model = _trained(model) if isinstance(model, Run) else model
             overrides += overrides_of(_material(named, overrides, model, data, validation, wanted_columns(specs)))
             return _launched(named, overrides, watch, resume, from_step, display)
         except RallyError as error:
@@ -153,6 +177,21 @@ def _launched(
 
     folder, _ = _beside_a_loop(start, watch)
     return Run(folder.path)
+
+
+def _trained(run: Run) -> str:
+    """Return the folder of what a run has trained.
+
+    Raises:
+        ModelError: it has no checkpoint yet, or that of an adapter.
+    """
+    trained = find_trained(str(run.folder))
+    if trained.base is None:
+        return trained.path
+    raise ModelError(
+        f"model: {run.folder} has trained an adapter: merge it with `rally export {run.folder} FOLDER`, and give "
+        "model=FOLDER; or go on with it: config={'model.lora': {'path': '" + trained.path + "'}} and its own model"
+    )
 
 
 class _Watch(Observer):

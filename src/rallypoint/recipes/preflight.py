@@ -8,7 +8,9 @@ may go on with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -23,6 +25,7 @@ from rallypoint.config import (
     TrainerConfig,
     load_config,
     read,
+    shipped_recipes,
     shown,
     values_of,
 )
@@ -33,7 +36,7 @@ from rallypoint.data.files import check_dataset_rows
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.episodes import check_episode_spec
 from rallypoint.environments.reward import NEEDS, check_reward_spec
-from rallypoint.errors import ConfigError, DataError, EngineError, ScheduleError
+from rallypoint.errors import ConfigError, DataError, EngineError, RunFolderError, ScheduleError
 from rallypoint.extras import find_missing, find_unusable
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.observability.trackers import find_tracker_problem
@@ -41,10 +44,13 @@ from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
 from rallypoint.recipes.model_folders import adapter_problems, model_problems, position_problems
 from rallypoint.run.data_sets import data_sets
-from rallypoint.run.folder import RunFolder, Start, anchored, newest_run, open_run
+from rallypoint.run.folder import RunFolder, Start, anchored, named_run, newest_run, open_run
 from rallypoint.run.recorded_schedule import RecordedSchedule
 from rallypoint.run.trust import unsigned
 from rallypoint.user_code import find_misfits
+
+_BARE_NAME = re.compile(r"[\w-]+")
+"""What may be the name of runs, and is no path."""
 
 
 def load_checked(
@@ -293,12 +299,24 @@ def _refuse_foreign(loaded: LoadedConfig, folder: RunFolder, named: Set[str]) ->
 
 
 def newest_of(recipe: str, overrides: Sequence[str]) -> Path:
-    """Return the folder of the run of a recipe that was started last.
+    """Return the folder of the run of that name, or of the run of a recipe that was started last.
 
     Raises:
         RunFolderError: there is none.
     """
-    source = read(recipe, overrides)
+    if recipe not in shipped_recipes() and (named := named_run(recipe, Path(TrainerConfig().runs_dir))) is not None:
+        return named
+    try:
+        source = read(recipe, overrides)
+    except ConfigError:
+        if not _BARE_NAME.fullmatch(recipe):
+            raise
+        runs_dir = Path(TrainerConfig().runs_dir)
+        with contextlib.suppress(RunFolderError):
+            return newest_run(recipe, runs_dir)
+        raise RunFolderError(
+            f"{recipe}: no recipe, and no run of that name in {runs_dir.absolute()}; `rally runs` lists runs"
+        ) from None
     trainer: Mapping[str, Any] = source.values.get("trainer") or {}
     name, runs_dir = trainer.get("name") or source.name, trainer.get("runs_dir") or TrainerConfig().runs_dir
     return newest_run(str(name), Path(str(runs_dir)).expanduser())

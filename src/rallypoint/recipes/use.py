@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import LoRAConfig, OnTooLong, RunConfig, load_config
+from rallypoint.config import LoRAConfig, OnTooLong, RunConfig, TrainerConfig, load_config
 from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
@@ -26,6 +26,7 @@ from rallypoint.recipes.eval_rewards import rewards_for
 from rallypoint.recipes.model_folders import is_hub_name
 from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
 from rallypoint.roles.sampling import sampling_params
+from rallypoint.run.folder import named_run
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
@@ -89,7 +90,7 @@ class Evaluation:
 
 
 def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
-    """Return the model that a checkpoint, a run folder, a Hugging Face folder or a hub name stands for.
+    """Return the model that a checkpoint, a run by its folder or name, a Hugging Face folder or a hub name stands for.
 
     Args:
         name: of it.
@@ -101,6 +102,8 @@ def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
         ConfigError: the config of its run cannot be read.
     """
     path = Path(name).expanduser().absolute()
+    if not path.is_dir() and (named := named_run(name, Path(TrainerConfig().runs_dir))) is not None:
+        path = named.absolute()
     if (path / "config.yaml").is_file():
         found = checkpoints.visible(path / "checkpoints")
         if not found:

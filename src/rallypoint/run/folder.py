@@ -279,6 +279,17 @@ def _anchored_set(dataset: str | dict[str, Any]) -> str | dict[str, Any]:
     return str(_absolute(dataset)) if is_local(dataset) else dataset
 
 
+def named_run(name: str, runs_dir: Path) -> Path | None:
+    """Return the folder that a name of a run stands for, as `rally runs` lists it: a folder itself, or one of those.
+
+    None if there is none of that name.
+    """
+    for path in (Path(name).expanduser(), runs_dir / name):
+        if (path / "config.yaml").is_file():
+            return path
+    return None
+
+
 def newest_run(name: str, runs_dir: Path) -> Path:
     """Return the run of that name, or the one of a recipe of that name that was started last.
 

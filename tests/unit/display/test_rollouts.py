@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from rallypoint.display.rollouts import choose, print_rollouts
@@ -93,3 +94,22 @@ def test_a_list_of_runs_has_a_line_for_each_and_the_reasons_of_failures():
     assert lines[3].split() == ["old", "ppo", "✖", "failed", "0/10", "-", "-", "18", "min"]
     assert "0.250*" in lines[4]
     assert lines[-2:] == ["* mean reward of a step: the run has no validation", "old: no [room]"]
+
+
+@pytest.mark.parametrize("num_letters", [5, 40, 70, 120])
+def test_a_list_of_runs_never_cuts_a_name_and_fits_a_terminal_without_its_last_columns(num_letters):
+    name = "a" * num_letters
+    runs = [
+        Overview(
+            path=Path(f"runs/{name}"), recipe="digits-grpo", state="finished", step=400, num_steps=1200,
+            scores=[(step, 0.5) for step in range(0, 400, 20)], is_validated=True, changed=0.0,
+        )
+    ]  # fmt: skip
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    print_runs(console, runs, now=90.0)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[2].split()[0] == name
+    assert ("finished" in lines[2]) == (num_letters < 80)
+    assert max(map(len, lines)) <= max(80, num_letters + 2)

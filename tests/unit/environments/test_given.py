@@ -234,3 +234,20 @@ def test_a_pool_is_what_asks_a_function_that_can_be_sent():
         grader = open_grader(RewardConfig(function=spec, num_processes=1))
         assert isinstance(grader, Pool)
         grader.close()
+
+
+def test_functions_of_trl_read_conversations_and_take_what_else_there_is():
+    def of_lists(completions, **kwargs):
+        texts = [completion[0]["content"] for completion in completions]
+        assert (completions[0][-1]["role"], kwargs["prompts"][0][-1]["content"]) == ("assistant", "3 * 4")
+        assert kwargs["answer"] == [row["answer"] for row in [CALL.extra_info]]
+        return [float(text == answer) for text, answer in zip(texts, kwargs["answer"], strict=True)]
+
+    assert called(of_lists) == Scores((0.0, 1.0), {})
+    assert called(lambda completion, answer: float(completion[0]["content"] == answer)) == Scores((0.0, 1.0), {})
+    assert called(lambda completion: float(completion == "12" and completion[0] == "1")) == Scores((0.0, 1.0), {})
+
+
+def test_an_empty_answer_is_a_message_too():
+    empty = dataclasses.replace(CALL, solution_str="")
+    assert called(lambda completion: float(completion[0]["content"] == ""), empty) == Scores((0.0, 1.0), {})

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+import rallypoint as rally
 from rallypoint.config import load_config
 from rallypoint.environments.given import GIVEN
 from rallypoint.errors import ConfigError, RewardError
@@ -63,3 +64,16 @@ def test_a_function_that_python_gave_to_the_run_is_to_be_given_again():
     with pytest.raises(RewardError, match=r"name the reward: --reward file\.py:function") as raised:
         rewards_for("m", None, None)
     assert in_python(str(raised.value)).endswith("name the reward: reward='file.py:function'")
+
+
+def test_arguments_of_trl_are_answered_in_the_words_of_python():
+    with pytest.raises(ConfigError) as error:
+        rally.train("grpo", reward_funcs=[short], train_dataset=[], learning_rate=1e-6, args=None)  # pyright: ignore[reportCallIssue]
+    assert [problem.partition(" ")[0] for problem in error.value.problems] == [
+        "reward_funcs:",
+        "train_dataset:",
+        "learning_rate:",
+        "args:",
+    ]
+    assert "reward=" in str(error.value)
+    assert "lr=" in str(error.value)
