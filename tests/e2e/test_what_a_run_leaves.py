@@ -1,0 +1,128 @@
+"""After a run, however it ended, its process has the threads, descriptors, handlers and settings of before."""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from tiny_models import make_tiny_model
+
+import rallypoint as rally
+
+ROWS = [{"prompt": f"{number:04d}", "answer": str(number)} for number in range(8)]
+WAYS = {
+    "finished": None,
+    "failed in a worker": "TooManyFailuresError",
+    "failed in the config": "ConfigError",
+    "a callback raised": "LookupError",
+    "Ctrl-C": None,
+    "SIGTERM": None,
+    "Ctrl-C twice": "KeyboardInterrupt",
+}
+
+
+def state():
+    """Return what a run could leave in this process; what its ends close may take a moment."""
+    gc.collect()
+    return {
+        "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
+        "descriptors": _descriptors(),
+        "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "environment": dict(os.environ),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.gettrace(), sys.getprofile()),
+        "folder and path": (os.getcwd(), list(sys.path)),
+        "interval": sys.getswitchinterval(),
+        "torch": (
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.random.get_rng_state().tolist(),
+        ),
+    }
+
+
+def _descriptors():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def callback(way):
+    numbers = {"Ctrl-C": [signal.SIGINT], "SIGTERM": [signal.SIGTERM], "Ctrl-C twice": [signal.SIGINT] * 2}
+
+    def after(step):
+        if way == "a callback raised":
+            raise LookupError
+        for number in numbers.get(way, []) if step.number == 1 else []:
+            signal.raise_signal(number)
+
+    return after
+
+
+def start(way, model, folder):
+    """Run, and return the name of the error that came of it."""
+
+    def reward(completion, answer):
+        return float(len(completion))
+
+    def broken(completion, answer):
+        raise ValueError("broken")
+
+    keys = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16}
+    try:
+        rally.train(
+            "grpo",
+            model=model,
+            data=ROWS,
+            reward=broken if way == "failed in a worker" else reward,
+            callbacks=callback(way),
+            config=keys | ({"kl.coef": -1} if way == "failed in the config" else {}),
+            num_steps=2,
+            num_prompts=2,
+            group_size=2,
+            max_response_tokens=4,
+            runs_dir=folder / "runs",
+            name=way.replace(" ", "-"),
+            display=False,
+        )
+    except BaseException as error:  # noqa: BLE001 - it is what the test is about
+        return type(error).__name__
+    return None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model, once a run has imported everything."""
+    folder = tmp_path_factory.mktemp("first")
+    made = make_tiny_model(folder / "model")
+    start("finished", made, folder)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("way", "in_thread"), [*((way, False) for way in WAYS), ("finished", True), ("failed in a worker", True)]
+)
+def test_after_a_run_the_process_is_as_before(model, tmp_path, way, in_thread):
+    ended = []
+    before = state()
+    if in_thread:
+        thread = threading.Thread(target=lambda: ended.append(start(way, model, tmp_path)))
+        thread.start()
+        thread.join()
+    else:
+        ended.append(start(way, model, tmp_path))
+    assert ended == [WAYS[way]]
+    deadline = time.monotonic() + 60  # a thread that was told to end does so soon
+    while (after := state()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {name: after[name] for name in after if after[name] != before[name]} == {}
