@@ -139,6 +139,11 @@ def written_signature(path: Path, name: str) -> inspect.Signature | None:
     return None
 
 
+def is_written_async(path: Path, name: str) -> bool:
+    """Whether a file that has a function of a name says `async def`; nothing is run."""
+    return isinstance(dict(_top_level_names(ast.parse(path.read_bytes()).body)).get(name), ast.AsyncFunctionDef)
+
+
 def find_misfits(spec: str, argument: str, parameters: Mapping[str, Value]) -> Iterator[str]:
     """Yield what is wrong with a function that is called with one argument, and parameters by name.
 

@@ -27,6 +27,9 @@ def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int
                 print(text, file=sys.stderr)
 
         report = check(config, max_rows=max_rows, say=say)
+    console.print("[bold]nothing to worry about[/]" if not report.worries else "look at this before a run:")
+    for worry in report.worries:
+        console.print(escape(f"- {worry}"), soft_wrap=True)
     functions = ", ".join(one.function for one in config.reward.all_functions)
     console.print(f"[bold]{escape(functions)}[/]: right answers are the ground truth {escape(report.form)}")
     console.print(_table(report))
@@ -38,9 +41,6 @@ def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int
         console.print(escape(f"  {example.name}: {got}; ground truth {shown}"), soft_wrap=True)
     if len(report.low) > SHOWN_ROWS:
         console.print(f"  and {len(report.low) - SHOWN_ROWS} more")
-    for worry in report.worries:
-        console.print(escape(f"- {worry}"), soft_wrap=True)
-    console.print("[bold]nothing to worry about[/]" if not report.worries else "look at this before a run")
     return int(bool(report.worries))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
 from rallypoint.errors import UserCodeError
-from rallypoint.user_code import UserFunction, own_signature, split, written_signature
+from rallypoint.user_code import UserFunction, is_written_async, own_signature, split, written_signature
 
 if TYPE_CHECKING:
     from rallypoint.environments.environment import Episode
@@ -33,10 +33,15 @@ def check_episode_spec(spec: str) -> str | None:
     if is_given(spec):
         return find_misfit(GIVEN[spec].function) if spec in GIVEN else how_to_give(spec, "episode")
     try:
-        signature = written_signature(*split(spec, usual_name="episode"))
+        path, name = split(spec, usual_name="episode")
+        signature = written_signature(path, name)
     except UserCodeError as error:
         return str(error)
-    return None if signature is None else _find_misfit_of(signature)
+    if signature is None:
+        return None
+    if not is_written_async(path, name):
+        return f"{_EXPECTED}, found {name}, which is not async"
+    return _find_misfit_of(signature)
 
 
 def load_episode(spec: str) -> Episode:

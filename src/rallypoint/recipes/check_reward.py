@@ -6,16 +6,20 @@ forms, since nothing says how a reward wants its answers; the form with the best
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
+
+from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RunConfig
 from rallypoint.data import Example, load_dataset, make_digits
@@ -132,6 +136,35 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
     finally:
         grader.close()
     return judged(config, examples, form, (right, *others))
+
+
+_DRY_RUN_S = 10.0
+"""Seconds of the one call before a run: whether the function is slow is not asked."""
+
+
+def ask_once(config: RunConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Ask the reward of a run about the right answer of one row, as it is; a judge is not asked: it may cost money.
+
+    Raises:
+        RewardError: what a function returns is no score. One that raises may have wanted another form of answer.
+    """
+    if any(one.function == "judge" for one in config.reward.all_functions):
+        return
+    settings = {"num_processes": 1, "timeout_s": min(config.reward.timeout_s, _DRY_RUN_S)}
+    with contextlib.closing(open_grader(config.reward.model_copy(update=settings), Path(os.devnull))) as grader:
+        grader.load()
+
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        answer = written(example, "as it is")
+        (asked,) = grader.submit([_call(grader.wants.more, example, answer, encode, TokenTexts(tokenizer))])
+        outcome = asked.result()
+    if isinstance(outcome, Failure) and outcome.kind in ("malformed", "nonfinite"):
+        raise RewardError(
+            f"{example.name}: the reward was asked about the ground truth as an answer, {answer[:60]!r}, and gave no "
+            f"score: {outcome.reason}"
+        )
 
 
 def read_examples(config: RunConfig, max_rows: int) -> Sequence[Example]:

@@ -36,6 +36,7 @@ from rallypoint.environments.sandbox import SandboxError, open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
 from rallypoint.plan import make_plan
+from rallypoint.recipes.check_reward import ask_once
 from rallypoint.recipes.data_notes import Training, check_sources, check_truths, repetitions, say_fates
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
@@ -308,6 +309,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     """
     check_weights(config)
     found = read_material(config, max_rows=DRY_RUN_ROWS)
+    if config.reward.all_functions and isinstance(found.train, EncodedPrompts) and found.train.examples:
+        ask_once(config, found.train.examples[0], found.tokenizer)
     lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
     if config.data.generate is not None:
         lines = [f"prompts        {config.data.generate.num_train_prompts:,}, made when the run starts"]

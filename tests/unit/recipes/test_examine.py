@@ -41,6 +41,29 @@ def test_a_dry_run_says_what_was_read(own):
     assert any("only 9 that differ: every step samples the same ones 2 times" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ("'1.0'", "expected a number"),
+        ("None", "expected a number"),
+        ("float('nan')", "expected a finite number"),
+        ("[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]", "6"),
+        ("{'scor': 1.0}", "score"),
+        ("object()", "expected a number"),
+        ("1e30", "expected at most"),
+    ],
+)
+def test_a_dry_run_refuses_a_reward_that_returns_no_score(own, tmp_path, result, problem):
+    (tmp_path / "rewards.py").write_text(REWARD.replace("0.0", result))
+    with pytest.raises(RewardError, match=rf"train.jsonl:1: the reward .* '1', and gave no score: .*{problem}"):
+        examine_dry(own())
+
+
+def test_a_dry_run_does_not_refuse_a_reward_that_raises_on_a_form_of_answer(own, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARD.replace("0.0", "1 / 0"))
+    assert examine_dry(own())
+
+
 def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(own, tmp_path):
     write(tmp_path / "train.jsonl", [{"prompt": "12" * 12, "ground_truth": "1"}])
     (tokens,) = (line for line in examine_dry(own()) if line.startswith("its tokens"))
