@@ -53,7 +53,7 @@ CASES = {
     truncate: "it is cut off: copy or download the file again",
     change_the_family: "pip install --upgrade transformers",
     break_a_weight: f"its weights are not finite (NaN or infinite) in {UP_PROJ}; copy or download the folder again",
-    shrink_the_embedding: "ids, but the embedding only 7 rows; use the tokenizer that the model was trained with",
+    shrink_the_embedding: "20 ids, but the embedding only 7 rows, and the model reads",
 }
 THREADS, PROCESSES = ("cluster.runtime=inline", "actor.mesh.sp=2"), ("cluster.runtime=ray", "actor.mesh.dp_shard=2")
 SHARED = ("cluster.runtime=inline", "actor.mesh.tp=2")

@@ -15,7 +15,8 @@ from rallypoint.data.locate import DataSet, check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_legible, encode_prompts
 from rallypoint.data.rows import EncodedExample, EncodedRows, encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
-from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer, template_errors
+from rallypoint.data.template import TemplateProbe, left_out, special_ids, template_errors
+from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer
 from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Rows",
     "StreamedPrompts",
     "StreamedRows",
+    "TemplateProbe",
     "Windows",
     "check_dataset_path",
     "decoder",
@@ -45,6 +47,7 @@ __all__ = [
     "encode_prompts",
     "encode_rows",
     "is_generator",
+    "left_out",
     "load_conversations",
     "load_dataset",
     "load_tokenizer",
@@ -52,5 +55,6 @@ __all__ = [
     "make_digits_tokenizer",
     "save_tokenizer",
     "score_digits",
+    "special_ids",
     "template_errors",
 ]

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from rallypoint.data.tokenizer import template_errors
+from rallypoint.data.template import template_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,8 @@ class Legibility:
                 f"tokens are {name}; {remedy}"
             )
         if lost := [c for message in conversation for c in message["content"] if c in self.lost]:
-            return f"the tokenizer leaves out {_listed(lost)}, which the model would never see; {remedy}"
+            name = type(self.tokenizer).__name__
+            return f"the tokenizer ({name}) leaves out {_listed(lost)}, which the model would never see; {remedy}"
         return None
 
     def _unknown_parts(self, conversation: Sequence[dict[str, str]]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from rallypoint.data.dataset import Example
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
-from rallypoint.data.tokenizer import template_errors
+from rallypoint.data.template import MEND_TEMPLATE, left_out, template_errors
 from rallypoint.errors import DataError
 
 if TYPE_CHECKING:
@@ -167,9 +167,14 @@ def _encode(
 ) -> Iterator[tuple[Example, tuple[int, ...]]]:
     def encode(part: Sequence[Example]) -> Iterator[tuple[Example, tuple[int, ...]]]:
         conversations = [_conversation(example) for example in part]
-        rows = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
-        for example, row in zip(part, cast("list[list[int]]", rows), strict=True):
-            yield example, tuple(row)
+        rendered = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
+        texts = cast("list[str]", rendered)
+        rows = cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"])
+        for example, conversation, text, row in zip(part, conversations, texts, rows, strict=True):
+            if (problem := left_out(conversation, text)) is not None:
+                problems.add(f"{example.name}: {problem}; {MEND_TEMPLATE}")
+            else:
+                yield example, tuple(row)
 
     for start in range(0, len(examples), _PROMPTS_PER_CALL):
         part = examples[start : start + _PROMPTS_PER_CALL]

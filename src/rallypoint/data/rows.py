@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rallypoint.data.conversations import Conversation, Conversations
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
-from rallypoint.data.tokenizer import template_errors
+from rallypoint.data.template import MEND_TEMPLATE, left_out, special_ids, template_errors
 from rallypoint.errors import DataError
 
 if TYPE_CHECKING:
@@ -271,15 +271,17 @@ class _Writer:
         """Write a conversation.
 
         Raises:
-            ValueError: there is nothing before a turn, or the template writes it in another way when an answer is
-                asked for.
+            ValueError: a message is not in the text, there is nothing before a turn, or the template writes it in
+                another way when an answer is asked for.
         """
         messages = _as_template_takes(row)
         if self._is_marked:
             begin = len(self._text(messages[: row.first_trained], cue=True)) if row.first_trained else 0
             text, marked = _render_marked(self._tokenizer, messages)
+            _check_whole(messages, text)
             return _Turns(row, text, tuple(span for span in marked if span[0] >= begin))
         text, starts = self._text(messages, cue=False), list[int]()
+        _check_whole(messages, text)
         for index, message in enumerate(row.messages):
             if message.role != "assistant" or index < row.first_trained:
                 continue
@@ -321,8 +323,7 @@ class _Writer:
 
     def _unended(self, row: Conversation, index: int) -> str:
         """Say that a turn does not end with a token that ends a response, and what makes it so."""
-        turn, special = self._alone(row, index), set(self._tokenizer.all_special_ids)
-        special |= {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
+        turn, special = self._alone(row, index), special_ids(self._tokenizer)
         ids = cast("list[int]", self._tokenizer(turn, add_special_tokens=False)["input_ids"])
         last = next((token for token in reversed(ids) if token in special), None)
         never = "a model trained on it would never end its answer"
@@ -373,6 +374,13 @@ def _render_marked(
         **tokenizer.special_tokens_map,
     )
     return texts[0], marked[0]
+
+
+def _check_whole(messages: list[dict[str, str]], text: str) -> None:
+    # What an answer loses is counted; see `num_shortened`.
+    others = [one if one["role"] != "assistant" else {**one, "content": ""} for one in messages]
+    if (problem := left_out(others, text)) is not None:
+        raise ValueError(f"{problem}; {MEND_TEMPLATE}")
 
 
 def _as_template_takes(row: Conversation) -> list[dict[str, str]]:

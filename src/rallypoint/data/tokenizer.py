@@ -6,13 +6,22 @@ needed.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rallypoint.data.files import suggestion
 from rallypoint.data.hub import check_hub
+from rallypoint.data.template import (
+    TemplateProbe,
+    check_template,
+    complete_template,
+    special_ids,
+    take_texts,
+    template_errors,
+)
 from rallypoint.errors import ModelError
 
 if TYPE_CHECKING:
@@ -33,6 +42,8 @@ _CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}
 """
+_NUM_TRIED = 32
+"""Words that are tried for whether a tokenizer encodes anything."""
 _UNFINISHED = "\ufffd"
 """What a tokenizer writes for a part of a character."""
 _TOKENIZER_FILES = (
@@ -79,6 +90,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     for_chat: bool = True,
     changes: TokenizerConfig | None = None,
+    template: Mapping[str, object] | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, or of a model on the Hugging Face hub when no such folder exists.
 
@@ -87,9 +99,14 @@ def load_tokenizer(
         trust_remote_code: whether Python code in the folder may run.
         for_chat: whether a chat template is needed.
         changes: what the config changes in it.
+        template: arguments of its chat template, by name.
+
+    Returns:
+        The tokenizer, which decodes what was sampled as it is, and whose chat template has its arguments.
 
     Raises:
-        ModelError: it cannot be loaded or changed, or lacks a chat template or an end-of-sequence token.
+        ModelError: it cannot be loaded or changed, encodes nothing, or lacks a chat template that fits or an
+            end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -112,6 +129,8 @@ def load_tokenizer(
     config_file = f"{where}/tokenizer_config.json"
     if len(tokenizer) == 0 or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(f"{where}: the tokenizer has no vocabulary; save the model's own with save_pretrained")
+    _check_encodes(tokenizer, where)
+    _keep_blanks(tokenizer)
     if changes is not None:
         _change(tokenizer, changes, where)
     if for_chat and tokenizer.chat_template is None:
@@ -125,7 +144,51 @@ def load_tokenizer(
             f"{where}: the tokenizer has no end-of-sequence token, so that no response could end; for training set "
             f"model.tokenizer.eos_token=TOKEN; elsewhere name it with the key 'eos_token' in {config_file}"
         )
+    if tokenizer.chat_template is not None:
+        if template:
+            complete_template(tokenizer, where, template)
+        take_texts(tokenizer)
+        if for_chat:
+            check_template(tokenizer, where)
     return tokenizer
+
+
+def _check_encodes(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuse a tokenizer that makes nothing of its own words.
+
+    Raises:
+        ModelError: so it is; the class that transformers has chosen is named.
+    """
+    special = special_ids(tokenizer)
+    words = itertools.islice(
+        (word for word in sorted(tokenizer.get_vocab().values()) if word not in special), _NUM_TRIED
+    )
+    texts = [text for word in words if (text := str(tokenizer.decode([word]))).strip() and _UNFINISHED not in text]
+    if not texts or any(tokenizer.encode(text, add_special_tokens=False) for text in texts):
+        return
+    try:
+        named = json.loads((Path(where) / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        named = None
+    raise ModelError(
+        f"{where}: the tokenizer makes no token of {texts[0]!r}, nor of any other word of its own: transformers has "
+        f"loaded it as {type(tokenizer).__name__}, for the model_type in config.json comes before the class in "
+        f"tokenizer_config.json ({named}); expected a tokenizer.json of the kind that this class reads, as "
+        "that of a published model of this type"
+    )
+
+
+def _keep_blanks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have text decoded as it was sampled, also where the tokenizer would take blanks before punctuation away."""
+    tokenizer.clean_up_tokenization_spaces = False
+    if tokenizer.is_fast:
+        from tokenizers import decoders
+        from transformers import PreTrainedTokenizerFast
+
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        decoder = tokenizer.backend_tokenizer.decoder
+        if isinstance(decoder, decoders.WordPiece | decoders.CTC):
+            decoder.cleanup = False
 
 
 def _change(tokenizer: PreTrainedTokenizerBase, changes: TokenizerConfig, where: str) -> None:
@@ -161,7 +224,7 @@ def _change(tokenizer: PreTrainedTokenizerBase, changes: TokenizerConfig, where:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer into a model folder, and name its end token in generation_config.json there, if that lacks it.
+    """Write a tokenizer into a model folder, and what ends a turn into generation_config.json there, if that lacks it.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -172,27 +235,21 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise
     except Exception as error:  # the tokenizers library raises bare `Exception` for a disk that is full
         raise OSError(f"{folder}: the tokenizer cannot be written: {error}") from error
-    file, end = folder / "generation_config.json", cast("int | None", tokenizer.eos_token_id)
-    if end is None or not file.is_file():
+    file, own = folder / "generation_config.json", (tokenizer.eos_token_id, TemplateProbe.of(tokenizer).end)
+    if not file.is_file():
         return
     values = cast("dict[str, object]", json.loads(file.read_text(encoding="utf-8")))
     named = values.get("eos_token_id")
     ends = cast("list[object]", named) if isinstance(named, list) else [] if named is None else [named]
-    if end not in ends:
-        values["eos_token_id"] = [end, *ends] if ends else end
+    if new := [end for end in dict.fromkeys(own) if end is not None and end not in ends]:
+        ends = [*new, *ends]
+        values["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Return what turns token ids into text, without special tokens."""
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def template_errors() -> tuple[type[Exception], ...]:
-    """Return what a chat template may raise, which is a program of the model's author."""
-    from jinja2 import TemplateError
-
-    return (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def _looks_like_path(name: str) -> bool:

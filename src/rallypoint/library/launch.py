@@ -76,7 +76,9 @@ def launch(
         loaded = load_checked(recipe, overrides, choose=choices)
         folder = None
     found = _examine(loaded, console)
-    folder = folder or create_run(loaded)
+    if folder is None:
+        loaded = found.dated(loaded)
+        folder = create_run(loaded)
     try:
         finished = _run(loaded, folder, console, found, progress, observer, resume=resume, from_step=from_step)
     except (RallyError, OSError, KeyboardInterrupt) as error:

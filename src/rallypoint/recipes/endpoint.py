@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from rallypoint.data import load_tokenizer
 from rallypoint.disk import naming
 from rallypoint.errors import DiskError, ServingError
 from rallypoint.recipes.material import Material
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.outside import Outside
-from rallypoint.roles.placement import Placement
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.folder import RunFolder
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app
@@ -45,19 +44,13 @@ class Endpoint:
         self._running: asyncio.Task[None] | None = None
         self._is_closing = False
 
-    async def open(self, placement: Placement, material: Material, actor: Actor, rollouts: Rollouts) -> None:
+    async def open(self, material: Material, actor: Actor, rollouts: Rollouts) -> None:
         """Begin to answer; the weights were published."""
         outside = await Outside.open(rollouts, actor, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
         self._outside, self._running = outside, asyncio.create_task(outside.run())
         self._running.add_done_callback(self._hear_outside)
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
-        model = placement.config.model
-        tokenizer = load_tokenizer(
-            material.model_path,
-            trust_remote_code=model.trust_remote_code,
-            for_chat=False,
-            changes=model.tokenizer,
-        )
+        tokenizer = copy.deepcopy(material.tokenizer)
         name, (_, port) = self._folder.path.name, self._socket.getsockname()
         served = Model(
             name=name,

@@ -258,7 +258,7 @@ class _Run:
             assert isinstance(actor, Actor), "rollouts are sampled from a policy"
             await actor.publish(rollouts)
             if self.endpoint is not None:
-                await self.endpoint.open(self.setup.placement, self.setup.material, actor, rollouts)
+                await self.endpoint.open(self.setup.material, actor, rollouts)
         self.log.write(first, {**({} if first else self.setup.material.counts()), TIME_PREFIX + START: self.log.open_s})
         if first == 0:
             await self._validate(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RECIPES, RunConfig
+from rallypoint.config import RECIPES, LoadedConfig, RunConfig
 from rallypoint.config.sections.material import weight_of
 from rallypoint.data import (
     Conversations,
@@ -29,6 +29,7 @@ from rallypoint.data import (
     load_conversations,
     load_dataset,
 )
+from rallypoint.data.template import CLOCK, hold_clock
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.grader import probe_rewards
 from rallypoint.environments.reward import opens_sandbox
@@ -40,7 +41,7 @@ from rallypoint.recipes.check_reward import ask_once
 from rallypoint.recipes.data_notes import Training, check_sources, check_truths, repetitions, say_fates
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
-from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models
+from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models, template_notes
 from rallypoint.recipes.own_functions import check_own_functions
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
@@ -59,6 +60,8 @@ class Found:
     validation: EncodedPrompts | EncodedRows | None
     notes: tuple[str, ...] = ()
     """Notes on the prompts, a line each."""
+    clock: str | None = None
+    """Time that the chat template shows, if it shows one that the config does not set."""
 
     def encode(
         self,
@@ -149,6 +152,18 @@ class Found:
         """Return the longest prompt, or row, that every model can read; see `RowLimits.max_data_tokens`."""
         return min(each.max_data_tokens(config) for each in self.limits)
 
+    def dated(self, loaded: LoadedConfig) -> LoadedConfig:
+        """Return the config of a new run with the time that its prompts show, so that a resumed one shows the same."""
+        if self.clock is None:
+            return loaded
+        data, key = loaded.config.data, f"data.template.{CLOCK}"
+        data = data.model_copy(update={"template": {**(data.template or {}), CLOCK: self.clock}})
+        return dataclasses.replace(
+            loaded,
+            config=loaded.config.model_copy(update={"data": data}),
+            overrides=(*loaded.overrides, f'{key}="{self.clock}"'),
+        )
+
     def settled(self, config: RunConfig) -> RunConfig:
         """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key."""
         trainer, made = config.trainer, config.data.generate
@@ -183,8 +198,9 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
         raise RewardError(problem)
     check_own_functions(config)
     tokenizer, stops, limits = read_models(config)
-    found = Found(tokenizer, stops, limits, None, None)
+    found = Found(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer))
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
+    notes += template_notes(config, tokenizer)
     if config.data.generate is not None:
         return dataclasses.replace(found, notes=tuple(notes))
     held_out, most = data_sets(config, "data.validation"), config.data.stream_rows

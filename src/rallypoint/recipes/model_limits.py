@@ -6,16 +6,14 @@ Owns: what is compared between config, tokenizer and models before a role exists
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rallypoint.config import RECIPES, RunConfig, row_limit
-from rallypoint.data import (
-    load_tokenizer,
-    make_digits_tokenizer,
-)
+from rallypoint.data import TemplateProbe, load_tokenizer, make_digits_tokenizer
 from rallypoint.errors import ModelError
 from rallypoint.model_files import fresh, load_critic, load_new_reward_model, load_policy, load_reward_model
 from rallypoint.model_files.locate import read_config
@@ -26,25 +24,31 @@ def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, 
     path, trust = config.model.path, config.model.trust_remote_code
     if path is None:
         tokenizer = make_digits_tokenizer()
-        limits = [RowLimits(len(tokenizer), config.max_row_tokens)]
+        limits = RowLimits(len(tokenizer), config.max_row_tokens)
         stops = (cast("int", tokenizer.eos_token_id),)
         path = "model.create"
     else:
         model = read_config(path, trust)  # before the tokenizer, which would be blamed for what is wrong in it
-        tokenizer = load_tokenizer(path, trust_remote_code=trust, changes=config.model.tokenizer)
-        check_vocabulary(path, tokenizer, model)
-        limits = [RowLimits.of(model)]
-        stops = stop_tokens(path, tokenizer, limits[0].num_ids)
-    own = config.own_models
-    for folder in own.get("critic", ()):  # it reads the same rows
-        critic = read_config(folder, trust)
-        check_vocabulary(folder, tokenizer, critic)
-        limits.append(RowLimits.of(critic, "the critic"))
-    for teacher in config.teachers.folders:
-        limits.append(check_reader(teacher, path, tokenizer, whose="the teacher", trust_remote_code=trust))
-    for folder in own.get("reward", ()):
-        limits.append(check_reward_model(folder, path, tokenizer, trust_remote_code=trust))
-    return tokenizer, stops, tuple(limits)
+        tokenizer = load_tokenizer(
+            path, trust_remote_code=trust, changes=config.model.tokenizer, template=config.data.template
+        )
+        limits = RowLimits.of(model)
+        check_ids(path, TemplateProbe.of(tokenizer).ids, tokenizer, limits.num_ids)
+        stops = stop_tokens(path, tokenizer, limits.num_ids)
+    own, policy = config.own_models, limits
+    readers = [(folder, RowLimits.of(read_config(folder, trust), "the critic")) for folder in own.get("critic", ())]
+    readers += [
+        (folder, check_reader(folder, path, tokenizer, whose="the teacher", trust_remote_code=trust))
+        for folder in config.teachers.folders
+    ]
+    readers += [
+        (folder, check_reward_model(folder, path, tokenizer, trust_remote_code=trust))
+        for folder in own.get("reward", ())
+    ]
+    num_ids = len(tokenizer) if policy.num_ids is None else min(len(tokenizer), policy.num_ids)
+    for folder, limits in readers:
+        check_ids(folder, range(num_ids), tokenizer, limits.num_ids)
+    return tokenizer, stops, (policy, *(limits for _, limits in readers))
 
 
 def check_weights(config: RunConfig) -> None:
@@ -67,18 +71,49 @@ def check_weights(config: RunConfig) -> None:
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> tuple[int, ...]:
-    """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one.
+    """Return the ids that end a response: those that the folder names, and what the chat template ends a turn with.
 
     Ids that a model of `num_ids` cannot sample are left out: its vocabulary may be smaller.
+
+    Raises:
+        ModelError: none is left.
     """
-    ids: list[object] = [tokenizer.eos_token_id]
+    named, end = _named_ends(model_path, tokenizer), TemplateProbe.of(tokenizer).end
+    known = range(num_ids) if num_ids is not None else range(2**31)
+    found = {token for token in (*named, *(() if end is None else (end,))) if token in known}
+    if not found:
+        raise ModelError(
+            f"{model_path}: no response could end: the ids that end one are {named}, and the model knows 0 to "
+            f"{len(known) - 1}; use the tokenizer that the model was trained with"
+        )
+    return tuple(sorted(found))
+
+
+def _named_ends(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one."""
     try:
         more = GenerationConfig.from_pretrained(model_path, local_files_only=Path(model_path).is_dir()).eos_token_id
     except OSError:
         more = None
-    ids += more if isinstance(more, list) else [more]
-    known = range(num_ids) if num_ids is not None else range(2**31)
-    return tuple(sorted({token for token in ids if isinstance(token, int) and token in known}))
+    ids: list[object] = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    return [token for token in ids if isinstance(token, int)]
+
+
+def template_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield notes on what the chat template writes around messages."""
+    probe = TemplateProbe.of(tokenizer)
+    named = [] if config.model.path is None else _named_ends(config.model.path, tokenizer)
+    if named and probe.end is not None and probe.end not in named:
+        yield (
+            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(probe.end)!r}, which "
+            f"{config.model.path} does not name as an end: it ends a response in this run, and in the models that it "
+            "saves"
+        )
+    if probe.opened is not None and config.reward.all_functions:
+        yield (
+            f"the chat template's cue opens {probe.opened}: responses begin behind it, so that no reward function "
+            f"finds {probe.opened} in one"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,17 +149,25 @@ class RowLimits:
         return self.max_positions - most
 
 
-def check_vocabulary(model_path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig) -> None:
-    """Refuse a tokenizer with ids that the embedding of a model lacks.
+def check_ids(path: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> None:
+    """Refuse a model that lacks ids that it will read; those of the data are looked at when they are encoded.
+
+    A tokenizer may have more ids than a model: many have some that nobody uses.
+
+    Args:
+        path: of the model.
+        ids: to be read.
+        tokenizer: of the policy.
+        num_ids: that the model knows; None if it does not say.
 
     Raises:
-        ModelError: there are such ids; both numbers are named.
+        ModelError: there are such ids.
     """
-    vocab_size = getattr(model, "vocab_size", None)
-    if vocab_size is not None and len(tokenizer) > vocab_size:
+    if num_ids is not None and (largest := max(ids, default=0)) >= num_ids:
         raise ModelError(
-            f"{model_path}: the tokenizer has {len(tokenizer)} ids, but the embedding only {vocab_size} rows; "
-            "use the tokenizer that the model was trained with"
+            f"{path}: the tokenizer has {len(tokenizer)} ids, but the embedding only {num_ids} rows, and the model "
+            f"reads {tokenizer.convert_ids_to_tokens(largest)!r} ({largest}); use the tokenizer that it was trained "
+            "with"
         )
 
 
@@ -171,5 +214,4 @@ def check_reader(
             f"{example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; {whose} reads "
             "the policy's token ids, so give one that was trained with the same tokenizer"
         )
-    check_vocabulary(path, tokenizer, found)
     return RowLimits.of(found, whose)

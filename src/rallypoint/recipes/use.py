@@ -12,7 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import LoRAConfig, OnTooLong, RunConfig, TrainerConfig, load_config
-from rallypoint.data import DataSet, EncodedPrompts, Example, decoder, encode_prompts, load_dataset, load_tokenizer
+from rallypoint.data import (
+    DataSet,
+    EncodedPrompts,
+    Example,
+    TemplateProbe,
+    decoder,
+    encode_prompts,
+    load_dataset,
+    load_tokenizer,
+)
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.grader import open_grader
@@ -24,7 +33,7 @@ from rallypoint.models import ModelShard
 from rallypoint.recipes.data_notes import say_fates
 from rallypoint.recipes.eval_rewards import rewards_for
 from rallypoint.recipes.model_folders import is_hub_name
-from rallypoint.recipes.model_limits import RowLimits, check_vocabulary, stop_tokens
+from rallypoint.recipes.model_limits import RowLimits, check_ids, stop_tokens
 from rallypoint.roles.sampling import sampling_params
 from rallypoint.run.folder import named_run
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
@@ -293,6 +302,7 @@ class Conversation:
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
+        self._decode = decoder(self._tokenizer)
         self._engine = _engine(trained, self._tokenizer)
         self._params = _params(trained, self._tokenizer, self._engine, temperature, max_response_tokens, seed)
         self._max_positions = self._engine.max_request_tokens
@@ -321,7 +331,7 @@ class Conversation:
         text = ""
         for output in stream(self._engine, request):
             tokens += output.tokens
-            text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            text = self._decode(tokens)
             # A character of several tokens is incomplete until its last one.
             if not text.endswith("\ufffd"):
                 yield text
@@ -347,7 +357,7 @@ class Conversation:
 def _engine(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
     rows = trained.config.rollout.max_batch_rows if trained.config else 64
     model = trained.load().model
-    check_vocabulary(trained.path, tokenizer, model.config)
+    check_ids(trained.path, TemplateProbe.of(tokenizer).ids, tokenizer, RowLimits.of(model.config).num_ids)
     return NativeEngine(model, max_rows=rows, decode=decoder(tokenizer))
 
 

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import Example
+from rallypoint.data import Example, special_ids
 from rallypoint.environments.scoring import Scored
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum, merge
@@ -51,18 +52,29 @@ class Sampled:
         )
 
 
-def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, hidden_tokens: torch.Tensor) -> Metrics:
+def shown_tokens(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[int]) -> torch.Tensor:
+    """Return by token id whether a text shows it, or a response ends with it: neither special tokens nor unused ids."""
+    ids = list(tokenizer.get_vocab().values())
+    is_shown = torch.zeros(max((*ids, *stop_tokens)) + 1, dtype=torch.bool)
+    is_shown[ids] = True
+    is_shown[[token for token in special_ids(tokenizer) if token < len(is_shown)]] = False
+    is_shown[list(stop_tokens)] = True
+    return is_shown
+
+
+def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: torch.Tensor) -> Metrics:
     """Return what a person wants to know of a step's rollouts.
 
     Args:
         batch: all that were sampled.
         scored: those that have a score.
         num_failed: rollouts that the engine has failed on.
-        hidden_tokens: ids of special tokens that no response should have.
+        is_shown: by token id, whether a response shows it or ends with it; ids beyond are shown by nothing. [V].
     """
     scores = scored.batch.scores
     num_rows, num_tokens = len(batch), batch.num_loss_tokens
-    hidden = torch.isin(batch.tokens[batch.loss_mask], hidden_tokens)
+    sampled = batch.tokens[batch.loss_mask]
+    hidden = num_tokens - int(is_shown[sampled[sampled < len(is_shown)]].sum())
     narrowed: dict[str, Mean] = {}
     if batch.sampled_logprobs is not None:
         gain = (batch.sampled_logprobs - batch.rollout_logprobs)[batch.loss_mask]
@@ -77,8 +89,8 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, hidden_toke
             "rollout/response_length": Mean(num_tokens, num_rows),
             "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),
             "rollout/truncated": Mean(float(batch.truncated.sum()), num_rows),
-            # Special tokens inside a response: the policy pays nothing for what its reward function cannot see.
-            "rollout/hidden_tokens": Mean(float(hidden.sum()), num_tokens),
+            # Inside a response: the policy pays nothing for what its reward function cannot see.
+            "rollout/hidden_tokens": Mean(float(hidden), num_tokens),
         }
     )
 

@@ -17,7 +17,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import Advantage, OverlongPenalty
@@ -34,7 +33,7 @@ from rallypoint.roles.choosing import Choice
 from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampled import Sampled, measure, measure_sources
+from rallypoint.roles.sampled import Sampled, measure, measure_sources, shown_tokens
 from rallypoint.roles.sampling import GRACE_S, GroupUnderWay, Sampler, sampling_params
 from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.roles.under_way import UnderWay
@@ -104,8 +103,7 @@ class RolloutSource:
         self._stream = train if isinstance(train, StreamedPrompts) else _stream_of(config, train)
         self._sources = train.sources
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
-        hidden = sorted(set(tokenizer.all_special_ids) - set(stop_tokens))
-        self._hidden_tokens = torch.tensor(hidden, dtype=torch.int64)
+        self._is_shown = shown_tokens(tokenizer, stop_tokens)
         self._num_loads = 0
         self.done = PromptsDone()
         rollouts.after_load = self._loaded
@@ -236,7 +234,7 @@ class RolloutSource:
         if not len(scored.batch):
             raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
         rollouts = StepRollouts.of(rows, scored, scored_groups)
-        measured = measure(rows, scored, num_failed=len(failures), hidden_tokens=self._hidden_tokens)
+        measured = measure(rows, scored, num_failed=len(failures), is_shown=self._is_shown)
         if 1 < len(self._sources) <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
         return Sampled(scored.batch, merge(measured, scored.metrics), rollouts)

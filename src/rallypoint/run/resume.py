@@ -36,6 +36,7 @@ _SAME = {
     "data.max_prompt_tokens": "which prompts there are follows from it",
     "data.num_examples": "which examples come next follows from it",
     "data.max_row_tokens": "which examples there are follows from it",
+    "data.template": "which prompts there are follows from it",
     "data.on_too_long": "which prompts there are follows from it",
     "rollout.num_prompts": "which prompts come next follows from it",
 }

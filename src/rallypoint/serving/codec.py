@@ -48,12 +48,9 @@ class Codec:
 
         def encode() -> TokenIds:
             # Templates may leave out much of what was said.
-            text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            text = str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
             self._check_length(len(text), max_tokens, "messages")
-            ids: list[int] = self._tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
-                conversation, add_generation_prompt=True, return_dict=False
-            )
-            return tuple(ids)
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
         try:
             return await self._run(encode)

@@ -253,7 +253,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path):
     tokenizer = make_digits_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{% endfor %}"
     with pytest.raises(DataError, match="a:0: the chat template makes no token"):
-        encode_prompts(tokenizer, [example("a:0", ("user", "123"))], max_prompt_tokens=9)
+        encode_prompts(tokenizer, [example("a:0", ("user", ""))], max_prompt_tokens=9)
 
 
 def test_prompts_that_the_template_refuses_are_named_and_the_others_are_not():

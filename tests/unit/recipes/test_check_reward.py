@@ -5,6 +5,8 @@ import json
 from concurrent.futures import Future
 
 import pytest
+from chat_templates import QWEN3, make_chat_tokenizer
+from tiny_models import make_tiny_model
 
 from rallypoint.cli.check_reward import check_reward as command
 from rallypoint.config import load_config
@@ -173,3 +175,18 @@ def test_a_run_folder_does_not_decide_where_responses_are_sent(tmp_path):
     asked = {"temperature": 0.0, "num_samples": 1, "max_response_tokens": None, "max_prompts": None, "seed": 0}
     with pytest.raises(RewardError, match="asks http://elsewhere/v1"):
         evaluate(trained, ["train.jsonl"], reward=None, say=print, **asked)
+
+
+def test_a_pattern_that_wants_what_the_cue_has_opened_is_worried_about(checked, tmp_path):
+    tokenizer = make_chat_tokenizer(QWEN3)
+    tokenizer.chat_template = QWEN3.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")
+    keys = ["model.create=null", f"model.path={make_tiny_model(tmp_path / 'model', tokenizer=tokenizer)}"]
+
+    def worries(pattern):
+        exact = "{name: right, function: exact, parameters: {tag: answer}}"
+        form = f"{{name: form, function: regex, parameters: {{pattern: '{pattern}'}}}}"
+        return checked("sound", ROWS, *keys, "reward.function=null", f"reward.functions=[{exact}, {form}]").worries
+
+    (said,) = worries("<think>.*</think>.*")
+    assert "the chat template's cue opens <think>, so that no response has it, and right answers score 1 w" in said
+    assert worries("(<think>)?.*</think>.*") == ()

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from chat_templates import QWEN3, make_chat_tokenizer
 from tiny_models import make_tiny_model
 
 from rallypoint.data import EncodedRows
 from rallypoint.errors import ConfigError, DataError, ModelError, RewardError
 from rallypoint.recipes.material import Material, examine, examine_dry
 from rallypoint.recipes.preflight import load_checked
+from rallypoint.run.folder import Start
 
 REWARD = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
 
@@ -26,7 +28,17 @@ def own(tmp_path):
         "data.max_prompt_tokens=32",
         "rollout={num_prompts: 16, group_size: 2, max_response_tokens: 8}",
     )
-    return lambda *changes: load_checked("grpo", [*keys, *changes]).config
+    return Own(keys)
+
+
+class Own:
+    """Loads the config with changes."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def __call__(self, *changes):
+        return load_checked("grpo", [*self.keys, *changes]).config
 
 
 def write(path, rows):
@@ -154,3 +166,41 @@ def test_adapters_that_do_not_fit_the_model_are_refused_by_a_dry_run_as_by_the_r
         with pytest.raises(ModelError, match=r"model.lora.target_modules: 'q_porj' matches no linear layer .* q_proj"):
             look(own("model.lora={target_modules: [q_porj]}"))
         look(own("model.lora={target_modules: [q_proj]}"))
+
+
+def test_the_end_of_a_turn_ends_a_response_also_where_the_folder_does_not_name_it(tmp_path, own):
+    make_tiny_model(tmp_path / "base", tokenizer=make_chat_tokenizer(QWEN3, eos="<|endoftext|>"))
+    generation = tmp_path / "base" / "generation_config.json"
+    saved = json.loads(generation.read_text())["eos_token_id"]
+    generation.unlink()
+    write(tmp_path / "pairs.jsonl", [{"prompt": "1", "completion": "2"}])
+    ours = own(f"model.path={tmp_path}/base")
+    keys = (f"model.path={tmp_path}/base", f"data.train={tmp_path}/pairs.jsonl", "data.max_row_tokens=32")
+    for config in (ours, load_checked("sft", keys).config):
+        found = examine(config)
+        assert found.tokenizer.convert_ids_to_tokens(list(found.stop_tokens)) == ["<|endoftext|>", "<|im_end|>"]
+        assert sum("ends a turn with '<|im_end|>', which" in note for note in found.notes) == 1, found.notes
+    assert set(saved) == set(found.stop_tokens), "who samples from what was saved stops there, too"
+
+
+def test_a_resumed_run_shows_the_time_of_its_start(tmp_path, own):
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%S') }}" + template.read_text())
+    loaded = load_checked("grpo", own.keys)
+    found = examine(loaded.config)
+    assert found.clock is not None
+    begun = found.dated(loaded)
+    assert f'data.template.strftime_now="{found.clock}"' in Start.of(begun).overrides
+    again = load_checked("grpo", Start.of(begun).overrides)
+    assert again.config.data.template == begun.config.data.template == {"strftime_now": found.clock}
+    assert examine(again.config).train.token_ids == found.train.token_ids
+    assert examine(again.config).clock is None
+
+
+def test_arguments_of_the_template_reach_the_prompts(tmp_path, own):
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is not defined %}={% endif %}")
+    first = "first prompt   train.jsonl:1, "
+    assert any(line.startswith(f"{first}4 tokens: '<user>1<assistant>='") for line in examine_dry(own()))
+    lines = examine_dry(own("data.template={enable_thinking: false}"))
+    assert any(line.startswith(f"{first}3 tokens: '<user>1<assistant>'") for line in lines), lines

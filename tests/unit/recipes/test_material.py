@@ -7,11 +7,19 @@ from tiny_models import make_tiny_model
 
 from rallypoint.config import load_config
 from rallypoint.data import Conversation as Talk
-from rallypoint.data import Conversations, Example, Message, encode_prompts, encode_rows, make_digits_tokenizer
-from rallypoint.errors import ConfigError, DataError, ModelError
+from rallypoint.data import (
+    Conversations,
+    Example,
+    Message,
+    encode_prompts,
+    encode_rows,
+    load_tokenizer,
+    make_digits_tokenizer,
+)
+from rallypoint.errors import ConfigError, DataError, ModelError, RequestError
 from rallypoint.model_files.locate import read_config
 from rallypoint.recipes.data_notes import check_sources, check_truths, repetitions
-from rallypoint.recipes.model_limits import RowLimits, check_vocabulary
+from rallypoint.recipes.model_limits import RowLimits, read_models, stop_tokens
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import Conversation, Trained
 
@@ -28,16 +36,30 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder):
-    tokenizer = make_digits_tokenizer()
-    model = read_config(folder, trust_remote_code=False)
-    check_vocabulary(folder, tokenizer, model)
-    assert RowLimits.of(model) == RowLimits(num_ids=20, max_positions=64)
-    tokenizer.add_tokens(["<new>"])
-    with pytest.raises(ModelError, match="the tokenizer has 21 ids, but the embedding only 20 rows; use the tokenizer"):
-        check_vocabulary(folder, tokenizer, model)
-    with pytest.raises(ModelError, match="21 ids, but the embedding only 20 rows"):
-        Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=8, seed=0)
+def test_an_id_that_the_embedding_lacks_is_refused_only_where_it_is_read(folder, tmp_path):
+    def talk():
+        return Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=8, seed=0)
+
+    config = load_config("grpo", [f"model.path={folder}", f"data.train={folder}/x", "reward.function=exact"]).config
+    assert "".join(talk().ask("12")) is not None
+    assert read_models(config)[2][0] == RowLimits(num_ids=20, max_positions=64)
+    with pytest.raises(RequestError, match="has the id 20, but the model knows 0 to 19"):
+        "".join(talk().ask("1<new>"))
+    with pytest.raises(DataError, match="token 1 of the prompt has the id 20, but the model knows 0 to 19"):
+        encode_prompts(
+            load_tokenizer(folder), [Example("a", "", (Message("user", "<new>"),), "", "", {})],
+            max_prompt_tokens=9, num_ids=20,
+        )  # fmt: skip
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace('"<" + message.role', '"<new><" + message.role'))
+    for use in (talk, lambda: read_models(config)):
+        with pytest.raises(ModelError, match=r"has 21 ids, but the embedding only 20 rows, .* reads '<new>' \(20\)"):
+            use()
+
+
+def test_a_response_that_nothing_could_end_is_refused(folder):
+    with pytest.raises(ModelError, match=r"no response could end: the ids that end one are \[0"):
+        stop_tokens(folder, load_tokenizer(folder), 0)
 
 
 def limit_of(*overrides: str) -> int:

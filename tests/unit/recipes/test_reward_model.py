@@ -8,7 +8,7 @@ from tiny_models import make_tiny_model, make_tiny_reward_model
 from rallypoint.config import load_config
 from rallypoint.data import load_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.recipes.model_limits import check_reward_model
+from rallypoint.recipes.model_limits import check_reward_model, read_models
 
 CONFIG = load_config("digits", ["reward.path=some/model"]).config
 
@@ -63,8 +63,11 @@ def test_a_folder_without_a_tokenizer_is_refused(check, scorer, tmp_path):
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_both_numbers(check, tmp_path):
     folder = make_tiny_reward_model(tmp_path / "narrow", vocab_size=19)
+    config = load_config(
+        "digits", [f"model.path={tmp_path}/policy", "model.create=null", f"reward.path={folder}"]
+    ).config
     with pytest.raises(ModelError, match="narrow: the tokenizer has 20 ids, but the embedding only 19 rows"):
-        check(folder)
+        read_models(config)
 
 
 def test_rows_longer_than_the_model_supports_are_refused(check, tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import random
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -81,6 +82,10 @@ class InThreads(Inline):
 
 class FakeTokenizer:
     all_special_ids = (0,)
+    added_tokens_decoder = types.MappingProxyType({})
+
+    def get_vocab(self):
+        return {str(token): token for token in range(100)}
 
     def batch_decode(self, rows, skip_special_tokens):
         return [" ".join(map(str, row)) for row in rows]

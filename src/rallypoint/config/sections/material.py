@@ -158,6 +158,9 @@ class DataConfig(Section):
         "error",
         help="What happens to longer ones: truncate cuts a prompt's beginning, or a row's end; both are counted.",
     )
+    template: dict[str, Any] | None = key(
+        None, help="Arguments of the chat template, such as {enable_thinking: false}; checkpoints have them, too."
+    )
     shuffle: bool = key(True, help="A new order in every epoch, from the seed; false keeps the file's order.")
 
     @property

@@ -56,7 +56,7 @@ def regex(
         solution_str: the response; white space at its ends is ignored.
         ground_truth: ignored.
         extra_info: ignored.
-        pattern: such as `<think>.*</think>\s*<answer>.*</answer>`.
+        pattern: such as `(<think>)?.*</think>\s*<answer>.*</answer>`.
         whole: whether the whole response must match, or a part is enough.
     """
     form = re.compile(pattern, re.DOTALL)
