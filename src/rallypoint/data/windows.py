@@ -194,8 +194,6 @@ class Windows(Generic[ExampleT, ItemT]):
 class StreamedPrompts:
     """The training prompts of a run by the numbers of their admissions; as `EncodedPrompts` where all are in memory."""
 
-    dropped: tuple[str, ...] = ()
-    truncated: tuple[str, ...] = ()
     is_part = True
 
     def __init__(
@@ -269,16 +267,10 @@ class StreamedPrompts:
         """Return the number by which `token_ids` and `examples` know an admission: itself."""
         return admission
 
-    def counts(self) -> dict[str, float]:
-        """Return nothing: how many there are is not known."""
-        return {}
-
 
 class StreamedRows:
     """The examples of a run by the numbers of their admissions; as `EncodedRows` where all are in memory."""
 
-    dropped: tuple[str, ...] = ()
-    truncated: tuple[str, ...] = ()
     is_part = True
 
     def __init__(
@@ -323,10 +315,6 @@ class StreamedRows:
     def example_index(self, admission: int) -> int:
         """Return the number by which an admission is known here: itself."""
         return admission
-
-    def counts(self) -> dict[str, float]:
-        """Return nothing: how many there are is not known."""
-        return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

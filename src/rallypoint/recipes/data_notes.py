@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -44,12 +45,14 @@ def repetitions(
     validation: EncodedPrompts | EncodedRows | None,
 ) -> Iterator[str]:
     """Yield notes on what occurs twice in the data or a step, or in training and validation."""
-    if isinstance(train, EncodedRows) and len(train) < config.num_examples and not train.is_part:
-        yield (
-            f"a step takes data.num_examples={config.num_examples} examples, and the data have only {len(train)}: "
-            f"every step trains on them {-(-config.num_examples // len(train))} times; lower data.num_examples, or add "
-            "data"
-        )
+    if isinstance(train, EncodedRows) and not train.is_part:
+        epochs, num = config.trainer.num_epochs, config.num_examples
+        num = num if epochs is None else min(num, math.ceil(epochs * len(train)))
+        if len(train) < num:
+            yield (
+                f"a step takes {num} examples (data.num_examples={config.num_examples}), and the data have only "
+                f"{len(train)}: it trains on them {-(-num // len(train))} times; lower data.num_examples, or add data"
+            )
     if isinstance(train, EncodedRows):
         yield from _repeated_rows(config, train, validation)
     if not isinstance(train, EncodedPrompts):

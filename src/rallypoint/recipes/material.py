@@ -165,12 +165,17 @@ class Found:
         )
 
     def settled(self, config: RunConfig) -> RunConfig:
-        """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key."""
+        """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key.
+
+        The last step on files takes what is left; a step on prompts always takes rollout.num_prompts, so what is no
+        whole step is left out.
+        """
         trainer, made = config.trainer, config.data.generate
         num = made.num_train_prompts if made is not None else 0 if self.train is None else len(self.train)
         if trainer.num_epochs is None:
             return config
-        num_steps = max(1, math.ceil(trainer.num_epochs * num / config.num_examples))
+        num_whole = trainer.num_epochs * num / config.num_examples
+        num_steps = max(1, math.ceil(num_whole) if config.trains_on_files else math.floor(num_whole))
         return config.model_copy(update={"trainer": trainer.model_copy(update={"num_steps": num_steps})})
 
 
@@ -247,7 +252,9 @@ class Material:
         return str(self.tokenizer.decode([token]))
 
     def counts(self) -> dict[str, float]:
-        """Return how many examples there are, and how many of them were too long."""
+        """Return how many examples there are, and how many of them were too long; nothing of a stream, read later."""
+        if isinstance(self.train, StreamedPrompts | StreamedRows):
+            return {}
         sets = [encoded for encoded in (self.train, self.validation) if encoded is not None]
         bad = sum(len(encoded.bad) for encoded in sets if isinstance(encoded, EncodedRows))
         return {

@@ -6,6 +6,7 @@ Owns: which examples a step takes. Must not know: what is learned from them. The
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -33,7 +34,9 @@ class ExampleSource:
         is_stream = isinstance(train, StreamedRows)
         self._stream = train if is_stream else PromptStream(len(train), config.seed, config.data.shuffle)
         # Where no epoch was asked for, a stream is not read to its end to count it.
-        self._num_in_epoch = None if is_stream and config.trainer.num_epochs is None else len(train)
+        epochs = config.trainer.num_epochs
+        self._num_in_epoch = None if is_stream and epochs is None else len(train)
+        self._num_in_run = math.inf if epochs is None else math.ceil(epochs * len(train))
         self.validation = None
         """The validation set; None without one."""
         if validation is not None:
@@ -47,8 +50,9 @@ class ExampleSource:
         return tuple(sorted(map(self._stream.example_index, range(num_admitted))))
 
     def next_batch(self) -> tuple[Sequences, Metrics]:
-        """Return the rows of the next step, and what to watch of them."""
-        first, self.num_admitted = self.num_admitted, self.num_admitted + self._config.num_examples
+        """Return the rows of the next step, and what to watch of them; the last epoch may end within it."""
+        first, most = self.num_admitted, self.num_admitted + self._config.num_examples
+        self.num_admitted = int(min(most, self._num_in_run))
         self.taken = tuple(map(self._stream.example_index, range(first, self.num_admitted)))
         batch = rows_of(self.train, self.taken, first=first)
         epoch = {} if self._num_in_epoch is None else {"data/epoch": Last(self.num_admitted / self._num_in_epoch)}

@@ -83,12 +83,12 @@ class MetricsLog:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps (and a torn last one), for a run that goes on from this step.
+        """Drop the lines of later steps (and a torn last one), for a run that goes on from this step; 0: all lines.
 
         The new file takes the place of the old one at once: a kill in the middle leaves one or the other.
         """
         self.close()
-        kept = [line for line, record in _records(self.path) if record[STEP] <= step]
+        kept = [line for line, record in _records(self.path) if 0 < step >= record[STEP]]
         self._rewrite(kept)
         self._open()
 

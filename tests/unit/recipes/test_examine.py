@@ -87,7 +87,11 @@ def test_a_dry_run_shows_a_rendered_row_with_its_tokens_and_which_are_trained(ow
     assert any(line.startswith("first row      train.jsonl:1, 7 tokens: '") for line in lines), lines
     assert "trained        3 tokens: '34<eos>'" in lines, lines
     assert "steps          1, of 64 examples (trainer.num_epochs=1)" in lines, lines
-    assert any("the data have only 1: every step trains on them 64 times" in line for line in lines), lines
+    assert not any("times; lower" in line for line in lines), "a step of one example"
+    lines = examine_dry(load_checked("sft", [*keys, "trainer.num_epochs=null"]).config)
+    assert any("the data have only 1: it trains on them 64 times" in line for line in lines), lines
+    lines = examine_dry(load_checked("sft", [*keys, "trainer.num_epochs=3"]).config)
+    assert any("a step takes 3 examples (data.num_examples=64), and the data have only 1" in line for line in lines)
 
 
 def test_examples_that_were_left_out_are_counted_and_the_first_is_named(own, tmp_path):
@@ -204,3 +208,10 @@ def test_arguments_of_the_template_reach_the_prompts(tmp_path, own):
     assert any(line.startswith(f"{first}4 tokens: '<user>1<assistant>='") for line in examine_dry(own()))
     lines = examine_dry(own("data.template={enable_thinking: false}"))
     assert any(line.startswith(f"{first}3 tokens: '<user>1<assistant>'") for line in lines), lines
+
+
+@pytest.mark.parametrize(("num_epochs", "num_steps"), [(1, 4), (0.1, 1), (1.4, 5), (2, 8)])
+def test_epochs_of_prompts_are_whole_steps_and_never_more_than_was_asked_for(own, tmp_path, num_epochs, num_steps):
+    write(tmp_path / "train.jsonl", [{"prompt": str(n), "ground_truth": "1"} for n in range(67)])
+    config = own(f"trainer.num_epochs={num_epochs}")
+    assert examine(config).settled(config).trainer.num_steps == num_steps

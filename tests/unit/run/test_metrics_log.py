@@ -41,6 +41,15 @@ def test_numbers_come_back_exactly(tmp_path: Path) -> None:
     assert (read_metrics(path)[0]["x"], read_metrics(path)[0]["n"]) == (0.1 + 0.2, 2**60)
 
 
+def test_a_run_that_begins_again_without_a_checkpoint_has_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        with MetricsLog(path) as log:
+            log.truncate_after(0)
+            log.write(0, {"validation/score": 0.5})
+    assert [record["step"] for record in read_metrics(path)] == [0]
+
+
 def test_a_resumed_run_drops_what_came_later_and_its_time_goes_on(tmp_path: Path) -> None:
     now = [0.0]
     path = tmp_path / "metrics.jsonl"

@@ -54,7 +54,11 @@ class TrainerConfig(Section):
 
     num_steps: int = key(100, at_least=1, unit="steps", help="Training steps of the whole run.")
     num_epochs: float | None = key(
-        None, above=0, at_most=10_000, unit="passes over the data", help="Sets num_steps, rounded up; null: as it is."
+        None,
+        above=0,
+        at_most=10_000,
+        unit="passes over the data",
+        help="Sets num_steps: the last step on files takes what is left, prompts that make no whole step are left out.",
     )
     runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
