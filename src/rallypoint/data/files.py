@@ -18,6 +18,7 @@ import difflib
 import io
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from rallypoint.errors import DataError
 FORMATS = (".parquet", ".arrow", ".jsonl", ".csv")
 """Endings of files that are read; of data sets that have several, the first is taken."""
 MAX_SHOWN_PROBLEMS = 20
+_MAX_SHOWN_PLACES = 3
+_NUMBER, _VALUE = re.compile(r"\d+"), re.compile(r"\d+|'[^']*'")
 _ROWS_PER_READ = 8192
 
 Row = Mapping[str, Any]
@@ -35,29 +38,50 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(slots=True)
 class Problems:
-    """Problems of the data: the text of the first twenty, and their number."""
+    """Problems of the data: the first of each kind in words, and where the next ones are.
 
-    shown: list[str] = dataclasses.field(default_factory=list[str])
+    >>> problems = Problems()
+    >>> for line in (3, 7, 8):
+    ...     problems.add(f"a.jsonl, line {line}, column prompt: expected text, found {line}")
+    >>> problems.raise_any()
+    Traceback (most recent call last):
+    rallypoint.errors.DataError: 3 problems in the data:
+      - a.jsonl, line 3, column prompt: expected text, found 3
+        and 2 more like it: a.jsonl, line 7; a.jsonl, line 8
+    """
+
+    kinds: dict[str, list[str]] = dataclasses.field(default_factory=dict[str, list[str]])
+    """Text without numbers -> the first problem of that kind, and the places of the next ones."""
+    counts: Counter[str] = dataclasses.field(default_factory=Counter[str])
     total: int = 0
 
     @property
     def has_room(self) -> bool:
         """Whether the text of another problem would be kept."""
-        return len(self.shown) < MAX_SHOWN_PROBLEMS
+        return self.total < MAX_SHOWN_PROBLEMS
 
     def add(self, problem: str) -> None:
-        """Count a problem, and keep its text while there is room."""
-        self.total += 1
-        if self.has_room:
-            self.shown.append(problem)
+        """Count a problem, and keep its text if it is the first of its kind, or its place, while there is room."""
+        what, _, said = problem.partition(", found ")
+        kind, self.total = _NUMBER.sub("#", what) + _VALUE.sub("#", said), self.total + 1
+        self.counts[kind] += 1
+        if kind not in self.kinds and len(self.kinds) < MAX_SHOWN_PROBLEMS:
+            self.kinds[kind] = [problem]
+        elif kind in self.kinds and len(self.kinds[kind]) <= _MAX_SHOWN_PLACES:
+            self.kinds[kind].append(problem.partition(": ")[0].partition(", column ")[0])
 
     def raise_any(self) -> None:
         """Raise all problems as one error; do nothing if there are none."""
-        if self.total:
-            noun = "problem" if self.total == 1 else "problems"
-            first = f"; the first {len(self.shown)}" if self.total > len(self.shown) else ""
-            lines = "\n".join(f"  - {problem}" for problem in self.shown)
-            raise DataError(f"{self.total} {noun} in the data{first}:\n{lines}")
+        if not self.total:
+            return
+        lines, num_kinds = list[str](), len(self.counts)
+        first = f"; the first {len(self.kinds)} of {num_kinds} kinds" if num_kinds > len(self.kinds) else ""
+        for kind, (problem, *places) in self.kinds.items():
+            lines.append(f"  - {problem}")
+            if num_more := self.counts[kind] - 1:
+                shown = "; ".join(places) + (" ..." if num_more > len(places) else "")
+                lines.append(f"    and {num_more:,} more like it: {shown}")
+        raise DataError("\n".join([f"{self.total} problem{'s'[: self.total > 1]} in the data{first}:", *lines]))
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
@@ -158,7 +182,7 @@ def check_dataset_rows(path: str) -> str | None:
     table = open_table(path, path, problems)
     if table is not None and next(table.read((table.columns or ())[:1], 0), None) is None and not problems.total:
         return f"{path}: the data set is empty (no rows)"
-    return problems.shown[0] if table is None else None
+    return next(iter(problems.kinds.values()))[0] if table is None else None
 
 
 _LFS = b"version https://git-lfs.github.com/spec/"

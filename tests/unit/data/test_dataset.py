@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.data import Example, Message, check_dataset_path, load_dataset
+from rallypoint.data.files import Problems
 from rallypoint.errors import DataError
 
 GOOD = {
@@ -201,7 +202,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
 BAD_TABLES = [
     (
         {"prompt": [[], []]},
-        "train.parquet, row 1, column prompt: expected a list of messages or text, found an empty",
+        "train.parquet, row 0, column prompt: expected a list of messages or text, found an empty",
     ),
     (
         {"prompt": [1, 2]},
@@ -296,14 +297,23 @@ def test_no_files_at_all_and_a_single_path_in_place_of_a_list_are_refused():
         load_dataset("train.jsonl")
 
 
-def test_the_problems_of_all_files_are_reported_together_the_first_twenty_in_words(tmp_path):
+def test_the_problems_of_all_files_are_reported_together_and_each_kind_once(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", [row(prompt=[])] * 15)
     second = write_parquet(tmp_path / "b.parquet", [row(prompt="")] * 15)
     message = refusal(first, second)
-    assert message.startswith("30 problems in the data; the first 20:\n")
-    assert message.count("\n  - ") == 20
-    assert "a.jsonl, line 15" in message
-    assert "b.parquet, row 4" in message
+    assert message.startswith("30 problems in the data:\n  - a.jsonl, line 1")
+    assert message.count("\n  - ") == 2
+    assert "and 14 more like it: a.jsonl, line 2; a.jsonl, line 3; a.jsonl, line 4 ..." in message
+    assert "and 14 more like it: b.parquet, row 1; b.parquet, row 2; b.parquet, row 3 ..." in message
+
+
+def test_of_many_kinds_of_problems_the_first_twenty_are_in_words():
+    problems = Problems()
+    for letter in "abcdefghijklmnopqrstuvwxy" * 2:
+        problems.add(f"a.jsonl, line 1: column '{letter}' is missing")
+    with pytest.raises(DataError, match=r"^50 problems in the data; the first 20 of 25 kinds:\n") as raised:
+        problems.raise_any()
+    assert str(raised.value).count("\n  - ") == 20
 
 
 def test_every_bad_column_of_a_row_is_reported(tmp_path):
