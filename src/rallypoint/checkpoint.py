@@ -142,13 +142,13 @@ def verify(checkpoint: Path) -> None:
     check_files(checkpoint, files, _REMEDY)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, and the remains of interrupted saves."""
+def prune(folder: Path, keep: int, *, best: int = 0) -> None:
+    """Remove all but the newest checkpoints, and that of the best step if it is not 0; and what killed saves left."""
     for ending in ("partial", "replaced"):
         for leftover in folder.glob(f".step_*.{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
     found = steps(folder)
-    for name in map(checkpoint_name, found[: max(0, len(found) - keep)]):
+    for name in (checkpoint_name(step) for step in found[: max(0, len(found) - keep)] if step != best):
         # Renamed first: a half-removed checkpoint must not look like one.
         doomed = (folder / name).rename(folder / f".{name}.partial")
         shutil.rmtree(doomed)

@@ -19,6 +19,7 @@ from tiny_runs import Runs
 from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
+from rallypoint.library import load_run
 from rallypoint.run.folder import Start
 from rallypoint.run.rollouts import read_rollouts, rollout_files
 
@@ -290,3 +291,17 @@ def comm_of(pid):
     """Name of the program that a process runs."""
     with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
         return file.read().strip()
+
+
+def test_the_best_checkpoint_is_kept_over_pruning_and_resumes(runs):
+    def best_of(found):
+        scores = {int(one["step"]): one["validation/score"] for one in found.metrics if "validation/score" in one}
+        return max((step for step in scores if step), key=scores.__getitem__)
+
+    keys = ("validation.every_steps=1", "checkpoint={keep: 1, every_steps: 4, keep_best: true}", "seed=1")
+    inline = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "actor.optimizer.lr=0.1")
+    found = load_run(runs.run("run", *keys, *inline, "recipe=grpo").path)
+    best = best_of(found)
+    assert set(found.checkpoints) == {best, 4}
+    runs.resume("run", "trainer.num_steps=6")
+    assert set(found.checkpoints) == {best_of(found), 6}

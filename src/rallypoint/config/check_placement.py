@@ -133,7 +133,7 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         "critic": config.critic.mesh,
         "reference": config.reference.mesh,
         "reward": config.reward.mesh or MeshConfig(),
-        "teacher": config.teachers.mesh,
+        "teacher": config.teachers.mesh or MeshConfig(),
     }
     for role, mesh in meshes.items():
         if role not in config.roles:

@@ -363,7 +363,7 @@ class RunConfig(Section):
             "actor": self.actor.mesh,
             "reward": self.reward.mesh or MeshConfig(),
             "reference": self.reference.mesh,
-            "teacher": self.teachers.mesh,
+            "teacher": self.teachers.mesh or MeshConfig(),
             "critic": self.critic.mesh,
         }
         mesh = sections.get(role, MeshConfig())

@@ -31,7 +31,7 @@ class Best:
     score: float
     """Validation score; in a run without validation the mean reward of the step."""
     checkpoint: Path | None
-    """Its checkpoint, if there is one (`checkpoint.every_steps`, `checkpoint.keep`)."""
+    """Its checkpoint, if there is one (`checkpoint.keep_best`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import BEGUN, FINISHED, STOPPED, RunFolder, Start, anchored, write_config
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
+from rallypoint.run.reports import VALIDATION
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles, RolloutRecord
 from rallypoint.types import merge
@@ -227,6 +229,8 @@ class _Run:
     """Nats between sampler and trainer, of any step so far."""
     newest: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Metrics of the newest step."""
+    best: tuple[int, float] = (0, -math.inf)
+    """Step and score of the best validation after a step, whose checkpoint stays; step 0 for none."""
 
     async def restore(self, step: int) -> None:
         """Read the roles' state back from the checkpoint of a step, which was verified."""
@@ -254,6 +258,8 @@ class _Run:
     async def _begin(self, first: int) -> None:
         actor, rollouts = self.recipe.actor, self.recipe.rollouts
         self.saved = first
+        for record in read_metrics(self.folder.metrics):
+            self._note_best(int(record[STEP]), record)
         if rollouts is not None:
             assert isinstance(actor, Actor), "rollouts are sampled from a policy"
             await actor.publish(rollouts)
@@ -282,7 +288,7 @@ class _Run:
                 await self._validate(step)
             if self.observer.after_step(step, self.newest):
                 interrupted.set()
-            if interrupted.is_set() or step % every == 0 or step == num_steps:
+            if interrupted.is_set() or step in (self.best[0], num_steps) or step % every == 0:
                 await self._save(step)
         return True
 
@@ -329,9 +335,15 @@ class _Run:
             scalars = measured.prefixed("validation").scalars()
             self.newest |= scalars
             self.log.write(step, {**scalars, **spans.scalars()})
+            self._note_best(step, scalars)
             if self.recipe.validated is not None:
                 self.rollouts.put(step, self.recipe.validated, "validation")
             self.progress.validation(step, scalars[f"validation/{RECIPES[self.setup.config.recipe].validated}"])
+
+    def _note_best(self, step: int, scalars: Mapping[str, float]) -> None:
+        score = scalars.get(VALIDATION, math.nan)
+        if self.setup.config.checkpoint.keep_best and step and score > self.best[1]:
+            self.best = step, score
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint, which is visible when it is whole, and remove older ones.
@@ -350,7 +362,7 @@ class _Run:
                 state = {"step": step, **recipe.state}
                 (folder / _STATE).write_text(json.dumps(state))
                 self.record.write(folder)
-            checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep)
+            checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep, best=self.best[0])
         self.saved = step
         self.log.write(step, spans.scalars())
 

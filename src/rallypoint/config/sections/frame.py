@@ -17,6 +17,9 @@ class CheckpointConfig(Section):
         help="Also after the last step and when interrupted; null: a tenth of the run, but from 5 to 20 steps.",
     )
     keep: int = key(2, at_least=1, help="Older checkpoints are removed.")
+    keep_best: bool = key(
+        False, help="Save after each validation that is better than all before it, and never remove the best."
+    )
 
 
 class CheckConfig(Section):

@@ -143,7 +143,7 @@ class TeacherConfig(Section):
         0.0, at_least=0, at_most=100, help="Weight of the rewards' part of the loss beside the teacher's; 0 for none."
     )
     placement: PlacementConfig = section(PlacementConfig, help="Where the teachers run.")
-    mesh: MeshConfig = section(MeshConfig, help="How their ranks divide models and rows.")
+    mesh: MeshConfig | None = section(None, help="How their ranks divide models and rows; null: all axes 1.")
 
     @property
     def paths(self) -> tuple[str, ...]:
