@@ -164,6 +164,17 @@ Files = Mapping[str, tuple[int, str]]
 """Path of a file in its folder -> size in bytes, and xxh3-128 in hex."""
 
 
+def weights_digest(checkpoint: Path) -> str:
+    """Return a digest of the weights in a checkpoint, from its manifest: files of weights, by name and content."""
+    files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    weights = {name: entry["xxh3_128"] for name, entry in sorted(files.items()) if _is_weights(name)}
+    return xxhash.xxh3_64_hexdigest(json.dumps(weights).encode())
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith("training/")
+
+
 def digest(path: Path) -> str:
     """Return the xxh3-128 of a file in hex; it finds damage and edits, but is no signature."""
     found = xxhash.xxh3_128()

@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 
 Config = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a .yaml file, or a run folder.")]
+Run = Annotated[str, typer.Argument(help="A run folder, or a recipe: its newest run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example actor.optimizer.lr=3e-4")]
 
 
@@ -123,7 +124,7 @@ def simulate(
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a recipe: its newest run.")],
+    run: Run,
     step: Annotated[int | None, typer.Option(min=0, help="By default the newest.")] = None,
     best: Annotated[int | None, typer.Option(min=0, help="Rollouts with the highest scores.")] = None,
     worst: Annotated[int | None, typer.Option(min=0, help="Rollouts with the lowest scores.")] = None,
@@ -147,6 +148,14 @@ def runs(
     from rallypoint.cli.runs import list_runs
 
     list_runs(folder)
+
+
+@app.command()
+def diff(a: Run, b: Run) -> None:
+    """Find the first step, rollout and token in which two runs part; 1 if there is one, 0 if they are equal."""
+    from rallypoint.cli.diff import print_difference
+
+    raise typer.Exit(0 if print_difference(a, b) else 1)
 
 
 @app.command()

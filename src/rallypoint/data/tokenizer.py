@@ -108,8 +108,6 @@ def load_tokenizer(
         ModelError: it cannot be loaded or changed, encodes nothing, or lacks a chat template that fits or an
             end-of-sequence token.
     """
-    from transformers import AutoTokenizer
-
     path = Path(folder).expanduser()
     is_local = path.exists()
     if is_local:
@@ -119,13 +117,7 @@ def load_tokenizer(
     else:
         check_hub(str(folder))
     where = str(path) if is_local else str(folder)
-    try:
-        tokenizer = cast(
-            "PreTrainedTokenizerBase",
-            AutoTokenizer.from_pretrained(where, local_files_only=is_local, trust_remote_code=trust_remote_code),
-        )
-    except Exception as error:  # the tokenizers library raises bare `Exception` for a file it cannot read
-        raise ModelError(_explain_load_failure(where, is_local, error)) from error
+    tokenizer = _read(where, is_local, trust_remote_code)
     config_file = f"{where}/tokenizer_config.json"
     if len(tokenizer) == 0 or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(f"{where}: the tokenizer has no vocabulary; save the model's own with save_pretrained")
@@ -151,6 +143,18 @@ def load_tokenizer(
         if for_chat:
             check_template(tokenizer, where)
     return tokenizer
+
+
+def _read(where: str, is_local: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return cast(
+            "PreTrainedTokenizerBase",
+            AutoTokenizer.from_pretrained(where, local_files_only=is_local, trust_remote_code=trust_remote_code),
+        )
+    except Exception as error:  # the tokenizers library raises bare `Exception` for a file it cannot read
+        raise ModelError(_explain_load_failure(where, is_local, error)) from error
 
 
 def _check_encodes(tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -18,7 +18,6 @@ from rallypoint.display.screen import can_redraw
 from rallypoint.errors import (
     ConfigError,
     DataError,
-    DiskError,
     ModelError,
     PlacementError,
     RallyError,
@@ -30,7 +29,7 @@ from rallypoint.errors import (
 from rallypoint.recipes.machine import choices
 from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.preflight import find_wanted, load_checked
-from rallypoint.run.folder import FAILED, RunFolder, create_run, has_begun, remove_run
+from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
 
 if TYPE_CHECKING:
     from rallypoint.display import Progress
@@ -89,8 +88,6 @@ def launch(
             if isinstance(error, KeyboardInterrupt):
                 console.print("interrupted before the first step: nothing was trained, and no folder is left")
             raise
-        with contextlib.suppress(DiskError):  # which may be the very error
-            folder.log(f"{FAILED}: {str(error) or type(error).__name__}")
         when = (
             "interrupted; go on with" if isinstance(error, KeyboardInterrupt) else "the run stopped; when it is mended"
         )

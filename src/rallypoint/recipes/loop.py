@@ -25,29 +25,32 @@ from rallypoint.display import Progress
 from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.grader import open_grader
-from rallypoint.observability import Spans, collect_spans, span
+from rallypoint.journal import CheckpointSaved, InputsRead, Journal, StepDone, Validated
+from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.observability.tracker_clients import open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
 from rallypoint.observability.verl_names import as_in_verl
-from rallypoint.plan.run_plan import weights_way
 from rallypoint.recipes.ending import draw
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
+from rallypoint.recipes.reports import run_info, step_report
+from rallypoint.recipes.voice import Voice
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.sampling import AbandonedError
-from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, read_metrics
+from rallypoint.run import MetricsLog, read_metrics
 from rallypoint.run.agreement import Agreement
-from rallypoint.run.folder import BEGUN, FINISHED, STOPPED, RunFolder, Start, anchored, write_config
+from rallypoint.run.digests import digests_of
+from rallypoint.run.folder import RunFolder, Start, anchored, write_config
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
 from rallypoint.run.reports import VALIDATION
 from rallypoint.run.resume import Beginning
-from rallypoint.run.rollouts import RolloutFiles, RolloutRecord
+from rallypoint.run.rollouts import RolloutFiles
 from rallypoint.types import merge
 
 if TYPE_CHECKING:
@@ -96,30 +99,29 @@ def train(
             write_config(folder, config)
             Start.of(loaded, Start.read(folder).overrides).write(folder)
         if beginning.first == config.trainer.num_steps:
-            progress.start(_describe(config, folder, beginning.first))
+            progress.start(run_info(config, folder, beginning.first))
             progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
             return True
-        folder.log(f"{BEGUN} after step {beginning.first}")
-        is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer()))
-        folder.log(FINISHED if is_done else STOPPED)
-        return is_done
+        with Journal(folder.journal) as journal:
+            voice = Voice(folder, progress, journal)
+            with voice.start(beginning.first, config):
+                is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer(), voice))
+                voice.end("finished" if is_done else "stopped")
+                return is_done
 
 
 async def _train(
-    beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None, observer: Observer
+    beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None, observer: Observer, say: Voice
 ) -> bool:
-    config, first, say = beginning.config, beginning.first, _Voice(folder, progress)
+    config, first = beginning.config, beginning.first
     endpoint, grader = _endpoint(config, folder, say), open_grader(config.reward, folder.logs / "reward.log")
-    tracking = config.tracking or TrackingConfig()
-    tracked = Tracked(folder.path, tracking.project, first, dict(values_of(config)))
-    trackers = open_trackers(tracking.to, tracked, say, rename=as_in_verl if tracking.names == "verl" else dict)
-    files = RolloutFiles(folder.path, max_gib=tracking.rollouts_gib, first=first, say=say)
+    trackers, files = _trackers(beginning, folder, say)
     with contextlib.ExitStack() as at_end:
         for one in (trackers, files, grader):
             at_end.enter_context(contextlib.closing(one))
         log = at_end.enter_context(MetricsLog(folder.metrics, also=trackers.log))
         log.truncate_after(first)
-        progress.start(_describe(config, folder, first))
+        progress.start(run_info(config, folder, first))
         for note in beginning.notes:
             say(note)
         progress.waiting("reading model and data")
@@ -154,7 +156,9 @@ async def _train(
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             setup = Setup(placement, material, grader, say)
             recipe = await page_of(config).create(setup)
-            run = _Run(setup, recipe, await recording, endpoint, folder, progress, log, files, trackers, observer)
+            record = await recording
+            say.journal.append(InputsRead(files=record.inputs))
+            run = _Run(setup, recipe, record, endpoint, say, folder, progress, log, files, trackers, observer)
             if first:
                 await run.restore(first)
             return await run.steps(first)
@@ -167,7 +171,16 @@ async def _train(
                 rendezvous.close()
 
 
-def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | None:
+def _trackers(beginning: Beginning, folder: RunFolder, say: Voice) -> tuple[Trackers, RolloutFiles]:
+    """Open what takes metrics and rollouts besides the run's own files of numbers."""
+    config, first = beginning.config, beginning.first
+    tracking = config.tracking or TrackingConfig()
+    tracked = Tracked(folder.path, tracking.project, first, dict(values_of(config)))
+    trackers = open_trackers(tracking.to, tracked, say, rename=as_in_verl if tracking.names == "verl" else dict)
+    return trackers, RolloutFiles(folder.path, max_gib=tracking.rollouts_gib, first=first, say=say)
+
+
+def _endpoint(config: RunConfig, folder: RunFolder, say: Voice) -> Endpoint | None:
     """Take the port of the run's endpoint, if it has one; only then the server is imported."""
     if config.rollout.serve is None:
         return None
@@ -177,7 +190,7 @@ def _endpoint(config: RunConfig, folder: RunFolder, say: _Voice) -> Endpoint | N
 
 
 async def _open_and_prepare(
-    opening: Coroutine[None, None, None], preparing: asyncio.Task[Material], say: _Voice
+    opening: Coroutine[None, None, None], preparing: asyncio.Task[Material], say: Voice
 ) -> Material:
     """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
@@ -197,18 +210,6 @@ def _take_note(prepared: asyncio.Task[Any]) -> None:
         prepared.exception()
 
 
-class _Voice:
-    """Says a line to the user, and logs the whole message."""
-
-    def __init__(self, folder: RunFolder, progress: Progress) -> None:
-        self._folder, self._progress = folder, progress
-
-    def __call__(self, message: str) -> None:
-        self._folder.log(message)
-        first, _, more = message.partition("\n")
-        self._progress.note(f"{first} (more in logs/train.log)" if more else first)
-
-
 @dataclasses.dataclass(slots=True)
 class _Run:
     """One start of a run: the steps that are still to do."""
@@ -217,6 +218,7 @@ class _Run:
     recipe: Recipe
     record: Record
     endpoint: Endpoint | None
+    voice: Voice
     folder: RunFolder
     progress: Progress
     log: MetricsLog
@@ -247,7 +249,7 @@ class _Run:
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
                 is_done = await self._steps(first, interrupted, curve)
-                self.trackers.ending = FINISHED if is_done else STOPPED
+                self.trackers.ending = "finished" if is_done else "stopped"
                 return is_done
         finally:
             curve.close()
@@ -274,7 +276,7 @@ class _Run:
         num_steps, every = config.trainer.num_steps, config.checkpoint_every_steps
         for step in range(first + 1, num_steps + 1):
             if interrupted.is_set():
-                self.folder.log(f"interrupted after step {step - 1}")
+                self.voice.note(f"interrupted after step {step - 1}")
                 return False
             try:
                 await self._step(step)
@@ -294,7 +296,7 @@ class _Run:
 
     def _promise(self, signal: str) -> None:
         message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
-        self.folder.log(message)
+        self.voice.note(message)
         self.progress.ending(message)
         self.recipe.hurry()
 
@@ -311,16 +313,18 @@ class _Run:
         self.newest = {**scalars, **spans.scalars()}
         self.log.write(step, self.newest)
         rollouts = self.recipe.newest
+        digests = digests_of(rollouts, self.recipe.actor.learned)
+        self.voice.journal.append(StepDone(step=step, metrics=self.newest, digests=digests))
         if rollouts is not None:
             self.rollouts.put(step, rollouts)
-        self.progress.step(_report(step, scalars, spans, rollouts.records(_NUM_SHOWN) if rollouts else ()))
+        self.progress.step(step_report(step, scalars, spans, rollouts.records(_NUM_SHOWN) if rollouts else ()))
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
         """Log the token on which sampler and trainer differ most, when they differ more than ever before."""
         found = Agreement.of([{STEP: step, **scalars}], self.setup.material.token_text)
         if found is not None and not found.largest <= self.largest_gap:
             self.largest_gap = found.largest
-            self.folder.log(f"rollout and old logprobs: {found}")
+            self.voice.note(f"rollout and old logprobs: {found}")
 
     async def _validate(self, step: int) -> None:
         measured, newest = None, self.recipe.newest
@@ -334,6 +338,7 @@ class _Run:
         if measured is not None:
             scalars = measured.prefixed("validation").scalars()
             self.newest |= scalars
+            self.voice.journal.append(Validated(step=step, metrics=scalars))
             self.log.write(step, {**scalars, **spans.scalars()})
             self._note_best(step, scalars)
             if self.recipe.validated is not None:
@@ -354,6 +359,7 @@ class _Run:
         recipe = self.recipe
         with collect_spans() as spans, span("checkpoint"):
             self.log.sync()
+            self.voice.journal.sync()
             await asyncio.to_thread(self.rollouts.flush)
             with checkpoint.writing(self.folder.checkpoints, step) as folder:
                 (folder / "training").mkdir()
@@ -364,41 +370,6 @@ class _Run:
                 self.record.write(folder)
             checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep, best=self.best[0])
         self.saved = step
+        weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
+        self.voice.journal.append(CheckpointSaved(step=step, weights=weights))
         self.log.write(step, spans.scalars())
-
-
-def _report(step: int, scalars: dict[str, float], spans: Spans, records: tuple[RolloutRecord, ...]) -> StepReport:
-    completion = None
-    if records:
-        shown = records[step % len(records)]
-        completion = Completion(
-            prompt=shown.prompt, response=shown.response, ground_truth=shown.ground_truth, score=shown.score
-        )
-    return StepReport(
-        step=step,
-        scalars=scalars,
-        spans=spans.phases(),
-        seconds=spans.elapsed_s,
-        num_tokens=int(scalars.get("rollout/num_tokens", scalars["actor/num_tokens"])),
-        completion=completion,
-    )
-
-
-def _describe(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
-    before, spec = read_metrics(folder.metrics) if first else [], RECIPES[config.recipe]
-    watched, validated = config.watched[0][0], f"validation/{spec.validated}"
-    ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
-    weights = f"; weights: {weights_way(config) or 'as placed'}" if "rollout" in config.roles else ""
-    return RunInfo(
-        name=folder.path.name,
-        algorithm=config.recipe,
-        num_steps=config.trainer.num_steps,
-        run_dir=folder.path,
-        detail=f"{ranks} on {config.cluster.runtime}{weights}",
-        first_step=first + 1,
-        num_warmup_steps=config.num_warmup_steps,
-        watched=config.watched,
-        validated=spec.validated,
-        course=[record[watched] for record in before if watched in record],
-        validations=[record[validated] for record in before if validated in record],
-    )

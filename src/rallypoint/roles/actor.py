@@ -162,8 +162,6 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         super().__init__(config, group, loss)
         self._is_line_open = False
         self._num_updates = 0
-        self.learned: BatchT | None = None
-        """What the newest update was for."""
         self.is_published = asyncio.Event()
         """Set while the rollout role has the current weights."""
 

@@ -173,6 +173,8 @@ class Learner(Generic[BatchT, WorkerT]):
         self._config, self._group, self._loss = config, group, loss
         self.version = 0
         """Optimizer steps completed."""
+        self.learned: BatchT | None = None
+        """Batch of the newest update."""
         self._attention_cost = attention_cost(config)
 
     def cut(self, batch: BatchT, step: int) -> MiniBatches[BatchT]:

@@ -66,6 +66,7 @@ class RewardLearner(Learner[PairBatch, RewardLearnerWorker]):
 
     async def update(self, batch: PairBatch, step: int) -> Metrics:
         """Train on the pairs of a step, mini-batch by mini-batch."""
+        self.learned = batch
         batches = self.cut(batch, step)
         metrics = await self._group.call(RewardLearnerWorker.train, batches, step)
         self.version += len(batches.parts)

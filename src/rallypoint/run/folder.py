@@ -3,6 +3,7 @@
 runs/NAME/
     config.yaml      every key with its value
     start.json       how it was started, beside its config
+    journal.jsonl    what happened, event by event
     metrics.jsonl    one line a step
     timeline.jsonl   when the groups of each step were admitted, sampled and scored
     schedule.jsonl   what was sampled when, in a run that samples ahead
@@ -37,8 +38,6 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RunFolderError
 from rallypoint.run.trust import sign
 
-BEGUN, FINISHED, STOPPED, FAILED = "begun", "finished", "stopped", "failed"
-"""Words that a line of logs/train.log begins with where a start of the run begins, and how it ends."""
 _START_S = 3600.0
 """Seconds; no start takes longer to make a folder."""
 
@@ -59,6 +58,11 @@ class RunFolder:
     def start(self) -> Path:
         """The record of how the run was started; see `Start`."""
         return self.path / "start.json"
+
+    @property
+    def journal(self) -> Path:
+        """What happened, event by event; see `rallypoint.journal`."""
+        return self.path / "journal.jsonl"
 
     @property
     def metrics(self) -> Path:

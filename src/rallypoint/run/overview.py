@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from rallypoint.config import read
 from rallypoint.errors import ConfigError, RunFolderError
-from rallypoint.run.folder import BEGUN, FAILED, FINISHED, STOPPED, RunFolder
+from rallypoint.journal import fold, read_journal
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, read_metrics
 from rallypoint.run.reports import REWARD, VALIDATION
 
 State: TypeAlias = Literal["running", "finished", "stopped", "failed", "killed", "damaged"]
 """`stopped`: by Ctrl-C or a callback, its state is saved. `failed`: by an error. `killed`: it ended without a word."""
-
-_ENDS: dict[str, State] = {BEGUN: "killed", FINISHED: "finished", STOPPED: "stopped", FAILED: "failed"}
-_LINE = re.compile(rf"\S+ \S+ ({'|'.join(_ENDS)})\b:? ?(.*)")
-_LOG_TAIL = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +73,7 @@ def overview(path: Path) -> Overview:
     try:
         values = read(str(path)).values
         records = read_metrics(run.metrics) if run.metrics.is_file() else []
-        state, why = ("running", "") if run.is_in_use() else _end(run)
+        ended = fold(entry.event for entry in read_journal(run.journal)).ended
     except (ConfigError, RunFolderError, OSError) as error:
         why = str(error)
         return Overview(path=path, recipe="?", state="damaged", why=why, changed=newest.stat().st_mtime)
@@ -85,8 +81,8 @@ def overview(path: Path) -> Overview:
     return Overview(
         path=path,
         recipe=str(values.get("recipe", "?")),
-        state=state,
-        why=why,
+        state="running" if run.is_in_use() else "killed" if ended is None else ended.how,
+        why="" if ended is None else ended.why.partition("\n")[0],
         step=max((int(record[STEP]) for record in records), default=0),
         num_steps=_num_steps(values),
         scores=[(int(record[STEP]), record[name]) for record in records if name in record],
@@ -99,11 +95,3 @@ def _num_steps(values: Mapping[str, Any]) -> int:
     trainer = values.get("trainer")
     found = cast("Mapping[str, object]", trainer).get("num_steps") if isinstance(trainer, Mapping) else None
     return found if isinstance(found, int) else 0
-
-
-def _end(run: RunFolder) -> tuple[State, str]:
-    """Return how a run that is not running has ended, by what its log says last."""
-    file = run.logs / "train.log"
-    text = file.read_bytes()[-_LOG_TAIL:].decode(errors="replace") if file.is_file() else ""
-    said = next((match for line in reversed(text.splitlines()) if (match := _LINE.match(line))), None)
-    return (_ENDS[said[1]], said[2] if said[1] == FAILED else "") if said else ("killed", "")

@@ -9,8 +9,9 @@ import pytest
 
 from rallypoint.config import load_config
 from rallypoint.errors import RunFolderError
+from rallypoint.journal import Event, Journal, RunBegan, RunEnded, Said
 from rallypoint.run import MetricsLog
-from rallypoint.run.folder import BEGUN, FAILED, FINISHED, STOPPED, RunFolder, create_run
+from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.run.overview import find_runs, overview
 
 HOLD = """
@@ -23,10 +24,14 @@ with RunFolder(Path(sys.argv[1])).locked():
 """
 
 
-def run_in(folder: Path, name: str, *said: str, scores=()) -> RunFolder:
+BEGAN = RunBegan(first=0, config={}, software={}, machine="")
+NOTE = Said(text="the reward raised:\n2026-11-25 10:00:00 ValueError: parser\n2026-11-25 10:00:00 failed on line 3")
+
+
+def run_in(folder: Path, name: str, *events: Event, scores=()) -> RunFolder:
     run = create_run(load_config("digits", [f"trainer.runs_dir={folder}", f"trainer.name={name}"]))
-    for line in said:
-        run.log(line)
+    with Journal(run.journal) as journal:
+        journal.append(*events)
     with MetricsLog(run.metrics) as log:
         for step, scalars in scores:
             log.write(step, scalars)
@@ -34,22 +39,23 @@ def run_in(folder: Path, name: str, *said: str, scores=()) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("said", "state", "why"),
+    ("events", "state", "why"),
     [
-        ((f"{BEGUN} after step 0", FINISHED), "finished", ""),
-        ((f"{BEGUN} after step 0", "interrupted after step 3", STOPPED), "stopped", ""),
-        ((f"{BEGUN} after step 0", f"{FAILED}: no room\nand more", "a note"), "failed", "no room"),
-        ((f"{BEGUN} after step 0", STOPPED, f"{BEGUN} after step 3", "a note"), "killed", ""),
+        ((BEGAN, RunEnded(how="finished")), "finished", ""),
+        ((BEGAN, NOTE, RunEnded(how="stopped")), "stopped", ""),
+        ((BEGAN, RunEnded(how="failed", why="no room\nand more"), NOTE), "failed", "no room"),
+        ((BEGAN, RunEnded(how="stopped"), BEGAN, NOTE), "killed", ""),
+        ((BEGAN, NOTE), "killed", ""),
         ((), "killed", ""),
     ],
 )
-def test_the_end_of_a_run_is_what_its_log_says_last(tmp_path: Path, said, state, why):
-    found = overview(run_in(tmp_path, "mine", *said).path)
+def test_the_end_of_a_run_is_the_event_of_its_newest_start_whatever_was_said(tmp_path: Path, events, state, why):
+    found = overview(run_in(tmp_path, "mine", *events).path)
     assert (found.state, found.why, found.recipe, found.num_steps) == (state, why, "ppo", 120)
 
 
 def test_a_run_that_another_process_trains_is_running(tmp_path: Path):
-    run = run_in(tmp_path, "mine", FINISHED)
+    run = run_in(tmp_path, "mine", BEGAN, RunEnded(how="finished"))
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,0 +1,41 @@
+"""The journal: what happened in a run, event by event, and what follows from it.
+
+Owns: the kinds of events, the one file that they are appended to, the state of a run that they make, and the first
+place in which two runs part.
+
+Must not know: roles, torch, Ray, or who reads it.
+"""
+
+from rallypoint.journal.diff import Change, Difference, changes, first_difference
+from rallypoint.journal.events import (
+    CheckpointSaved,
+    Event,
+    InputsRead,
+    RunBegan,
+    RunEnded,
+    Said,
+    StepDone,
+    Validated,
+)
+from rallypoint.journal.log import Entry, Journal, read_journal
+from rallypoint.journal.state import RunState, fold
+
+__all__ = [
+    "Change",
+    "CheckpointSaved",
+    "Difference",
+    "Entry",
+    "Event",
+    "InputsRead",
+    "Journal",
+    "RunBegan",
+    "RunEnded",
+    "RunState",
+    "Said",
+    "StepDone",
+    "Validated",
+    "changes",
+    "first_difference",
+    "fold",
+    "read_journal",
+]

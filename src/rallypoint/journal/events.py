@@ -1,0 +1,118 @@
+"""What can happen in a run. Each kind is frozen, and is one line of the journal.
+
+Tensors and texts are in `rollouts/`; an event has digests of them. A kind is added when something writes it and
+something reads it.
+
+>>> event = StepDone(step=3, metrics={"actor/loss": float("nan")}, digests={"tokens": "9f2a"})
+>>> fields_of(event)
+{'step': 3, 'metrics': {'actor/loss': 'nan'}, 'digests': {'tokens': '9f2a'}}
+>>> event_of("StepDone", fields_of(event)).metrics
+{'actor/loss': nan}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, cast
+
+Ending: TypeAlias = Literal["finished", "stopped", "failed"]
+"""How a start of a run ended: all steps are done; it was asked to stop, and is saved; or by an error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunBegan:
+    """A start of the run: the first one, or a resume. It supersedes what earlier starts did after step `first`."""
+
+    first: int
+    """Step of the checkpoint that it goes on from; 0 for none."""
+    config: Mapping[str, object]
+    """Every key, dotted, with its value."""
+    software: Mapping[str, str]
+    """Package -> version."""
+    machine: str
+    """Platform and processor."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InputsRead:
+    """The files that decide the weights, the model and data that the run made for itself among them."""
+
+    files: Mapping[str, Mapping[str, str]]
+    """Key of the config -> name of a file -> digest, or a hub's revision."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A message for the user, whole."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A training step."""
+
+    step: int
+    metrics: Mapping[str, float]
+    """What `metrics.jsonl` has of it."""
+    digests: Mapping[str, str]
+    """What it trained on: name of a part of the batch -> digest, in the order in which the parts come to be."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """The validation after a step; 0 is before the first."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint that is whole and visible."""
+
+    step: int
+    weights: str
+    """Digest of its weights."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded:
+    """The end of a start; a start without one was killed."""
+
+    how: Ending
+    why: str = ""
+    """The error, whole."""
+
+
+Event: TypeAlias = RunBegan | InputsRead | Said | StepDone | Validated | CheckpointSaved | RunEnded
+
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (RunBegan, InputsRead, Said, StepDone, Validated, CheckpointSaved, RunEnded)
+}
+
+
+def fields_of(event: Event) -> dict[str, Any]:
+    """Return the fields of an event as JSON has them: it has no NaN and no infinity, so such a metric is a word."""
+    values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    if "metrics" in values:
+        metrics = cast("Mapping[str, float]", values["metrics"])
+        values["metrics"] = {name: one if math.isfinite(one) else str(float(one)) for name, one in metrics.items()}
+    return values
+
+
+def event_of(kind: str, values: Mapping[str, Any]) -> Event:
+    """Return the event of a line.
+
+    Raises:
+        KeyError: there is no such kind.
+        TypeError: it has other fields.
+    """
+    fields = dict(values)
+    if "metrics" in fields:
+        fields["metrics"] = {
+            name: float(one) if isinstance(one, str) else one for name, one in fields["metrics"].items()
+        }
+    return _KINDS[kind](**fields)

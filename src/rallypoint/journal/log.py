@@ -1,0 +1,164 @@
+"""The file of the journal: one JSON object a line, only ever appended to.
+
+    {"n": 4, "time": 1764100000.25, "before": "5a1f09c2d3e4b687", "kind": "StepDone", "step": 1, "metrics": {...}, ...}
+
+Owns: numbers, times and the hash of the line before, which shows that no line was lost, changed or put in between.
+Must not know: what an event means.
+
+Lines reach the operating system before `append` returns, so that a killed process loses none. At worst the last one is
+torn (no newline at its end): readers leave it out, and the next writer removes it. Nothing else is ever removed: a
+resume supersedes lines (`state.py`), and what a killed start did stays readable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from rallypoint.disk import naming
+from rallypoint.errors import RunFolderError
+from rallypoint.journal.events import Event, event_of, fields_of
+
+_TAIL = 64 * 1024
+_FIRST = ""
+"""What the first line has in place of the hash of the line before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An event with its place in the journal."""
+
+    number: int
+    """Counted from 1."""
+    time_s: float
+    """When it was written: seconds since the epoch, by the clock of that machine."""
+    event: Event
+
+
+class Journal:
+    """Appends events to a run's journal, from any thread; of one process at a time, which the run's lock ensures."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Open the file, which may exist, and remove a torn last line.
+
+        Args:
+            path: of it.
+            clock: tells seconds since the epoch.
+
+        Raises:
+            RunFolderError: its last line is damaged, so that it cannot be continued.
+            DiskError: it cannot be written.
+        """
+        self.path, self._clock, self._lock = path, clock, threading.Lock()
+        with naming(path):
+            self._file = path.open("a+b", buffering=0)
+            self._number, self._before = self._last()
+
+    def append(self, *events: Event) -> None:
+        """Append events, a line each, in a single write.
+
+        Raises:
+            DiskError: the disk is full or not writable; what the write left of them is removed by the next writer.
+        """
+        with self._lock:
+            number, before, lines = self._number, self._before, list[bytes]()
+            for event in events:
+                number += 1
+                head = {"n": number, "time": round(self._clock(), 3), "before": before, "kind": type(event).__name__}
+                line = json.dumps(head | fields_of(event), ensure_ascii=False, allow_nan=False).encode(errors="replace")
+                before = _hash(line)
+                lines.append(line + b"\n")
+            data = b"".join(lines)
+            with naming(self.path, len(data)):
+                self._file.write(data)
+            self._number, self._before = number, before
+
+    def sync(self) -> None:
+        """Flush all lines to the disk, so that no power cut takes those before a checkpoint.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more events."""
+        return self._file.closed
+
+    def close(self) -> None:
+        """Close the file."""
+        with naming(self.path):
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _last(self) -> tuple[int, str]:
+        """Return the number and the hash of the last whole line, and cut off what follows it."""
+        size = self._file.seek(0, os.SEEK_END)
+        span = _TAIL
+        while True:
+            self._file.seek(max(0, size - span))
+            *whole, torn = self._file.read().split(b"\n")
+            if len(whole) > 1 or span >= size:
+                break
+            span *= 4
+        if torn:
+            self._file.truncate(size - len(torn))
+        if not whole:
+            return 0, _FIRST
+        return _parse(self.path, whole[-1])[0].number, _hash(whole[-1])
+
+
+def read_journal(path: Path) -> Iterator[Entry]:
+    """Yield what a journal has, oldest first; nothing of a file that is not there.
+
+    Raises:
+        RunFolderError: a line is damaged, missing, or of a version of rallypoint that writes other events.
+    """
+    if not path.is_file():
+        return
+    before = _FIRST
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        entry, expected = _parse(path, line, number)
+        if (entry.number, expected) != (number, before):
+            raise RunFolderError(
+                f"{path}, line {number}: expected number {number} after a line with the hash {before or 'of none'}, "
+                f"found number {entry.number} after {expected or 'none'}: a line before it was changed or removed"
+            )
+        before = _hash(line)
+        yield entry
+
+
+def _parse(path: Path, line: bytes, number: int | None = None) -> tuple[Entry, str]:
+    """Return the entry of a line, and the hash that it has of the line before."""
+    where = f"{path}, {'last line' if number is None else f'line {number}'}"
+    try:
+        found = json.loads(line)
+        place, time_s, before, kind = (found.pop(name) for name in ("n", "time", "before", "kind"))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise RunFolderError(f"{where} is damaged ({type(error).__name__}: {error}); restore the file") from error
+    try:
+        return Entry(int(place), float(time_s), event_of(kind, found)), str(before)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"{where}: expected an event of this version of rallypoint, found {kind} with {', '.join(found)} "
+            f"({error}); read it with the version that wrote it"
+        ) from error
+
+
+def _hash(line: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(line)

@@ -1,0 +1,75 @@
+"""The state of a run: one pure fold over its journal.
+
+Invariant: a function of the events alone, so that every reader sees the same run. A start that goes on from step 20
+supersedes what earlier starts did after step 20.
+
+>>> from rallypoint.journal.events import RunBegan, RunEnded, StepDone
+>>> began = RunBegan(first=0, config={"trainer.num_steps": 9}, software={}, machine="")
+>>> done = [StepDone(step=step, metrics={}, digests={}) for step in (1, 2, 3)]
+>>> killed = fold([began, *done])
+>>> killed.step, killed.is_ended
+(3, False)
+>>> again = fold([began, *done, dataclasses.replace(began, first=2), RunEnded(how="stopped")])
+>>> again.step, again.is_ended, again.num_starts
+(2, True, 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from rallypoint.journal.events import CheckpointSaved, Event, InputsRead, RunBegan, RunEnded, Said, StepDone, Validated
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunState:
+    """What there is to know of a run."""
+
+    began: RunBegan | None = None
+    """Its newest start."""
+    inputs: InputsRead | None = None
+    """The files that it read."""
+    num_starts: int = 0
+    steps: Mapping[int, StepDone] = dataclasses.field(default_factory=dict[int, StepDone])
+    """Steps that count, by number."""
+    validations: Mapping[int, Validated] = dataclasses.field(default_factory=dict[int, Validated])
+    checkpoints: Mapping[int, CheckpointSaved] = dataclasses.field(default_factory=dict[int, CheckpointSaved])
+    ended: RunEnded | None = None
+    """End of its newest start; None while it runs, or if it was killed."""
+
+    @property
+    def step(self) -> int:
+        """Newest step that is done."""
+        return max(self.steps, default=0 if self.began is None else self.began.first)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its newest start has come to an end of its own."""
+        return self.ended is not None
+
+
+def fold(events: Iterable[Event]) -> RunState:
+    """Return the state that events make, oldest first."""
+    began, inputs, ended, num_starts = None, None, None, 0
+    steps, validations, checkpoints = dict[int, StepDone](), dict[int, Validated](), dict[int, CheckpointSaved]()
+    for event in events:
+        match event:
+            case RunBegan(first=first):
+                began, inputs, ended, num_starts = event, None, None, num_starts + 1
+                for done in (steps, validations, checkpoints):
+                    for step in [step for step in done if step > first or not first]:
+                        del done[step]
+            case InputsRead():
+                inputs = event
+            case StepDone(step=step):
+                steps[step] = event
+            case Validated(step=step):
+                validations[step] = event
+            case CheckpointSaved(step=step):
+                checkpoints[step] = event
+            case RunEnded():
+                ended = event
+            case Said():
+                pass
+    return RunState(began, inputs, num_starts, steps, validations, checkpoints, ended)

@@ -1,0 +1,99 @@
+"""The journal loses no whole line, keeps what killed starts did, and shows where it was changed."""
+
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from rallypoint.errors import RunFolderError
+from rallypoint.journal import Journal, RunBegan, RunEnded, Said, StepDone, fold, read_journal
+
+BEGAN = RunBegan(first=0, config={"seed": 0}, software={"torch": "2"}, machine="here")
+
+
+def write(path: Path, *events) -> None:
+    with Journal(path, clock=lambda: 10.0) as journal:
+        journal.append(*events)
+
+
+def events(path: Path) -> list:
+    return [entry.event for entry in read_journal(path)]
+
+
+def test_events_come_back_as_they_were(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    metrics = {"a": 0.1 + 0.2, "b": math.inf, "c": -math.inf, "n": 2**60}
+    step = StepDone(step=1, metrics=metrics, digests={"tokens": "5f"})
+    write(path, BEGAN, Said(text="über\nzwei \ud83d"), step)
+    assert events(path) == [BEGAN, Said(text="über\nzwei ?"), step]
+    assert [(entry.number, entry.time_s) for entry in read_journal(path)] == [(1, 10.0), (2, 10.0), (3, 10.0)]
+    assert list(read_journal(tmp_path / "none.jsonl")) == []
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_was_appended(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append(BEGAN)
+        assert events(path) == [BEGAN]
+
+
+@pytest.mark.parametrize("length", [10, 300_000])
+@pytest.mark.parametrize("num_whole", [0, 1, 2])
+def test_a_torn_last_line_is_left_out_and_the_next_writer_goes_on_behind_the_last_whole_one(
+    tmp_path, num_whole, length
+):
+    path, long = tmp_path / "journal.jsonl", Said(text="x" * length)
+    whole = [BEGAN, long][:num_whole]
+    write(path, *whole)
+    with path.open("ab") as file:
+        file.write(b'{"n": 3, "time": 1.0, "befo')
+    assert events(path) == whole
+    write(path, RunEnded(how="stopped"))
+    write(path, BEGAN)
+    assert events(path) == [*whole, RunEnded(how="stopped"), BEGAN]
+
+
+def test_a_line_that_was_changed_or_removed_is_named(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    write(path, BEGAN, *(Said(text=word) for word in "abc"))
+    lines = path.read_bytes().split(b"\n")
+    for changed in ([*lines[:1], lines[1].replace(b'"a"', b'"z"'), *lines[2:]], [lines[0], *lines[2:]]):
+        path.write_bytes(b"\n".join(changed))
+        with pytest.raises(RunFolderError, match=r", line [23]: expected number .* was changed or removed"):
+            events(path)
+    path.write_bytes(b"\n".join([*lines[:2], b"{", *lines[3:]]))
+    with pytest.raises(RunFolderError, match=r"journal.jsonl, line 3 is damaged \(JSONDecodeError"):
+        events(path)
+    path.write_bytes(b"no json\n")
+    with pytest.raises(RunFolderError, match=r"last line is damaged .* restore the file"):
+        Journal(path)
+
+
+def test_an_event_of_another_version_is_named(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"n": 1, "time": 1.0, "before": "", "kind": "MoonRose", "phase": 3}\n')
+    with pytest.raises(RunFolderError, match=r"found MoonRose with phase .*; read it with the version that wrote it"):
+        events(path)
+
+
+def test_events_of_several_threads_are_one_chain(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        threads = [
+            threading.Thread(target=lambda: [journal.append(Said(text=str(n))) for n in range(50)]) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(events(path)) == 200
+
+
+def test_a_start_from_nothing_supersedes_everything_and_one_from_a_checkpoint_what_came_after_it():
+    steps = [StepDone(step=step, metrics={}, digests={}) for step in (1, 2, 3)]
+    again = RunBegan(first=2, config={}, software={}, machine="")
+    assert list(fold([BEGAN, *steps, again]).steps) == [1, 2]
+    assert list(fold([BEGAN, *steps, BEGAN, steps[0]]).steps) == [1]
+    assert fold([BEGAN, RunEnded(how="failed", why="x"), again]).ended is None
+    assert fold([]).step == 0
