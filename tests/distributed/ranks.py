@@ -26,7 +26,6 @@ from rallypoint.types import (
     ActorBatch,
     CriticBatch,
     DistilledBatch,
-    Last,
     Mean,
     Metrics,
     PairBatch,
@@ -116,7 +115,7 @@ def loss_and_norm(metrics: Metrics) -> tuple[float, float]:
     """Return the sum of this rank's loss, and the norm of all gradients; a rank may have no row."""
     loss, norm = metrics.get("loss", Mean(0.0, 0.0)), metrics["grad_norm"]
     assert isinstance(loss, Mean)
-    assert isinstance(norm, Last)
+    assert isinstance(norm, Mean)
     return loss.total, norm.scalar
 
 

@@ -54,7 +54,7 @@ class OPD(RolloutRecipe):
         batch = sampled.batch
 
         with span("judge"):
-            told = self.source.examples_of(batch), sampled.rollouts.scored.feedback
+            told = self.source.examples_of(batch), sampled.feedback
             old, teacher = await gather(self.actor.old_logprobs(batch), self.teachers.judge(batch, *told))
             batch = batch.judged(old_logprobs=old, reference_logprobs=None)
             judged = check_judged(batch, self.config.checks)
@@ -87,7 +87,7 @@ class OPD(RolloutRecipe):
         if sampled is None:
             return None
         batch = sampled.batch
-        told = batch.prompt_index.tolist(), sampled.rollouts.scored.feedback
+        told = batch.prompt_index.tolist(), sampled.feedback
         own, teacher = await gather(self.actor.logprobs(batch), self.teachers.judge(batch, *told, of="validation"))
         gaps = (own - teacher.logprobs)[batch.loss_mask].double()
         gaps = gaps[gaps.isfinite()]

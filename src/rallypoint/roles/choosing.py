@@ -45,9 +45,12 @@ class Choice:
             admit: begins with prompts while there are free slots.
         """
         self._config, self._rollouts, self._under_way, self._admit = config, rollouts, under_way, admit
+        self._dropped: dict[int, GroupUnderWay] = {}
+        """Groups that were dropped, and that no step has counted yet."""
 
     def begin(self, done: PromptsDone) -> None:
         """Begin behind the prompts that are done, with no group under way."""
+        self._dropped.clear()
         rollout, num_prompts = self._config.rollout, self._config.rollout.num_prompts
         limit, num_sampled = self._config.trainer.num_steps * num_prompts, rollout.over_sampling
         if num_sampled is not None:
@@ -83,10 +86,10 @@ class Choice:
         """Give up groups without signal; the next prompts get their slots."""
         for index in indices:
             self.groups.drop(index)
-            del self._under_way.groups[index]
+            self._dropped[index] = self._under_way.groups.pop(index)
 
-    async def choose(self) -> tuple[list[GroupUnderWay], Metrics]:
-        """Return the groups of the next step, and how many were left out for them.
+    async def choose(self) -> tuple[list[GroupUnderWay], list[GroupUnderWay], Metrics]:
+        """Return the groups of the next step, those that they replaced, and how many were left out.
 
         Groups without a signal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
         before others begin, so that the same seed samples the same prompts side by side. A run that samples ahead has
@@ -103,12 +106,13 @@ class Choice:
                 self._drop(without)
                 self._admit()
                 groups = await self._next_groups()
-            counts = {} if not rollout.dynamic_sampling else {"rollout/num_replaced": Sum(self.groups.num_replaced)}
+            replaced = [self._dropped.pop(index) for index in self.groups.count_replaced()]
+            counts = {} if not rollout.dynamic_sampling else {"rollout/num_replaced": Sum(len(replaced))}
             if isinstance(self.groups, OverSampledGroups):
                 aborted = self.groups.abort([group.index for group in groups])
                 await self._under_way.abort(aborted)
                 counts["rollout/num_aborted"] = Sum(len(aborted))
-        return groups, Metrics(counts)
+        return groups, replaced, Metrics(counts)
 
     async def _next_groups(self) -> list[GroupUnderWay]:
         """Return the groups of the next step; with a window, or others beside them, they are already complete."""
@@ -130,7 +134,7 @@ class Choice:
             RewardError: too many had to be replaced.
             ScheduleError: the schedule has others than there are.
         """
-        rollout, num_replaced = self._config.rollout, self.groups.num_replaced
+        rollout, num_replaced = self._config.rollout, len(self.groups.replaced)
         if rollout.dynamic_sampling and num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
             raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
         if (taken := self._rollouts.schedule.next_take()) is None:

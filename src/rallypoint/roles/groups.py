@@ -116,9 +116,16 @@ class Groups:
         return len(self._under_way)
 
     @property
-    def num_replaced(self) -> int:
-        """Groups that were dropped for the next step; those dropped behind its groups count for later steps."""
-        return len(self._replaced())
+    def replaced(self) -> list[int]:
+        """Groups that were dropped for the next step, in order; those behind its groups count for later ones."""
+        last = max([*self._under_way][: self._num_prompts], default=-1)
+        return sorted(index for index in self._not_counted if index < last)
+
+    def count_replaced(self) -> list[int]:
+        """Return them for the step that is chosen; no later one counts them again."""
+        found = self.replaced
+        self._not_counted.difference_update(found)
+        return found
 
     @property
     def all_are_complete(self) -> bool:
@@ -188,7 +195,6 @@ class Groups:
         """
         for index, oldest in oldest_versions.items():
             self._check(index, oldest)
-        self._not_counted -= self._replaced()
         self.num_taken += len(oldest_versions)
         self._picked = []
         self._end(list(oldest_versions))
@@ -196,11 +202,6 @@ class Groups:
     def age(self, version: int) -> int:
         """Return how many loads there were after these weights; 0 for the newest."""
         return sum(loaded > version for loaded in self._versions)
-
-    def _replaced(self) -> set[int]:
-        """Return those dropped before the last of the P oldest groups under way, which no step has counted."""
-        last = max([*self._under_way][: self._num_prompts], default=-1)
-        return {index for index in self._not_counted if index < last}
 
     def _end(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -89,9 +89,10 @@ class OverSampledGroups(Groups):
         first = tuple(self._complete)[: self._num_prompts]
         return tuple(sorted(first)) if len(first) == self._num_prompts else None
 
-    def _replaced(self) -> set[int]:
-        """Return all that were dropped since the step before: no other step has groups under way."""
-        return set(self._not_counted)
+    @property
+    def replaced(self) -> list[int]:
+        """All that were dropped since the step before: no other step has groups under way."""
+        return sorted(self._not_counted)
 
     def abort(self, kept: Sequence[int]) -> list[int]:
         """Give up all groups under way but these, and return them; they are admitted again in a later step."""

@@ -24,7 +24,12 @@ class Sampled:
     batch: ScoredBatch
     metrics: Metrics
     rollouts: StepRollouts
-    """All rollouts with their texts, for people and for the run's folder."""
+    """All rollouts with their texts, for people and the run's folder; those of replaced groups are last."""
+
+    @property
+    def feedback(self) -> Sequence[str]:
+        """What the reward function said of each row of the batch."""
+        return self.rollouts.scored.feedback[: len(self.batch)]
 
     def aged(self, age: Callable[[int], int], *, keeps: bool) -> Sampled:
         """Return it with the steps that each token is behind the actor, and with what there is to measure of them.

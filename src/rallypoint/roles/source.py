@@ -39,7 +39,7 @@ from rallypoint.roles.timekeeper import Timekeeper
 from rallypoint.roles.under_way import UnderWay
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
-from rallypoint.types import RolloutBatch, merge
+from rallypoint.types import Mean, Metrics, RolloutBatch, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
@@ -146,8 +146,8 @@ class RolloutSource:
         """
         self._times.asked()
         await self._choice.begin_again()
-        groups, counts = await self._choice.choose()
-        sampled = await self._finish(groups)
+        groups, replaced, counts = await self._choice.choose()
+        sampled = await self._finish(groups, replaced)
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         self._choice.groups.take(taken)
@@ -212,8 +212,13 @@ class RolloutSource:
         if self._config.rollout.max_staleness:
             self._admit()
 
-    async def _finish(self, groups: Sequence[GroupUnderWay]) -> Sampled:
-        """Wait until groups are sampled and scored; after an error nothing is left running."""
+    async def _finish(self, groups: Sequence[GroupUnderWay], replaced: Sequence[GroupUnderWay] = ()) -> Sampled:
+        """Wait until groups are sampled and scored; after an error nothing is left running.
+
+        Args:
+            groups: become the batch.
+            replaced: were sampled and scored for it, but are only measured.
+        """
         async with self._under_way.unless_it_fails(groups):
             with span("rollout"):
                 sampled = await self._under_way.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
@@ -233,11 +238,21 @@ class RolloutSource:
             self._say(describe_failures(scored.failures))
         if not len(scored.batch):
             raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
-        rollouts = StepRollouts.of(rows, scored, scored_groups)
+        batch = scored.batch
+        if replaced:
+            others = [group.sampled.result() for group in replaced]
+            rows = RolloutBatch.join([rows, *(group.rows for group in others)])
+            failures += [failure for group in others for failure in group.failures]
+            scored_groups = [*scored_groups, *(group.scored.result() for group in replaced)]
+            scored = combine(scored_groups)
+        rollouts = StepRollouts.of(rows, scored, scored_groups, {group.index for group in replaced})
         measured = measure(rows, scored, num_failed=len(failures), is_shown=self._is_shown)
+        if self._config.rollout.dynamic_sampling:
+            kept = Mean(float(batch.scores.sum()), len(batch))
+            measured = merge(measured, Metrics({"reward/kept_mean": kept}))
         if 1 < len(self._sources) <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
-        return Sampled(scored.batch, merge(measured, scored.metrics), rollouts)
+        return Sampled(batch, merge(measured, scored.metrics), rollouts)
 
     async def close(self) -> None:
         """Cancel what is being sampled ahead, and release threads."""

@@ -2,7 +2,7 @@
 
 Owns: the columns, and how much room the files take. Must not know: how rollouts are sampled, or who looks at them.
 
-    rollouts/step_000040.parquet          a row for each rollout of step 40, in the order of its batch
+    rollouts/step_000040.parquet          a row for each rollout of step 40: its batch in order, then what was replaced
     rollouts/validation_000040.parquet    those of the validation after it
 
 Consumes: the rollouts of a step. Produces: its file, whole or not at all. Waits for: steps. Unblocked by: `put`,
@@ -24,7 +24,7 @@ import dataclasses
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
@@ -82,12 +82,16 @@ class StepRollouts:
     """Response of each, without special tokens."""
     learned: Sequences | None = None
     """What the actor learned from, in any order; None before it has, and of a validation."""
+    replaced: Set[int] = frozenset()
+    """Indices of the prompts whose groups were replaced by others: nothing was learned from them."""
 
     @classmethod
-    def of(cls, rows: RolloutBatch, scored: Scored, groups: Sequence[ScoredGroup]) -> Self:
+    def of(
+        cls, rows: RolloutBatch, scored: Scored, groups: Sequence[ScoredGroup], replaced: Set[int] = frozenset()
+    ) -> Self:
         """Return the rollouts of these groups, which together are these rows."""
         examples = [example for group in groups for example in group.examples]
-        return cls(rows, scored, examples, [text for group in groups for text in group.texts])
+        return cls(rows, scored, examples, [text for group in groups for text in group.texts], replaced=replaced)
 
     def records(self, limit: int) -> tuple[RolloutRecord, ...]:
         """Return the first `limit` rollouts that have a score."""
@@ -153,6 +157,7 @@ class StepRollouts:
             "score": of_kept(scores.__getitem__, pa.float64()),
             "reward_parts": of_kept(lambda at: list(zip(names, parts[at], strict=True)), numbers),
             "reward_extras": of_kept(lambda at: list(self.scored.extras[at].items()), numbers),
+            "replaced": each(lambda row: int(rows.prompt_index[row]) in self.replaced, pa.bool_()),
             "failure": each(lambda row: _writable(why[row]) if row in why else None, text),
             "finish_reason": each(lambda row: "length" if rows.truncated[row] else "stop", text),
             "version": pa.array(rows.versions.numpy()),

@@ -49,7 +49,7 @@ class Run:
         indices = self.groups.next() if self.trained == self.loaded else None
         if indices is None or any(index in self.under_way for index in indices):
             return
-        self.replaced.append(self.groups.num_replaced)
+        self.replaced.append(len(self.groups.count_replaced()))
         self.groups.take({index: self.oldest[index] for index in indices})
         self.taken += indices
         self.staleness += [self.trained - self.oldest[index] for index in indices]

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import random
+import statistics
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -448,7 +449,15 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
     assert first.batch.prompt_index.tolist() == [p for p in (1, 2, 4, 5) for _ in range(G)]
     assert (done.num_taken, done.oldest) == (4, 6)
     assert second.batch.prompt_index.tolist() == [p for p in (7, 8, 10, 11) for _ in range(G)]
-    assert [one.metrics.scalars()["rollout/num_replaced"] for one in (first, second)] == [2, 2]
+    for sampled, replaced in ((first, [0, 3]), (second, [6, 9])):
+        rows, scalars = sampled.rollouts.table(1).to_pylist(), sampled.metrics.scalars()
+        assert scalars["rollout/num_replaced"] == 2
+        assert [row["prompt_index"] for row in rows if row["replaced"]] == [p for p in replaced for _ in range(G)]
+        assert scalars["reward/mean"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
+        assert scalars["reward/std"] == pytest.approx(statistics.pstdev(row["score"] for row in rows))
+        assert scalars["reward/kept_mean"] == pytest.approx(float(sampled.batch.scores.mean()))
+        assert scalars["rollout/num_tokens"] == sum(sum(row["loss_mask"]) for row in rows)
+        assert scalars["reward/num_scored"] == len(rows) == (P + 2) * G
     assert again[2].batch.tokens.tolist() == second.batch.tokens.tolist()
 
 

@@ -92,6 +92,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "score": 1.0,
         "reward_parts": {"right": 1.0, "short": 0.5},
         "reward_extras": {"acc": 1.0},
+        "replaced": False,
         "failure": None,
         "finish_reason": "stop",
         "version": 3,
