@@ -9,11 +9,12 @@ that needs them.
 from rallypoint.data.conversations import Conversation, Conversations, NamedExample, load_conversations
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
+from rallypoint.data.encoded_rows import EncodedExample, EncodedRows
 from rallypoint.data.generators import Generator, is_generator
 from rallypoint.data.legible import Legibility
 from rallypoint.data.locate import DataSet, check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_legible, encode_prompts
-from rallypoint.data.rows import EncodedExample, EncodedRows, encode_rows
+from rallypoint.data.rows import encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
 from rallypoint.data.template import TemplateProbe, left_out, special_ids, template_errors
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer

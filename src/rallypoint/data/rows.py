@@ -6,14 +6,14 @@ Owns: which tokens those are. Must not know: models, tensors.
                                  ------                               -------  trained
 
 A turn begins behind the cue that the template puts before it when an answer is asked for, and ends with the token that
-ends a response; what the template writes behind that, such as a line break, is context. A template with
-`{% generation %}` says itself what is the assistant's. The row ends with its last trained token.
+ends a response; what the template writes behind that, such as a line break, is context. A row is tokenized as sampling
+sees it: the text up to a cue, then the answer, so that no token is of both (`Assistant: ` and `yes`, not ` yes`). A
+template with `{% generation %}` says itself what is the assistant's, from the token in which that begins. The row ends
+with its last trained token.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rallypoint.data.conversations import Conversation, Conversations
+from rallypoint.data.encoded_rows import EncodedRows, Written
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
 from rallypoint.data.template import MEND_TEMPLATE, left_out, special_ids, template_errors
+from rallypoint.data.turns import Turns
 from rallypoint.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,75 +36,6 @@ if TYPE_CHECKING:
 _PER_CALL = 1024
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What a template says that its author has marked the assistant's turns with."""
-
-
-_Written = tuple["NDArray[np.int32]", "NDArray[np.bool_]"]
-"""Token ids of a row, and which of them are trained: each [T]."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodedExample:
-    """A conversation as a row of token ids, or a pair as the chosen and the rejected one."""
-
-    name: str
-    rows: tuple[_Written, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodedRows:
-    """Rows of token ids end to end; an example is one of them, or the chosen and the rejected one."""
-
-    tokens: NDArray[np.int32]
-    """[T]."""
-    is_trained: NDArray[np.bool_]
-    """[T]."""
-    offsets: NDArray[np.int64]
-    """[B + 1]: row b is tokens offsets[b] to offsets[b + 1]."""
-    names: tuple[str, ...]
-    """Names of the examples."""
-    rows_per_example: int
-    dropped: tuple[str, ...]
-    """Names of the examples that were too long, with on_too_long="drop", or had no trained token left; with "error" it
-    is empty."""
-    truncated: tuple[str, ...]
-    """Names of the examples whose end was cut off, with on_too_long="truncate"."""
-    is_part: bool = False
-    """Whether there are more examples than were read."""
-    bad: tuple[str, ...] = ()
-    """Examples that cannot be used and were left out, each with the reason; see `Conversations.may_drop`."""
-    shortened: tuple[str, ...] = ()
-    """Names of the examples of which the template leaves out a part of a trained turn, one for each such turn."""
-    with_tools: tuple[str, ...] = ()
-    """Names of the examples that have tools, of which the template is not told."""
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, example: int) -> EncodedExample:
-        first, num = example * self.rows_per_example, self.rows_per_example
-        parts = [slice(*self.offsets[row : row + 2].tolist()) for row in range(first, first + num)]
-        return EncodedExample(self.names[example], tuple((self.tokens[part], self.is_trained[part]) for part in parts))
-
-    def digests(self) -> Iterator[bytes]:
-        """Yield a digest of each example, the same for examples whose tokens and masks are equal."""
-        bounds = self.offsets[:: self.rows_per_example].tolist()
-        lengths = np.diff(self.offsets).reshape(-1, self.rows_per_example)
-        for example, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            parts = lengths[example], self.tokens[start:stop], self.is_trained[start:stop]
-            yield hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=16).digest()
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest row."""
-        return int(np.diff(self.offsets).max())
-
-    def counts(self) -> dict[str, float]:
-        """Return what there is to know of them, for the metrics."""
-        return {
-            "data/num_examples": len(self),
-            "data/num_tokens": len(self.tokens),
-            "data/num_trained_tokens": int(self.is_trained.sum()),
-        }
 
 
 def encode_rows(
@@ -135,15 +68,19 @@ def encode_rows(
     names, dropped, truncated, bad = list[str](), list[str](), list[str](), list(conversations.bad)
     for name, rows, written in _written(writer, conversations, problems):
         longest, each = max(len(ids) for ids, _ in written), zip(rows, written, strict=True)
+        cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
+        is_lost = (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut)
+        misfit = _misfit(written, max_row_tokens) if on_too_long == "error" else None
         problem = next(filter(None, (_problem(row, ids, legibility, num_ids) for row, (ids, _) in each)), None)
+        if not is_lost and not misfit:
+            problem = problem or _sameness(cut, max_row_tokens if longest > max_row_tokens else None)
         if problem is not None and name in conversations.may_drop:
             bad.append(f"{name} ({problem})")
             continue
-        if problem := problem or (_misfit(written, max_row_tokens) if on_too_long == "error" else None):
+        if problem := problem or misfit:
             problems.add(f"{name}: {problem}")
             continue
-        cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
-        if (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut):
+        if is_lost:
             dropped.append(name)
             continue
         names.append(name)
@@ -163,6 +100,7 @@ def encode_rows(
         is_part=conversations.is_part,
         bad=tuple(bad),
         shortened=tuple(writer.shortened),
+        misaligned=tuple(writer.misaligned),
         with_tools=conversations.with_tools,
     )
 
@@ -174,7 +112,7 @@ def _none_left(dropped: Sequence[str], bad: Sequence[str], max_row_tokens: int) 
     )
 
 
-def _misfit(written: Sequence[_Written], max_row_tokens: int) -> str | None:
+def _misfit(written: Sequence[Written], max_row_tokens: int) -> str | None:
     if (longest := max(len(ids) for ids, _ in written)) > max_row_tokens:
         return (
             f"the row has {longest} tokens, but data.max_row_tokens is {max_row_tokens}; raise it, or drop or truncate "
@@ -183,6 +121,19 @@ def _misfit(written: Sequence[_Written], max_row_tokens: int) -> str | None:
     if not all(trained.any() for _, trained in written):
         return "no token of it would be trained: the template's {% generation %} holds none of it"
     return None
+
+
+def _sameness(rows: Sequence[Written], cut_at: int | None) -> str | None:
+    """Say that the rows of a pair are equal, so that nothing can be learned from it, and what made them so."""
+    if len(rows) == 1 or not np.array_equal(rows[0][0], rows[1][0]):
+        return None
+    said = "expected pairs that differ, but the chosen and the rejected answer are the same tokens"
+    if cut_at is not None:
+        return f"{said} when cut at data.max_row_tokens={cut_at}; raise it, or set data.on_too_long=drop"
+    return (
+        f"{said}: the chat template or the tokenizer leaves out what differs, such as blanks or reasoning in an "
+        "earlier turn; leave the pair out (on_bad_row=drop with its data set), or set another chat_template"
+    )
 
 
 def _problem(row: Conversation, ids: NDArray[np.int32], legibility: Legibility, num_ids: int | None) -> str | None:
@@ -199,11 +150,11 @@ def _problem(row: Conversation, ids: NDArray[np.int32], legibility: Legibility, 
 
 def _written(
     writer: _Writer, conversations: Conversations, problems: Problems
-) -> Iterator[tuple[str, tuple[Conversation, ...], list[_Written]]]:
+) -> Iterator[tuple[str, tuple[Conversation, ...], Sequence[Written]]]:
     """Yield every example that fits the template: its name, its conversations, and what they were written as."""
     for start in range(0, len(conversations.names), _PER_CALL):
         part = slice(start, start + _PER_CALL)
-        spans: list[tuple[str, tuple[Conversation, ...], list[_Turns]]] = []
+        spans: list[tuple[str, tuple[Conversation, ...], list[Turns]]] = []
         for name, rows in zip(conversations.names[part], conversations.examples[part], strict=True):
             try:
                 spans.append((name, rows, [writer.turns(row) for row in rows]))
@@ -211,46 +162,17 @@ def _written(
                 problems.add(f"{name}: it does not fit the chat template: {error}")
         encoded = iter(writer.encode([turns for _, _, each in spans for turns in each]))
         for name, rows, each in spans:
-            found = [next(encoded) for _ in each]
+            found, fits = zip(*(next(encoded) for _ in each), strict=True)
             wrong = next((problem for problem in found if isinstance(problem, str)), None)
             if wrong is not None:
                 problems.add(f"{name}: {wrong}")
             else:
                 writer.shortened += [name] * sum(turns.num_shortened for turns in each)
-                yield name, rows, cast("list[_Written]", found)
+                writer.misaligned += [] if all(fits) else [name]
+                yield name, rows, cast("Sequence[Written]", found)
 
 
 _MARK_THEM = "mark the assistant's turns in the template with {% generation %} and {% endgeneration %}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Turns:
-    """A conversation in the template, and where in its text the turns to train begin and end."""
-
-    row: Conversation
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-    @property
-    def trained(self) -> list[int]:
-        """Indices of the messages to train."""
-        enumerated = enumerate(self.row.messages)
-        return [index for index, one in enumerated if one.role == "assistant" and index >= self.row.first_trained]
-
-    @property
-    def num_shortened(self) -> int:
-        """Number of turns to train that are not whole in the text, whatever blanks it has."""
-        said = [self.row.messages[index].content for index in self.trained]
-        texts = [self.text[start:stop] for start, stop in self.spans]
-        if len(texts) != len(said):  # marks need not be one for each turn
-            texts = [self.text] * len(said)
-        return sum(
-            one.strip() not in text and _dense(one) not in _dense(text) for one, text in zip(said, texts, strict=True)
-        )
-
-
-def _dense(text: str) -> str:
-    return "".join(text.split())
 
 
 class _Writer:
@@ -260,6 +182,8 @@ class _Writer:
         self._tokenizer, self._stops = tokenizer, stop_tokens
         self.shortened: list[str] = []
         """See `EncodedRows.shortened`."""
+        self.misaligned: list[str] = []
+        """See `EncodedRows.misaligned`."""
         self._is_marked = bool(_MARKED.search(str(tokenizer.chat_template)))
         if not tokenizer.is_fast:
             raise DataError(
@@ -267,7 +191,7 @@ class _Writer:
                 "of the assistant cannot be found; save it as tokenizer.json"
             )
 
-    def turns(self, row: Conversation) -> _Turns:
+    def turns(self, row: Conversation) -> Turns:
         """Write a conversation.
 
         Raises:
@@ -279,7 +203,8 @@ class _Writer:
             begin = len(self._text(messages[: row.first_trained], cue=True)) if row.first_trained else 0
             text, marked = _render_marked(self._tokenizer, messages)
             _check_whole(messages, text)
-            return _Turns(row, text, tuple(span for span in marked if span[0] >= begin))
+            spans = tuple(span for span in marked if span[0] >= begin)
+            return Turns(row, text, spans, self._cues(row, text))
         text, starts = self._text(messages, cue=False), list[int]()
         _check_whole(messages, text)
         for index, message in enumerate(row.messages):
@@ -297,29 +222,92 @@ class _Writer:
                     f"cannot be found where the turn begins; {_MARK_THEM}"
                 )
             starts.append(len(before))
-        return _Turns(row, text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)))
+        return Turns(row, text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)), tuple(starts))
 
-    def encode(self, rows: Sequence[_Turns]) -> Iterator[_Written | str]:
-        """Yield the ids of each row and which are trained, to its last trained one; or what is wrong."""
+    def _cues(self, row: Conversation, text: str) -> tuple[int, ...]:
+        """Return where the cues end of the turns that a marked template writes; -1 for one that is not in the text."""
+        messages, cues = _as_template_takes(row), list[int]()
+        for index in range(max(1, row.first_trained), len(messages)):
+            if messages[index]["role"] != "assistant":
+                continue
+            try:
+                before = self._text(messages[:index], cue=True)
+            except template_errors():  # so that no model can be asked here
+                continue
+            cues.append(len(before) if text.startswith(before) else -1)
+        return tuple(cues)
+
+    def encode(self, rows: Sequence[Turns]) -> Iterator[tuple[Written | str, bool]]:
+        """Yield the ids of each row and which are trained, to its last trained one; or what is wrong.
+
+        With it comes whether a model that is asked for a turn sees the tokens that stand before it here.
+        """
         if not rows:
             return
         encoded = self._tokenizer([row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True)
         all_ids = cast("list[list[int]]", encoded["input_ids"])
-        for row, ids, places in zip(rows, all_ids, cast("Any", encoded["offset_mapping"]), strict=True):
-            begins = np.array([start for start, _ in places], dtype=np.int64)
+        for row, whole, places, pieces in zip(
+            rows, all_ids, cast("Any", encoded["offset_mapping"]), self._pieces(rows), strict=True
+        ):
+            ids, turns, fits = self._places(row, whole, places, pieces)
             trained, problem = np.zeros(len(ids), dtype=np.bool_), None
-            for turn, (start, stop) in enumerate(row.spans):
-                first, last = map(int, np.searchsorted(begins, (start, stop)))
+            for turn, (first, last) in enumerate(turns):
                 ends = [place for place in range(first, last) if ids[place] in self._stops]
                 # Several marks may make a turn, of which the last one has its end.
-                is_end = not self._is_marked or (turn == len(row.spans) - 1 and first < last)
+                is_end = not self._is_marked or (turn == len(turns) - 1 and first < last)
                 if is_end and not ends:
                     problem = self._unended(row.row, row.trained[-1 if self._is_marked else turn])
                     break
                 trained[first : last if self._is_marked else ends[0] + 1] = True
             trained[:1] = False  # nothing precedes it
             length = int(trained.nonzero()[0].max(initial=-1)) + 1
-            yield problem or (np.array(ids[:length], dtype=np.int32), trained[:length])
+            yield problem or (np.array(ids[:length], dtype=np.int32), trained[:length]), fits
+
+    def _pieces(self, rows: Sequence[Turns]) -> Iterator[list[list[int]]]:
+        """Yield the ids of the text up to the first cue, and of that behind each cue up to the next, as sampling does.
+
+        A piece is tokenized behind the end of a response, for some tokenizers put a blank before the first word.
+        """
+        lead, texts = str(self._tokenizer.eos_token), list[str]()
+        for row in rows:
+            first, *others = itertools.pairwise((0, *(cue for cue in row.cues if cue > 0), len(row.text)))
+            texts += [row.text[slice(*first)], *(lead + row.text[slice(*part)] for part in others)]
+        ids = iter(cast("list[list[int]]", self._tokenizer(texts, add_special_tokens=False)["input_ids"]))
+        for row in rows:
+            yield [next(ids), *(next(ids)[1:] for cue in row.cues if cue > 0)]
+
+    def _places(
+        self, row: Turns, whole: list[int], places: Sequence[tuple[int, int]], pieces: list[list[int]]
+    ) -> tuple[list[int], list[tuple[int, int]], bool]:
+        """Return the ids of a row, the first and the last place + 1 of each turn, and whether sampling sees the same.
+
+        Args:
+            row: what is written.
+            whole: its ids, tokenized in one.
+            places: where in the text each of these is.
+            pieces: its ids, tokenized in pieces.
+        """
+        apart = [*itertools.chain.from_iterable(pieces)]
+        if not self._is_marked and (apart == whole or self._decode(apart) == self._decode(whole)):
+            starts = [*itertools.accumulate(map(len, pieces))]
+            # Whoever writes the conversation anew for a later turn gets the tokens of `whole`.
+            fits = apart == whole or all(self._is_seen(row, apart, cue) for cue in row.cues[1:])
+            return apart, [*itertools.pairwise(starts)], fits
+        begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        turns = [
+            (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(begins, stop)))
+            for start, stop in row.spans
+        ]
+        fits = (apart == whole and -1 not in row.cues) or all(self._is_seen(row, whole, cue) for cue in row.cues)
+        return whole, turns, fits
+
+    def _is_seen(self, row: Turns, whole: list[int], cue: int) -> bool:
+        """Return whether a row's ids begin with those of its text up to a cue."""
+        seen = cast("list[int]", self._tokenizer(row.text[: max(cue, 0)], add_special_tokens=False)["input_ids"])
+        return cue >= 0 and whole[: len(seen)] == seen
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _unended(self, row: Conversation, index: int) -> str:
         """Say that a turn does not end with a token that ends a response, and what makes it so."""

@@ -20,10 +20,10 @@ from typing import Generic, TypeVar
 
 from rallypoint.data.conversations import Kind, NamedExample, read_conversations
 from rallypoint.data.dataset import Example, open_rows, read_examples
+from rallypoint.data.encoded_rows import EncodedExample, EncodedRows
 from rallypoint.data.files import Problems
 from rallypoint.data.locate import DataSet, labelled
 from rallypoint.data.prompts import EncodedPrompts
-from rallypoint.data.rows import EncodedExample, EncodedRows
 from rallypoint.data.stream import permutation, share_of
 from rallypoint.errors import DataError
 

@@ -32,6 +32,13 @@ def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str
             f"first in {found.shortened[0]}: that part, such as reasoning before an earlier answer, is not trained; "
             "model.tokenizer.chat_template=FILE names a template that keeps it"
         )
+    if found.misaligned:
+        say(
+            f"{len(found.misaligned):,} examples have a turn of the assistant before which a model asked for it sees "
+            f"other tokens, the first in {found.misaligned[0]}: the end of the cue, such as a blank or a line "
+            "break, makes one token with an answer, or the template writes it in another way; end the cue before the "
+            "blank, and begin the turn of the assistant ({% generation %}) with it"
+        )
     if found.with_tools:
         say(
             f"{len(found.with_tools):,} examples have tools, which are not read: the chat template is told of none; "

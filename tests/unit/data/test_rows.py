@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer
 from sine_models import MARKED
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
 from rallypoint.errors import DataError
@@ -215,3 +217,82 @@ def test_examples_with_a_control_token_in_their_text_are_left_out_if_that_is_wan
     assert bad.startswith("a.jsonl:0 (the text of message 1 has '<eos>', which is a control token")
     with pytest.raises(DataError, match=r"no example is left: .*, or cannot be used; the first of these is a\.jsonl:0"):
         encoded(rows[0], may_drop=("a.jsonl:0",))
+
+
+CUE = (
+    "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\nAssistant:BLANK"
+    "{% else %}OPEN{{ m.content }}<|end|>CLOSE\n{% endif %}{% endfor %}"
+)
+
+
+def merging_tokenizer(blank, *, marked):
+    """Return a tokenizer that makes one token of a word and the blanks before it, with a cue that ends in blanks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("<|end|>", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [f"{space}{word}" for space in (" ", "\n\n", "\n") for word in ("yes", "no") for _ in range(9)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, initial_alphabet=letters, special_tokens=["<|end|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    marks = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    fast.chat_template = CUE.replace("BLANK", blank).replace("OPEN", marks[0]).replace("CLOSE", marks[1])
+    return fast
+
+
+def rows_of(tokenizer, *rows):
+    given = Conversations(tuple(f"a.jsonl:{n}" for n in range(len(rows))), tuple((row,) for row in rows))
+    return encode_rows(tokenizer, given, stop_tokens=(tokenizer.eos_token_id,), max_row_tokens=999)
+
+
+@pytest.mark.parametrize("blank", [" ", "\n\n", "\n", ""])
+def test_what_is_trained_of_a_turn_is_what_sampling_behind_its_cue_would_give(blank):
+    tokenizer = merging_tokenizer(blank, marked=False)
+    row = talk("are you?", "yes", "and now?", "no")
+    assert tokenizer(" yes")["input_ids"] != tokenizer(" ")["input_ids"] + tokenizer("yes")["input_ids"], "they merge"
+    rows = rows_of(tokenizer, row)
+    ids, trained = rows[0].rows[0]
+    messages = [{"role": one.role, "content": one.content} for one in row.messages]
+    cue = tokenizer.apply_chat_template(messages[:1], return_dict=False)
+    answer = tokenizer("yes")["input_ids"] + [tokenizer.eos_token_id]
+    assert ids[: len(cue)].tolist() == cue, "the prompt as a sampler is given it"
+    assert ids[len(cue) : len(cue) + len(answer)].tolist() == answer
+    assert trained[: len(cue) + len(answer)].tolist() == [False] * len(cue) + [True] * len(answer)
+    assert tokenizer.decode(ids) == f"User: are you?\nAssistant:{blank}yes<|end|>\n" + (
+        f"User: and now?\nAssistant:{blank}no<|end|>"
+    )
+    assert tokenizer.decode(ids[trained]) == "yes<|end|>no<|end|>"
+
+
+@pytest.mark.parametrize("blank", [" ", "\n\n", "\n", ""])
+def test_a_template_with_marks_trains_what_transformers_says(blank):
+    tokenizer = merging_tokenizer(blank, marked=True)
+    row = talk("are you?", "yes", "and now?", "no")
+    rows = rows_of(tokenizer, row)
+    ids, trained = rows[0].rows[0]
+    messages = [{"role": one.role, "content": one.content} for one in row.messages]
+    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids.tolist() == wanted["input_ids"][: len(ids)]
+    assert trained.tolist() == [bool(one) for one in wanted["assistant_masks"][: len(ids)]]
+    assert not any(wanted["assistant_masks"][len(ids) :])
+    assert rows.misaligned == (("a.jsonl:0",) if blank else ()), "a sampler behind the cue sees a blank of its own"
+
+
+def test_pairs_whose_rows_are_equal_are_bad_rows_whatever_made_them_equal():
+    drops_blanks = MARKED.replace("message.content", "message.content | trim")
+    pair = (talk("1", "2"), talk("1", "2 "))
+    with pytest.raises(DataError, match="the chosen and the rejected answer are the same tokens: the chat template or"):
+        encoded(pair, template=drops_blanks)
+    found = encoded(pair, (talk("1", "2"), talk("1", "3")), template=drops_blanks, may_drop=["a.jsonl:0"])
+    assert found.names == ("a.jsonl:1",)
+    assert found.bad[0].startswith("a.jsonl:0 (expected pairs that differ")
+    long = (talk("1", "2222"), talk("1", "2223"))
+    with pytest.raises(DataError, match=r"the same tokens when cut at data\.max_row_tokens=6; raise it"):
+        encoded(long, max_row_tokens=6, on_too_long="truncate")
+    assert encoded(long, (talk("1", "2"), talk("1", "3")), max_row_tokens=6, on_too_long="drop").dropped == (
+        "a.jsonl:0",
+    )
