@@ -32,6 +32,7 @@ from rallypoint.observability.tracker_clients import open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
 from rallypoint.observability.verl_names import as_in_verl
 from rallypoint.recipes.ending import draw
+from rallypoint.recipes.first_scores import FirstScores
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
@@ -225,6 +226,7 @@ class _Run:
     rollouts: RolloutFiles
     trackers: Trackers
     observer: Observer
+    first_scores: FirstScores = dataclasses.field(default_factory=FirstScores)
     saved: int = 0
     """Step of the newest checkpoint."""
     largest_gap: float = 0.0
@@ -317,6 +319,8 @@ class _Run:
         self.voice.journal.append(StepDone(step=step, metrics=self.newest, digests=digests))
         if rollouts is not None:
             self.rollouts.put(step, rollouts)
+            if told := self.first_scores.add(rollouts, self.setup.config, str(self.folder.path)):
+                self.voice(told)
         self.progress.step(step_report(step, scalars, spans, rollouts.records(_NUM_SHOWN) if rollouts else ()))
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
