@@ -197,7 +197,7 @@ def evaluate(
     ],
     data: Annotated[list[str], typer.Argument(metavar="DATA", help="Parquet or jsonl files.")],
     reward: Annotated[
-        str | None, typer.Option(help="file.py:function; by default the run's own, if it is a shipped one.")
+        str | None, typer.Option(help="file.py:function; by default the run's own, if it ships or you started the run.")
     ] = None,
     temperature: Temperature = 1.0,
     num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,

@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, overload
 
@@ -262,6 +262,17 @@ def message_problem(message: object) -> tuple[str, str] | None:
     if not isinstance(message, dict):
         return "", f"expected an object with 'role' and 'content', found {found(message)}"
     fields = cast("dict[str, object]", message)
+    calls = next((name for name in ("tool_calls", "function_call") if fields.get(name)), None)
+    return _field_problem(fields) if calls is None else (f".{calls}", _CALLS)
+
+
+_CALLS = (
+    "found calls of tools, which are not read yet; expected them written out in 'content', as the model is to say "
+    "them; or leave such rows out (on_bad_row=drop with their data set)"
+)
+
+
+def _field_problem(fields: Mapping[str, object]) -> tuple[str, str] | None:
     for name in ("role", "content"):
         if name not in fields:
             return "", f"expected '{name}'{suggestion(name, list(fields)) or f', found {found(fields)}'}"

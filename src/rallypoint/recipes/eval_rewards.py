@@ -1,17 +1,20 @@
-"""Which rewards score a model outside of training: those that are named, or those of its run, if they ship.
+"""Which rewards score a model outside of training: those that are named, or those of its run.
 
-Must not know: models and batches. A run folder may be somebody else's: it never decides whose code runs here.
+Must not know: models and batches. A run folder may be somebody else's: only the code of runs that this user has started
+is run without being named again; see `run/trust.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rallypoint.config import RewardConfig, RunConfig
 from rallypoint.config.sections.material import RewardFunctionConfig
 from rallypoint.environments.given import how_to_give_for_eval, is_given
-from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RewardError
+from rallypoint.run.folder import RunFolder, Start
+from rallypoint.run.trust import unsigned
 
 
 def rewards_for(path: str, config: RunConfig | None, reward: str | Mapping[str, str] | None) -> RewardConfig:
@@ -52,15 +55,15 @@ def _of_run(path: str, config: RunConfig | None) -> RewardConfig:
         )
     if given := [spec for spec in functions if is_given(spec)]:
         raise RewardError(how_to_give_for_eval(given[0]))
-    if own := [spec for spec in functions if spec not in SHIPPED]:
+    foreign = unsigned(config, Start.read(RunFolder(Path(path).parent.parent)).signed)
+    if own := [spec for key, spec in config.reward.named_functions.items() if key in foreign]:
         raise RewardError(
-            f"the reward of this run is a file's, and a run folder does not decide what is run here; if you know and "
-            f"trust it, name it: --reward {own[0]}"
+            "the reward of this run is a file's, and you did not start that run on this machine: a run folder does not "
+            f"decide what is run here; if you know and trust it, name it: --reward {own[0]}"
         )
-    urls = [one.parameters["url"] for one in config.reward.all_functions if "url" in one.parameters]
-    if urls:
+    if urls := [foreign[key] for one in config.reward.all_functions if (key := f"reward.{one.name}.url") in foreign]:
         raise RewardError(
-            f"the reward of this run asks {urls[0]}, and a run folder does not decide where responses are sent; name "
-            "another reward: --reward file.py:function"
+            f"the reward of this run asks {urls[0]}, and you did not start that run on this machine: a run folder does "
+            "not decide where responses are sent; name another reward: --reward file.py:function"
         )
     return config.reward

@@ -177,3 +177,12 @@ def test_columns_may_have_other_names(tmp_path):
     path.write_text(json.dumps({"question": "1+2?", "answer": ""}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 1, column answer: expected text, found empty text"):
         load_conversations([named], "conversations")
+
+
+def test_calls_of_tools_are_named_and_are_no_empty_text(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    for content in ({"content": ""}, {"content": None}, {}):
+        turn = {"role": "assistant", **content, "tool_calls": [call]}
+        said = refusal(write(tmp_path / "a.jsonl", {"messages": [ASKED, turn, ANSWERED]}))
+        assert "messages[1].tool_calls: found calls of tools, which are not read yet" in said
+        assert "empty text" not in said

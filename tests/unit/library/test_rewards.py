@@ -11,6 +11,7 @@ from rallypoint.errors import ConfigError, RewardError
 from rallypoint.library.rewards import specs_of, wanted_columns
 from rallypoint.library.settings import in_python
 from rallypoint.recipes.eval_rewards import rewards_for
+from rallypoint.run.folder import create_run
 
 
 def right(completion, answer, level):
@@ -77,3 +78,15 @@ def test_arguments_of_trl_are_answered_in_the_words_of_python():
     ]
     assert "reward=" in str(error.value)
     assert "lr=" in str(error.value)
+
+
+def test_the_reward_of_a_run_that_this_user_started_is_run_and_that_of_another_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "own.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.0\n")
+    keys = [f"reward.function={tmp_path}/own.py:f", f"trainer.runs_dir={tmp_path}", "trainer.name=mine"]
+    run = create_run(load_config("digits-grpo", keys))
+    config, path = load_config(str(run.path)).config, str(run.checkpoints / "step_000004")
+    assert rewards_for(path, config, None) is config.reward
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of somebody else"))
+    with pytest.raises(RewardError, match=r"you did not start that run on this machine.*name it: --reward .*own\.py:f"):
+        rewards_for(path, config, None)
