@@ -64,23 +64,20 @@ def encode_rows(
     """
     problems, writer = Problems(), _Writer(tokenizer, frozenset(stop_tokens))
     legibility = Legibility.of(tokenizer, conversations.texts)
-    kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+    most = max_row_tokens if on_too_long == "truncate" else None
+    kept: list[Written] = []
     names, dropped, truncated, bad = list[str](), list[str](), list[str](), list(conversations.bad)
     for name, rows, written in _written(writer, conversations, problems):
-        longest, each = max(len(ids) for ids, _ in written), zip(rows, written, strict=True)
-        cut = [(ids[:max_row_tokens], trained[:max_row_tokens]) for ids, trained in written]
-        is_lost = (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut)
-        misfit = _misfit(written, max_row_tokens) if on_too_long == "error" else None
-        problem = next(filter(None, (_problem(row, ids, legibility, num_ids) for row, (ids, _) in each)), None)
-        if not is_lost and not misfit:
-            problem = problem or _sameness(cut, max_row_tokens if longest > max_row_tokens else None)
+        longest = max(len(ids) for ids, _ in written)
+        cut = [(ids[:most], trained[:most]) for ids, trained in written]
+        problem = _problem(rows, written, cut, legibility, num_ids)
         if problem is not None and name in conversations.may_drop:
             bad.append(f"{name} ({problem})")
             continue
-        if problem := problem or misfit:
+        if problem := problem or (_misfit(written, max_row_tokens) if on_too_long == "error" else None):
             problems.add(f"{name}: {problem}")
             continue
-        if is_lost:
+        if (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut):
             dropped.append(name)
             continue
         names.append(name)
@@ -90,9 +87,7 @@ def encode_rows(
     if not kept and not may_be_empty:
         raise _none_left(dropped, bad, max_row_tokens)
     return EncodedRows(
-        tokens=np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in kept)]),
-        is_trained=np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in kept)]),
-        offsets=np.array([0, *(len(ids) for ids, _ in kept)]).cumsum(),
+        *_joined(kept),
         names=tuple(names),
         rows_per_example=len(conversations.examples[0]),
         dropped=tuple(dropped),
@@ -103,6 +98,13 @@ def encode_rows(
         misaligned=tuple(writer.misaligned),
         with_tools=conversations.with_tools,
     )
+
+
+def _joined(rows: Sequence[Written]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+    """Return the tokens of all rows, which of them are trained, and where each row begins and ends."""
+    tokens = np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in rows)])
+    is_trained = np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in rows)])
+    return tokens, is_trained, np.array([0, *(len(ids) for ids, _ in rows)]).cumsum()
 
 
 def _none_left(dropped: Sequence[str], bad: Sequence[str], max_row_tokens: int) -> DataError:
@@ -123,20 +125,29 @@ def _misfit(written: Sequence[Written], max_row_tokens: int) -> str | None:
     return None
 
 
-def _sameness(rows: Sequence[Written], cut_at: int | None) -> str | None:
-    """Say that the rows of a pair are equal, so that nothing can be learned from it, and what made them so."""
-    if len(rows) == 1 or not np.array_equal(rows[0][0], rows[1][0]):
-        return None
-    said = "expected pairs that differ, but the chosen and the rejected answer are the same tokens"
-    if cut_at is not None:
-        return f"{said} when cut at data.max_row_tokens={cut_at}; raise it, or set data.on_too_long=drop"
+def _problem(
+    rows: Sequence[Conversation],
+    written: Sequence[Written],
+    cut: Sequence[Written],
+    legibility: Legibility,
+    num_ids: int | None,
+) -> str | None:
+    each = zip(rows, written, strict=True)
+    problem = next(filter(None, (_problem_of_row(row, ids, legibility, num_ids) for row, (ids, _) in each)), None)
+    if problem or len(cut) == 1 or not cut[0][1].any() or not np.array_equal(cut[0][0], cut[1][0]):
+        return problem
+    same = "expected a pair that differs, but the chosen and the rejected answer are the same tokens"
+    if any(len(ids) > len(short) for (ids, _), (short, _) in zip(written, cut, strict=True)):
+        return f"{same} when cut at data.max_row_tokens={len(cut[0][0])}; raise it, or set data.on_too_long=drop"
     return (
-        f"{said}: the chat template or the tokenizer leaves out what differs, such as blanks or reasoning in an "
-        "earlier turn; leave the pair out (on_bad_row=drop with its data set), or set another chat_template"
+        f"{same}: the chat template or the tokenizer leaves out what differs, such as blanks, or reasoning in an "
+        "earlier turn; leave the pair out (on_bad_row=drop beside its path), or set model.tokenizer.chat_template=FILE"
     )
 
 
-def _problem(row: Conversation, ids: NDArray[np.int32], legibility: Legibility, num_ids: int | None) -> str | None:
+def _problem_of_row(
+    row: Conversation, ids: NDArray[np.int32], legibility: Legibility, num_ids: int | None
+) -> str | None:
     if problem := legibility.problem(_as_template_takes(row), ids.tolist()):
         return problem
     if num_ids is not None and int(ids.max()) >= num_ids:

@@ -1,12 +1,13 @@
 """Which tokens of a conversation are trained: the assistant's, to the token that ends a response."""
 
 import re
+import string
 
 import numpy as np
 import pytest
 from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer
 from sine_models import MARKED
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
@@ -219,80 +220,102 @@ def test_examples_with_a_control_token_in_their_text_are_left_out_if_that_is_wan
         encoded(rows[0], may_drop=("a.jsonl:0",))
 
 
-CUE = (
-    "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\nAssistant:BLANK"
-    "{% else %}OPEN{{ m.content }}<|end|>CLOSE\n{% endif %}{% endfor %}"
-)
+BLANK_CUE = """\
+{%- for message in messages -%}
+    {%- if message.role == "user" -%}{{- "U:" + message.content + "A:CUE" -}}
+    {%- else -%}{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}{{- "\\n" -}}{%- endif -%}
+{%- endfor -%}
+"""
+"""The cue stands behind every question, so that it is the same whether an answer is asked for or not."""
 
 
-def merging_tokenizer(blank, *, marked):
-    """Return a tokenizer that makes one token of a word and the blanks before it, with a cue that ends in blanks."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split("<|end|>", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    texts = [f"{space}{word}" for space in (" ", "\n\n", "\n") for word in ("yes", "no") for _ in range(9)]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=290, initial_alphabet=letters, special_tokens=["<|end|>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    marks = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
-    fast.chat_template = CUE.replace("BLANK", blank).replace("OPEN", marks[0]).replace("CLOSE", marks[1])
-    return fast
+def merging_tokenizer(cue, *merges, marked=False, start_blank=False):
+    """Return a tokenizer that merges a cue's end with what follows, and may put a blank before a text."""
+    pieces = [*string.printable, *("".join(merge) for merge in merges)]
+    if start_blank:
+        pieces = [piece.replace(" ", "▁") for piece in pieces]
+        merges = [tuple(part.replace(" ", "▁") for part in merge) for merge in merges]
+    vocabulary = {text: number for number, text in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    backend.decoder = decoders.Fuse()
+    if start_blank:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=start_blank, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=start_blank)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    template = BLANK_CUE.replace("CUE", cue)
+    tokenizer.chat_template = template if marked else re.sub(r"{%- (end)?generation -%}", "", template)
+    return tokenizer
 
 
-def rows_of(tokenizer, *rows):
-    given = Conversations(tuple(f"a.jsonl:{n}" for n in range(len(rows))), tuple((row,) for row in rows))
+def merged(tokenizer, *rows):
+    given = Conversations(tuple(f"a:{row}" for row in range(len(rows))), tuple((row,) for row in rows))
     return encode_rows(tokenizer, given, stop_tokens=(tokenizer.eos_token_id,), max_row_tokens=999)
 
 
-@pytest.mark.parametrize("blank", [" ", "\n\n", "\n", ""])
-def test_what_is_trained_of_a_turn_is_what_sampling_behind_its_cue_would_give(blank):
-    tokenizer = merging_tokenizer(blank, marked=False)
-    row = talk("are you?", "yes", "and now?", "no")
-    assert tokenizer(" yes")["input_ids"] != tokenizer(" ")["input_ids"] + tokenizer("yes")["input_ids"], "they merge"
-    rows = rows_of(tokenizer, row)
-    ids, trained = rows[0].rows[0]
-    messages = [{"role": one.role, "content": one.content} for one in row.messages]
-    cue = tokenizer.apply_chat_template(messages[:1], return_dict=False)
-    answer = tokenizer("yes")["input_ids"] + [tokenizer.eos_token_id]
-    assert ids[: len(cue)].tolist() == cue, "the prompt as a sampler is given it"
-    assert ids[len(cue) : len(cue) + len(answer)].tolist() == answer
-    assert trained[: len(cue) + len(answer)].tolist() == [False] * len(cue) + [True] * len(answer)
-    assert tokenizer.decode(ids) == f"User: are you?\nAssistant:{blank}yes<|end|>\n" + (
-        f"User: and now?\nAssistant:{blank}no<|end|>"
-    )
-    assert tokenizer.decode(ids[trained]) == "yes<|end|>no<|end|>"
+CUES = [(" ", (" ", "y")), ("\n", ("\n", "y")), ("\n", ("\n", "\n"))]
 
 
-@pytest.mark.parametrize("blank", [" ", "\n\n", "\n", ""])
-def test_a_template_with_marks_trains_what_transformers_says(blank):
-    tokenizer = merging_tokenizer(blank, marked=True)
-    row = talk("are you?", "yes", "and now?", "no")
-    rows = rows_of(tokenizer, row)
-    ids, trained = rows[0].rows[0]
-    messages = [{"role": one.role, "content": one.content} for one in row.messages]
-    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    assert ids.tolist() == wanted["input_ids"][: len(ids)]
-    assert trained.tolist() == [bool(one) for one in wanted["assistant_masks"][: len(ids)]]
-    assert not any(wanted["assistant_masks"][len(ids) :])
-    assert rows.misaligned == (("a.jsonl:0",) if blank else ()), "a sampler behind the cue sees a blank of its own"
+@pytest.mark.parametrize(("cue", "merge"), CUES)
+def test_an_answer_is_tokenized_apart_from_its_cue_as_it_is_sampled(cue, merge):
+    tokenizer = merging_tokenizer(cue, merge)
+    answer = merge[1] + "es"
+    rows = merged(tokenizer, talk("q", answer), talk("q", answer, "r", answer))
+    for row, example in enumerate((rows[0], rows[1])):
+        ids, trained = example.rows[0]
+        asked = [{"role": "user", "content": "q"}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        said = tokenizer.encode(answer + "</s>", add_special_tokens=False)
+        assert ids.tolist()[: len(prompt) + len(said)] == [*prompt, *said]
+        assert trained.tolist()[: len(prompt) + len(said)] == [False] * len(prompt) + [True] * len(said)
+        assert trained.sum() == len(said) * (row + 1), "of every turn the first token, too"
+    # Written anew, the earlier answer is merged with its cue, so that the second turn is asked for in other words.
+    assert rows.misaligned == ("a:1",)
 
 
-def test_pairs_whose_rows_are_equal_are_bad_rows_whatever_made_them_equal():
-    drops_blanks = MARKED.replace("message.content", "message.content | trim")
-    pair = (talk("1", "2"), talk("1", "2 "))
-    with pytest.raises(DataError, match="the chosen and the rejected answer are the same tokens: the chat template or"):
-        encoded(pair, template=drops_blanks)
-    found = encoded(pair, (talk("1", "2"), talk("1", "3")), template=drops_blanks, may_drop=["a.jsonl:0"])
-    assert found.names == ("a.jsonl:1",)
-    assert found.bad[0].startswith("a.jsonl:0 (expected pairs that differ")
-    long = (talk("1", "2222"), talk("1", "2223"))
-    with pytest.raises(DataError, match=r"the same tokens when cut at data\.max_row_tokens=6; raise it"):
-        encoded(long, max_row_tokens=6, on_too_long="truncate")
-    assert encoded(long, (talk("1", "2"), talk("1", "3")), max_row_tokens=6, on_too_long="drop").dropped == (
-        "a.jsonl:0",
-    )
+@pytest.mark.parametrize(("cue", "merge"), CUES)
+def test_marked_turns_are_trained_as_transformers_marks_them_and_said_where_sampling_sees_other_tokens(cue, merge):
+    tokenizer = merging_tokenizer(cue, merge, marked=True)
+    talks = talk("q", merge[1] + "es"), talk("q", "no", "r", "no"), talk("q", "no", "r", merge[1])
+    rows = merged(tokenizer, *talks)
+    assert rows.misaligned == ("a:0", "a:2")
+    for place, row in enumerate(talks):
+        messages = [{"role": one.role, "content": one.content} for one in row.messages]
+        theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, trained = rows[place].rows[0]
+        assert theirs["input_ids"][: len(ids)] == ids.tolist()
+        assert [place for place, one in enumerate(theirs["assistant_masks"]) if one] == trained.nonzero()[0].tolist()
+
+
+def test_a_marked_row_whose_cue_is_written_in_another_way_when_an_answer_is_asked_for_is_said():
+    opened = MARKED + "{%- if add_generation_prompt -%}{{- '=' -}}{%- endif -%}"
+    assert encoded(talk("1", "2"), template=MARKED).misaligned == ()
+    assert encoded(talk("1", "2"), template=opened).misaligned == ("a.jsonl:0",)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_tokenizer_that_puts_a_blank_before_a_text_does_not_put_one_before_an_answer(scheme):
+    """Where only the first text gets one the answer is tokenized apart, else the token of both is trained."""
+    tokenizer = merging_tokenizer(" ", (" ", "y"), start_blank=scheme)
+    rows = merged(tokenizer, talk("q", "yes"), talk("q", "no"))
+    texts = [tokenizer.decode(rows[row].rows[0][0]) for row in (0, 1)]
+    assert texts == ["U:qA: yes</s>", "U:qA: no</s>"]
+    trained = [tokenizer.decode(ids[mask]) for (ids, mask) in (rows[row].rows[0] for row in (0, 1))]
+    assert trained == ["yes</s>", "no</s>"]
+    assert rows.misaligned == (() if scheme == "first" else ("a:0",))
+
+
+def test_pairs_whose_rows_are_equal_are_bad_rows():
+    cut = talk("31", "13579", first_trained=1), talk("31", "13531", first_trained=1)
+    good = talk("1", "2", first_trained=1), talk("1", "3", first_trained=1)
+    options = {"max_row_tokens": 7, "on_too_long": "truncate"}
+    with pytest.raises(
+        DataError, match=r"a.jsonl:1: expected a pair that differs, .* when cut at data.max_row_tokens=7"
+    ):
+        encoded(good, cut, **options)
+    kept = encoded(good, cut, may_drop=("a.jsonl:1",), **options)
+    assert (kept.names, len(kept.bad)) == (("a.jsonl:0",), 1)
+    assert encoded(good, cut, **{**options, "on_too_long": "drop"}).dropped == ("a.jsonl:1",)
+    assert len(encoded(good, cut, **{**options, "max_row_tokens": 8})) == 2
+    trims = tokenizer_with().chat_template.replace("message.content", "message.content.replace('=', '')")
+    with pytest.raises(DataError, match=r"a.jsonl:0: .*the same tokens: the chat template or the tokenizer leaves out"):
+        encoded((talk("1", "2", first_trained=1), talk("1", "2=", first_trained=1)), template=trims)
