@@ -37,9 +37,8 @@ class FirstScores:
             return None  # dynamic sampling has an error of its own
         self._num_steps += 1
         batch = rollouts.scored.batch
-        given = batch.scores if batch.scores_before is None else batch.scores_before
-        parts = given[:, None] if batch.reward_parts is None else batch.reward_parts
-        scores = given.tolist()
+        scores = batch.scores.tolist()  # before a penalty for length
+        parts = batch.scores[:, None] if batch.reward_parts is None else batch.reward_parts
         self._num_scores += len(scores)
         if scores and self._constant is None:
             self._constant = scores[0]
