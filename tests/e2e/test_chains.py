@@ -62,7 +62,7 @@ def check(tmp_path, seed):
     assert losses[-1] < losses[0] - 1.5
     assert losses[-1] < 0.55, "of two tokens, one of which is a coin: log(2) / 2, and a little"
 
-    scorer, of_pairs = chain.run("reward_model", "pairs", 25, model=tuned)
+    scorer, of_pairs = chain.run("reward_model", "pairs", 40, "actor.optimizer.lr=3e-3", model=tuned)
     assert column(of_pairs, "validation/accuracy")[-1] > 0.9
 
     sampling = "rollout={num_prompts: 16, group_size: 4, max_response_tokens: 2}"

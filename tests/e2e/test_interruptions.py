@@ -19,7 +19,7 @@ from tiny_runs import Runs
 from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
-from rallypoint.library import load_run
+from rallypoint.library.run import load_run
 from rallypoint.run.folder import Start
 from rallypoint.run.rollouts import read_rollouts, rollout_files
 

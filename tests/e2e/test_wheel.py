@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint import __version__
-from rallypoint.environments.reward import _NEEDS
+from rallypoint.environments.reward import NEEDS
 from rallypoint.observability.trackers import TRACKERS
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,6 @@ def test_every_extra_that_an_error_names_exists():
     text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r"(?:find_missing|find_unusable|why_not)\(.+['\"]([\w-]+)['\"]\)", text))
     named |= {extra for group in re.findall(r"\.\[([\w,-]+)\]'", text) for extra in group.split(",")}
-    named |= {extra for _, extra in _NEEDS.values()} | set(TRACKERS)
+    named |= {extra for _, extra in NEEDS.values()} | set(TRACKERS)
     assert {"ray", "serve", "plot", "math"} <= named
     assert named <= extras.keys()

@@ -176,10 +176,14 @@ def kl_estimate(new: float, reference: float, estimator: str) -> float:
     return {"k1": -d, "k2": d * d / 2, "k3": math.expm1(near) - near, "abs": abs(d)}[estimator]
 
 
-def kl(case: Case, new: Floats, estimator: str, *, importance_corrected: bool = False) -> list[float]:
-    """The estimate; corrected, eq. 7 of 2512.02556. The reference is the case's sampler: any logprobs do."""
+def kl(case: Case, new: Floats, fixed: Floats, estimator: str, *, importance_corrected: bool = False) -> list[float]:
+    """The estimate; corrected, eq. 7 of 2512.02556, where k1 stops its gradient, so that it has that of k3.
+
+    The reference is the case's sampler: any logprobs do.
+    """
+    of_estimate = fixed if importance_corrected and estimator == "k1" else new
     return [
-        kl_estimate(new[t], case.rollout[t], estimator)
+        kl_estimate(of_estimate[t], case.rollout[t], estimator)
         * (ratio(gap(new[t], case.old[t])) if importance_corrected else 1.0)
         for t in itertools.chain(*case.rows)
     ]

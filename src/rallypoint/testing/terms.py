@@ -43,6 +43,8 @@ Total = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Three numbers of each token, the first with gradient, and the mask, [T] each -> their sum over trained tokens."""
 Formula = Callable[[Case, Sequence[float]], list[float]]
 """(batch, the numbers that have a gradient) -> the number of each trained token."""
+StoppedFormula = Callable[[Case, Sequence[float], Sequence[float]], list[float]]
+"""Likewise, with the same numbers where the gradient is stopped behind them."""
 Aggregation = Callable[[Tensor, Tensor, Tensor], Weights]
 """(loss_mask [T], offsets [B+1], groups [B]) -> weights and denominator."""
 
@@ -56,7 +58,7 @@ def check_kl(
     divergence: Divergence,
     placement: Literal["reward", "loss"] = "loss",
     is_corrected: bool = False,
-    formula: Formula | None = None,
+    formula: StoppedFormula | None = None,
     cases: Mapping[str, Case] = CASES,
 ) -> None:
     """Hold a KL to the reference to the rules above.
@@ -66,7 +68,8 @@ def check_kl(
         divergence: whose gradient it has; in the reward that of whole responses, in the loss token by token.
         placement: where it acts. In the reward it is called for one token at a time, and needs no gradient.
         is_corrected: whether it has that gradient for what another policy sampled, too.
-        formula: (batch, logprobs) -> the estimate of each trained token, if there is one; `rollout` is the reference.
+        formula: (batch, logprobs, the same where the gradient is stopped) -> the estimate of each trained token, if there
+            is one; `rollout` is the reference.
         cases: batches by name.
 
     Raises:
@@ -105,7 +108,8 @@ def check_value_loss(
     Raises:
         ConformanceError: it breaks one.
     """
-    _check_total(loss, ("values", "rewards", "advantages"), formula, cases, has_gradient=True)
+    stopped = formula and functools.partial(_unstopped, formula)
+    _check_total(loss, ("values", "rewards", "advantages"), stopped, cases, has_gradient=True)
     values, returns = (torch.tensor(x, dtype=torch.float64) for x in ([0.0, 0.0, 2.0, 1.0], [1.0, -2.0, 0.5, 1.0]))
     leaf = values.clone().requires_grad_()
     loss(leaf, values, returns, torch.ones(4, dtype=torch.bool)).backward()
@@ -181,7 +185,7 @@ def _check_mean(weights: Weights, formula: Callable[[Case, Sequence[float]], flo
 def _check_total(
     total: Total,
     columns: tuple[str, str, str],
-    formula: Formula | None,
+    formula: StoppedFormula | None,
     cases: Mapping[str, Case],
     *,
     has_gradient: bool,
@@ -208,8 +212,8 @@ def _check_total(
         if formula is None:
             continue
         numbers = vars(case)[columns[0]]
-        expect_close([whole[0]], [math.fsum(formula(case, numbers))], name, "the loss")
-        of_case = functools.partial(_unstopped, formula, case)
+        expect_close([whole[0]], [math.fsum(formula(case, numbers, numbers))], name, "the loss")
+        of_case = functools.partial(formula, case)
         for t, got in zip(trained, (x for gradient in whole[1].values() for x in gradient), strict=True):
             if has_gradient:
                 expect_gradient(got, derivative(of_case, numbers, t), whole[0], name, t)

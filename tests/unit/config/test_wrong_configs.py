@@ -597,7 +597,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "source: no such recipe": ("@digts", ("'digts'", "did you mean `digits`?")),
     "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, dpo, dr_grpo, grpo, gsm8k-grpo, gsm8k-ppo, gspo")),
     "source: no such file": ("@bas.yaml", ("bas.yaml: no such file",)),
-    "source: folder without a run": ("@sub", ("'sub'", "nor a run folder")),
+    "source: folder without a run": ("@sub", ("sub is a folder without config.yaml", "name a recipe or a .yaml file")),
     "source: broken YAML": ("@broken.yaml", ("broken.yaml:3: not valid YAML", "expected ',' or ']'")),
     "source: nested too deeply": ("@deep.yaml", ("deep.yaml:1: not valid YAML", "too deeply")),
     "source: aliases of aliases": ("@aliases.yaml", ("aliases.yaml:1: not valid YAML: its aliases make", "100,000")),

@@ -12,6 +12,7 @@ from rallypoint.run import MetricsLog
 
 
 def run_with(folder, scores) -> Run:
+    (folder / "config.yaml").write_text("base: digits\n")
     with MetricsLog(folder / "metrics.jsonl") as log:
         for step, name, score in scores:
             log.write(step, {name: score})
