@@ -57,8 +57,8 @@ def save_curve(metrics_path: Path, png_path: Path, title: str) -> Path | None:
         hspace=0.46,
         wspace=0.24,
         left=0.05,
-        right=0.93,
-        top=0.865,
+        right=0.89,
+        top=0.85,
         bottom=0.06,
     )
     _draw_scores(figure.add_subplot(grid[0, :]), records)
@@ -144,11 +144,20 @@ def _draw_scores(axes: Axes, records: Sequence[Record]) -> None:
         )
     values = [*rewards, *scores]
     if values and min(values) >= 0 and max(values) <= 1:
-        axes.set_ylim(0, 1.02)
+        axes.set_ylim(0, min(1.02, 1.1 * max(values)) or 1.02)
     _tidy(axes, [*steps, *score_steps])
     axes.set_xlabel("step", color=INK, fontsize=9, loc="right", labelpad=2)
     if values:
-        axes.legend(frameon=False, fontsize=9, loc="lower right", labelcolor=INK)
+        # Above the axes: inside them it would lie over one course or another.
+        axes.legend(
+            frameon=False,
+            fontsize=9,
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.1,
+            ncols=3,
+            labelcolor=INK,
+        )
 
 
 def _draw_line(axes: Axes, steps: list[float], values: list[float], title: str) -> None:
@@ -212,4 +221,4 @@ def _headings(figure: Figure, records: Sequence[Record], title: str) -> None:
     if records:
         parts.append(f"{records[-1][STEP]:.0f} steps in {records[-1][TIME]:.0f} s")
     figure.text(0.05, 0.945, title, fontsize=14, weight="bold", color=INK, parse_math=False)
-    figure.text(0.05, 0.903, "   ·   ".join(parts), fontsize=9.5, color="#666666")
+    figure.text(0.05, 0.908, "   ·   ".join(parts), fontsize=9.5, color="#666666")

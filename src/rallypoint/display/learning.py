@@ -42,11 +42,20 @@ def save_learning(results: Sequence[Result], png_path: Path) -> Path | None:
     except ImportError:
         return None
     rows = _rows(results)
-    figure = Figure(figsize=(15.0, 0.9 + 1.55 * len(rows)), dpi=110, facecolor="white")
+    columns = max((len(cells) for _, cells in rows), default=1)
+    figure = Figure(figsize=(15.0, 0.9 + max(3.5, 1.55 * len(rows))), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
     top = 1.0 - 0.85 / figure.get_figheight()
+    bottom = 0.06 if len(rows) == 1 else 0.03
     grid = figure.add_gridspec(
-        len(rows), _COLUMNS, left=0.03, right=0.99, top=top, bottom=0.03, hspace=0.72, wspace=0.16
+        len(rows),
+        columns,
+        left=0.03,
+        right=0.99,
+        top=top,
+        bottom=bottom,
+        hspace=0.72,
+        wspace=0.16,
     )
     before = ""
     for row, (axis, cells) in enumerate(rows):
@@ -54,7 +63,16 @@ def save_learning(results: Sequence[Result], png_path: Path) -> Path | None:
             panel = figure.add_subplot(grid[row, column])
             _draw(panel, of_task)
             if column == 0 and axis != before:
-                panel.text(0.0, 1.3, _AXES[axis], transform=panel.transAxes, fontsize=11, weight="bold", color=_INK)
+                panel.annotate(
+                    _AXES[axis],
+                    (0.0, 1.0),
+                    (0.0, 17.0),
+                    xycoords="axes fraction",
+                    textcoords="offset points",
+                    fontsize=11,
+                    weight="bold",
+                    color=_INK,
+                )
         before = axis
     lines = [Line2D([], [], color=colour, linewidth=2, label=task) for task, colour in _COLOURS.items()]
     figure.legend(handles=lines, loc="upper right", ncols=len(lines), frameon=False, fontsize=10)

@@ -33,11 +33,13 @@ LEVELS: dict[Level, tuple[str, str]] = {
 """Mark and style of a health level: the mark says the same without colour."""
 
 _PHASES = {"rollout": SKY, "reward": PURPLE, "judge": ORANGE, "learn": GREEN, "publish": BLUE, OTHER: GREY}
-_SPARE = (VERMILION, YELLOW, PURPLE, BLUE)
+_SPARE = (VERMILION, YELLOW, PURPLE, BLUE, "#882255", "#999933", "#44aa99")
 
 
 def phase_colours(names: Iterable[str]) -> dict[str, str]:
     """Return a colour for each phase; well-known ones keep theirs in every run."""
     names = list(names)
     unknown = [name for name in names if name not in _PHASES]
-    return {name: _PHASES.get(name) or _SPARE[unknown.index(name) % len(_SPARE)] for name in names}
+    taken = {_PHASES[name] for name in names if name in _PHASES}
+    spare = [colour for colour in _SPARE if colour not in taken]
+    return {name: _PHASES.get(name) or spare[unknown.index(name) % len(spare)] for name in names}
