@@ -1,6 +1,6 @@
 """Colours of everything that is drawn: told apart by colour-blind readers, on dark and light grounds.
 
-The hues are those of Okabe and Ito (2008).
+The hues are those of Okabe and Ito (2008), and three more for phases without a colour of their own.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def check_kl(
         divergence: whose gradient it has; in the reward that of whole responses, in the loss token by token.
         placement: where it acts. In the reward it is called for one token at a time, and needs no gradient.
         is_corrected: whether it has that gradient for what another policy sampled, too.
-        formula: (batch, logprobs, the same where the gradient is stopped) -> the estimate of each trained token, if there
-            is one; `rollout` is the reference.
+        formula: (batch, logprobs, the same where the gradient is stopped) -> the estimate of each trained token;
+            `rollout` is the reference. None if there is none.
         cases: batches by name.
 
     Raises:

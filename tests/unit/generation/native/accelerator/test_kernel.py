@@ -19,10 +19,10 @@ from rallypoint.generation.native.accelerator.kernel import find_kernel, num_par
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SHARED = Path(__file__).parents[4] / "shared"
 CASES = [
-    {"lengths": [40, 3, 64], "heads": 4, "kv_heads": 2, "dim": 16, "limits": "all", "num_columns": 8},
-    {"lengths": [40, 3, 64, 9], "heads": 4, "kv_heads": 1, "dim": 24, "limits": "window", "num_columns": 1},
-    {"lengths": [200], "heads": 2, "kv_heads": 2, "dim": 32, "limits": "softcap", "num_columns": 16},
-    {"lengths": [150, 33], "heads": 6, "kv_heads": 2, "dim": 16, "limits": "both", "num_columns": 4},
+    {"lengths": [40, 3], "heads": 4, "kv_heads": 2, "dim": 16, "limits": "all", "num_columns": 4},
+    {"lengths": [40, 3, 9], "heads": 4, "kv_heads": 1, "dim": 24, "limits": "window", "num_columns": 1},
+    {"lengths": [70], "heads": 2, "kv_heads": 2, "dim": 32, "limits": "softcap", "num_columns": 4},
+    {"lengths": [150, 33], "heads": 3, "kv_heads": 1, "dim": 16, "limits": "both", "num_columns": 4},
 ]
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3}
 
@@ -40,13 +40,17 @@ def run(name, *arguments, interpret):
 
 
 @needs_triton
-@pytest.mark.timeout(900)  # an interpreter in Python
 def test_the_kernel_finds_what_products_find_and_stores_the_same():
     cases = [{**case, "dtype": dtype} for case, dtype in zip(CASES, 2 * list(TOLERANCES), strict=True)]
-    *differences, is_right = run("kernel_in_triton.py", *map(json.dumps, cases), interpret=True)
+    differences = run("kernel_in_triton.py", *map(json.dumps, cases), interpret=True)
     for case, difference in zip(cases, differences, strict=True):
         assert difference <= TOLERANCES[case["dtype"]], case
-    assert is_right is True
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_trial_that_decides_on_a_device_finds_the_kernel_right():
+    assert run("kernel_in_triton.py", interpret=True) == [True]
 
 
 @needs_triton
