@@ -1,6 +1,6 @@
 """Run by tests with TRITON_INTERPRET=1: what the kernel finds on a CPU, beside products; a line for each case.
 
-Without cases: whether the trial that decides on a device finds the kernel right, which takes the interpreter half a minute.
+Without cases: whether the trial that decides on a device finds the kernel right, which takes it half a minute.
 """
 
 import json
