@@ -3,15 +3,14 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from rallypoint.config import RunConfig
+from rallypoint.config import RECIPES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "rallypoint"
-ALGORITHMS = get_args(RunConfig.model_fields["recipe"].annotation)
+ALGORITHMS = tuple(RECIPES)
 
 MAX_STEP_LINES, MAX_STEP_BRANCHES = 40, 3
 MAX_FUNCTION_LINES, MAX_MODULE_LINES, MAX_RECIPE_LINES = 60, 400, 250

@@ -22,12 +22,6 @@ PEFT = "LoraConfig"
 """What `use_peft` is of a script that has made an adapter's arguments itself."""
 
 
-class Computed(str):
-    """An expression of Python whose value is known only when it runs."""
-
-    __slots__ = ()
-
-
 CALL = r"\s*(?:\w+\s*=\s*)?(?:\w+\.)*(\w+)\("
 """The beginning of a call in Python, and its name."""
 _KEY = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(?!\()(.*)", re.DOTALL)

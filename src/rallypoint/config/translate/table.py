@@ -16,7 +16,7 @@ from rallypoint.config.fields import named_sections
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
 from rallypoint.config.translate.names import KNOWN
-from rallypoint.config.translate.reading import Computed, Keys
+from rallypoint.config.translate.reading import Keys
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
@@ -298,8 +298,6 @@ def _decides(assignments: Sequence[str], value: object) -> bool:
 
 
 def _why_lost(value: object) -> str:
-    if isinstance(value, Computed):
-        return "it is computed there"
     value = str(value)
     if re.search(r"\$\{[^{}]*[.:]", value):
         return "it refers to what their config does not have"
