@@ -76,6 +76,12 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             f"data.validation={path_of(data.validation[0])!r} contradicts data.generate, which makes validation "
             "prompts too: add data.generate=null",
         )
+    if config.checkpoint.keep_best and data.generate is None and not data.validation:
+        yield Problem(
+            ("checkpoint.keep_best", "data.validation"),
+            "checkpoint.keep_best=true has no effect without a validation, whose score says which step is best: set "
+            "data.validation, or checkpoint.keep_best=false",
+        )
 
 
 def _mixture(config: RunConfig) -> Iterator[Problem]:
@@ -189,6 +195,12 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("model.tokenizer", "model.create"),
             "model.tokenizer changes the tokenizer of a model's folder, and model.create makes its own; expected null",
+        )
+    if config.data.template and config.model.create is not None:
+        yield Problem(
+            ("data.template", "model.create"),
+            f"data.template={shown(config.data.template)} has no effect with model.create, whose chat template reads "
+            "no argument: leave it out, or name a model with model.path",
         )
 
 

@@ -342,6 +342,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "kl=null reference.refresh_every_steps=5",
         ("reference.refresh_every_steps=5 has no effect", "kl=null"),
     ),
+    "no effect: the best of no validation": (
+        "recipe=grpo data.generate=null data.train=t.jsonl critic=null checkpoint.keep_best=true",
+        ("checkpoint.keep_best=true has no effect without a validation", "set data.validation"),
+    ),
+    "no effect: arguments of no template": (
+        "data.template.thinking=false",
+        ("data.template={thinking: false} has no effect with model.create",),
+    ),
     "fit: dual clip": ("loss.dual_clip=1.1", ("loss.dual_clip=1.1", "1 + loss.clip_high = 1.2")),
     "fit: heads": ("model.create.num_heads=5", ("num_heads=5", "expected one of 1, 2, 4, 8, 16, 32")),
     "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),
