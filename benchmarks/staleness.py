@@ -17,11 +17,11 @@ from pathlib import Path
 from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.roles.measured import Measured
-from rallypoint.roles.simulator import Setting, measured_outcome, simulate
 from rallypoint.run import read_metrics
 from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.run.timeline import TIMELINE, Timeline
+from rallypoint.sampling.measured import Measured
+from rallypoint.sampling.simulator import Setting, measured_outcome, simulate
 
 SPLIT = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling")
 SLEEPING = """\

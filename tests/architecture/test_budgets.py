@@ -44,7 +44,7 @@ BROAD: dict[str, str] = {
     "user_code.py:_run": "the user's module may raise anything while it is imported",
     "environments/deadline.py:_settle": "raised again where the result is awaited",
     "environments/pool.py:_work": "raised again where the answer is awaited",
-    "roles/client.py:have": "an episode is the user's code; its error ends the run, with its traceback",
+    "sampling/client.py:have": "an episode is the user's code; its error ends the run, with its traceback",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }
 """`path:function` of every handler that catches anything -> why."""

@@ -51,14 +51,15 @@ def test_the_reading_path_is_eight_files_and_at_most_1900_lines():
 
 def test_the_reading_path_passes_the_page_the_sampling_the_loss_and_the_group():
     folders = {path.split("/")[2] for path in PATH}
-    assert {"recipes", "roles", "generation", "algorithms", "engine", "cluster"} & folders >= {
+    assert {"recipes", "sampling", "roles", "algorithms", "engine", "cluster"} & folders >= {
         "recipes",
+        "sampling",
         "roles",
         "algorithms",
         "engine",
         "cluster",
     }
-    assert {"src/rallypoint/roles/source.py", "src/rallypoint/roles/rollout.py"} <= set(PATH)
+    assert {"src/rallypoint/sampling/source.py", "src/rallypoint/roles/rollout.py"} <= set(PATH)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from rallypoint.config.check_sampling_ahead import could_split
 from rallypoint.environments.pool import MAX_PROCESSES
 from rallypoint.errors import RunFolderError
 from rallypoint.recipes.preflight import load_checked, newest_of
-from rallypoint.roles.measured import Measured, settled
-from rallypoint.roles.simulator import Outcome, Setting, measured_outcome, simulate, splits
 from rallypoint.run.timeline import TIMELINE, Timeline
+from rallypoint.sampling.measured import Measured, settled
+from rallypoint.sampling.simulator import Outcome, Setting, measured_outcome, simulate, splits
 
 _LEAST_STEPS = 3
 _FAR = 0.1

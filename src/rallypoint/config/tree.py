@@ -267,7 +267,7 @@ class RunConfig(Section):
     def max_groups(self) -> int:
         """Groups that are under way at once, from their admission to weights that were trained on them.
 
-        So no rollout is older than rollout.max_staleness allows, whatever the latencies; see `roles/groups.py`.
+        So no rollout is older than rollout.max_staleness allows, whatever the latencies; see `sampling/groups.py`.
         """
         rollout = self.rollout
         return rollout.over_sampling or (rollout.max_staleness + 1) * rollout.num_prompts - (rollout.window - 1)

@@ -18,9 +18,9 @@ from rallypoint.disk import naming
 from rallypoint.errors import DiskError, ServingError
 from rallypoint.recipes.material import Material
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.outside import Outside
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.folder import RunFolder
+from rallypoint.sampling.outside import Outside
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app
 
 _HOST = "127.0.0.1"

@@ -42,7 +42,6 @@ from rallypoint.recipes.reports import run_info, step_report
 from rallypoint.recipes.voice import Voice
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.roles.sampling import AbandonedError
 from rallypoint.run import MetricsLog, read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.digests import digests_of
@@ -52,6 +51,7 @@ from rallypoint.run.record import Record
 from rallypoint.run.reports import VALIDATION
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles
+from rallypoint.sampling.group import AbandonedError
 from rallypoint.types import merge
 
 if TYPE_CHECKING:

@@ -38,16 +38,16 @@ from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import episode_of, own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
-from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.source import RolloutSource
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import TIMELINE, Timeline
+from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.source import RolloutSource
 from rallypoint.types import Last, Metrics, merge
 
 _NOT_EXACT = (

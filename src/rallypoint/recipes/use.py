@@ -34,8 +34,8 @@ from rallypoint.recipes.data_notes import say_fates
 from rallypoint.recipes.eval_rewards import rewards_for
 from rallypoint.recipes.model_folders import is_hub_name
 from rallypoint.recipes.model_limits import RowLimits, check_ids, stop_tokens
-from rallypoint.roles.sampling import sampling_params
 from rallypoint.run.folder import named_run
+from rallypoint.sampling.group import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 

@@ -29,9 +29,9 @@ from rallypoint.config import RunConfig
 from rallypoint.disk import naming
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
-from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.requests import SliceRequest, SliceResult
 from rallypoint.run.recorded_schedule import SCHEDULE, Origin, RecordedSchedule, listed
+from rallypoint.sampling.groups import PromptsDone
 
 Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""

@@ -9,10 +9,10 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request, SamplingParams
-from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.requests import SliceRequest, SliceResult
 from rallypoint.roles.schedule import Recorder, Replay, Schedule
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
+from rallypoint.sampling.groups import PromptsDone
 
 SEED = 5
 ORIGIN = Origin(1, {"seed": SEED, "rollout.num_prompts": 8})

@@ -11,7 +11,7 @@ from rallypoint.data import Example
 from rallypoint.environments.environment import Prompt
 from rallypoint.errors import EpisodeError, GenerationError
 from rallypoint.generation import Output, SamplingParams
-from rallypoint.roles.client import EpisodeClient
+from rallypoint.sampling.client import EpisodeClient
 from rallypoint.types import Trajectory
 
 EXAMPLE = Example("rows.jsonl:3", data_source="rows", prompt=(), ability="", ground_truth="", extra_info={})

@@ -21,14 +21,14 @@ from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
-from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.requests import SliceResult
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts, RolloutWorker
-from rallypoint.roles.sampling import AbandonedError
 from rallypoint.roles.schedule import Recorder, Replay, Schedule
-from rallypoint.roles.source import RolloutSource
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
+from rallypoint.sampling.group import AbandonedError
+from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.source import RolloutSource
 from rallypoint.types import Trajectory
 
 P, G = 4, 2

@@ -19,7 +19,7 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampling import AbandonedError, GroupUnderWay
+from rallypoint.sampling.group import AbandonedError, GroupUnderWay
 
 ResultT = TypeVar("ResultT")
 

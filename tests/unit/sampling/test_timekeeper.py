@@ -5,8 +5,8 @@ from typing import cast
 
 import pytest
 
-from rallypoint.roles.sampling import GroupUnderWay, Times
-from rallypoint.roles.timekeeper import Timekeeper
+from rallypoint.sampling.group import GroupUnderWay, Times
+from rallypoint.sampling.timekeeper import Timekeeper
 
 NUM_RANKS = 2
 

@@ -29,16 +29,16 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import DataError, GenerationError, RewardError
 from rallypoint.observability import span
-from rallypoint.roles.choosing import Choice
-from rallypoint.roles.groups import PromptsDone
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampled import Sampled, measure, measure_sources, shown_tokens
-from rallypoint.roles.sampling import GRACE_S, GroupUnderWay, Sampler, sampling_params
-from rallypoint.roles.timekeeper import Timekeeper
-from rallypoint.roles.under_way import UnderWay
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import StepTimes
+from rallypoint.sampling.choosing import Choice
+from rallypoint.sampling.group import GRACE_S, GroupUnderWay, Sampler, sampling_params
+from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.sampled import Sampled, measure, measure_sources, shown_tokens
+from rallypoint.sampling.timekeeper import Timekeeper
+from rallypoint.sampling.under_way import UnderWay
 from rallypoint.types import Mean, Metrics, RolloutBatch, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.

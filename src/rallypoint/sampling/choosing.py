@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from rallypoint.config import RunConfig
 from rallypoint.errors import RallyError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
-from rallypoint.roles.groups import Groups, PromptsDone
-from rallypoint.roles.over_sampling import OverSampledGroups
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.sampling import GroupUnderWay
-from rallypoint.roles.under_way import UnderWay
+from rallypoint.sampling.group import GroupUnderWay
+from rallypoint.sampling.groups import Groups, PromptsDone
+from rallypoint.sampling.over_sampling import OverSampledGroups
+from rallypoint.sampling.under_way import UnderWay
 from rallypoint.types import Metrics, Sum
 
 _NO_SIGNAL = (

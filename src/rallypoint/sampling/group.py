@@ -26,8 +26,8 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import GenerationError, RallyError
 from rallypoint.generation import SamplingParams
-from rallypoint.roles.client import EpisodeClient
 from rallypoint.roles.rollout import Rollouts
+from rallypoint.sampling.client import EpisodeClient
 from rallypoint.types import RolloutBatch, Trajectory, assemble
 
 GRACE_S = 5.0

@@ -10,8 +10,8 @@ import collections
 import statistics
 from collections.abc import Callable, Sequence
 
-from rallypoint.roles.sampling import GroupUnderWay
 from rallypoint.run.timeline import GroupTimes, StepTimes
+from rallypoint.sampling.group import GroupUnderWay
 from rallypoint.types import Mean, Metrics
 
 _MUCH_SLOWER = 10.0

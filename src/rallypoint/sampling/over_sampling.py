@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rallypoint.roles.groups import Groups, PromptsDone
+from rallypoint.sampling.groups import Groups, PromptsDone
 
 
 class OverSampledGroups(Groups):

@@ -21,9 +21,9 @@ import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
 
-from rallypoint.roles.groups import Groups
-from rallypoint.roles.measured import Measured, Servers, Work, starts_of
 from rallypoint.run.timeline import StepTimes
+from rallypoint.sampling.groups import Groups
+from rallypoint.sampling.measured import Measured, Servers, Work, starts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from chat_templates import QWEN3, make_chat_tokenizer
 from tokenizers import AddedToken
 
-from rallypoint.roles.sampled import shown_tokens
+from rallypoint.sampling.sampled import shown_tokens
 
 
 def test_tokens_without_a_text_are_hidden_whether_they_are_named_special_or_belong_to_nothing():

@@ -6,8 +6,8 @@ import pytest
 
 from rallypoint.errors import BusyError, GenerationError, WorkerDiedError, WorkerError
 from rallypoint.generation import Output, Request, SamplingParams
-from rallypoint.roles.outside import Outside
 from rallypoint.roles.requests import RequestQueue
+from rallypoint.sampling.outside import Outside
 
 REQUEST = Request(tokens=(1, 2), params=SamplingParams(max_new_tokens=2))
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.roles.measured import Measured, Servers, Speed, Work, settled
-from rallypoint.roles.simulator import Setting, measured_outcome, simulate
 from rallypoint.run.timeline import GroupTimes, StepTimes
+from rallypoint.sampling.measured import Measured, Servers, Speed, Work, settled
+from rallypoint.sampling.simulator import Setting, measured_outcome, simulate
 
 SHARED = Speed(step_s=0.0, row_s=1.0)
 """A rank whose rows share it evenly."""
