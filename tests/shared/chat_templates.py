@@ -39,7 +39,131 @@ ZEPHYR = """\
 {%- if add_generation_prompt -%}{{- "<|assistant|>\\n" -}}{%- endif -%}
 """
 """The names of the roles are no tokens."""
+_CHATML = """\
+{%- for message in messages %}{{ "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif -%}
+"""
+_BUILT_LIKE = {
+    "qwen2.5": (
+        "<|im_start|> <|im_end|>",
+        "{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}"
+        + _CHATML,
+    ),
+    "qwen3-2507-thinking": ("<|im_start|> <|im_end|>", _CHATML.replace("assistant\\n", "assistant\\n<think>\\n")),
+    "llama3.1": (
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
+        """{{- bos_token }}
+{%- if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}
+{%- else %}{% set date_string = "26 Jul 2024" %}{% endif %}{% endif %}
+{%- if messages[0].role == "system" %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}
+{%- else %}{% set system = "" %}{% endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system + "<|eot_id|>" }}
+{%- for message in messages %}{% if message.role in ("tool", "ipython") %}
+{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+{%- if message.content is mapping or message.content is iterable %}{{ message.content | tojson }}
+{%- else %}{{ message.content }}{% endif %}{{ "<|eot_id|>" }}
+{%- else %}
+{{- "<|start_header_id|>" + message.role + "<|end_header_id|>\\n\\n" + message.content | trim + "<|eot_id|>" }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}{% endif %}""",
+    ),
+    "llama2": (
+        "<s> </s>",
+        """{% if messages[0].role == "system" %}{% set loop_messages = messages[1:] %}
+{%- set system = messages[0].content %}
+{%- else %}{% set loop_messages = messages %}{% set system = false %}{% endif %}{% for message in loop_messages %}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("Conversation roles must alternate") }}
+{%- endif %}{% if loop.index0 == 0 and system != false %}
+{%- set content = "<<SYS>>\\n" + system + "\\n<</SYS>>\\n\\n" + message.content %}
+{%- else %}{% set content = message.content %}{% endif %}
+{%- if message.role == "user" %}{{ bos_token + "[INST] " + content.strip() + " [/INST]" }}
+{%- else %}{{ " " + content.strip() + " " + eos_token }}{% endif %}{% endfor %}""",
+    ),
+    "mistral-v0.3": (
+        "<s> [INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS] </s>",
+        """{%- if messages[0].role == "system" %}{% set system = messages[0].content %}{% set messages = messages[1:] %}
+{%- endif %}{{ bos_token }}{% for message in messages %}{% if message.role == "user" %}
+{%- if loop.last and system is defined %}{{ "[INST] " + system + "\\n\\n" + message.content + "[/INST]" }}
+{%- else %}{{ "[INST] " + message.content + "[/INST]" }}{% endif %}
+{%- elif message.role == "tool" %}{{ "[TOOL_RESULTS] " + {"content": message.content} | tojson + "[/TOOL_RESULTS]" }}
+{%- else %}{{ " " + message.content | trim + eos_token }}{% endif %}{% endfor %}""",
+    ),
+    "gemma2": (
+        "<bos> <eos> <start_of_turn> <end_of_turn>",
+        """{{ bos_token }}{% if messages[0].role == "system" %}
+{{- raise_exception("System role not supported") }}{% endif %}
+{%- for message in messages %}{% if (message.role == "user") != (loop.index0 % 2 == 0) %}
+{{- raise_exception("Conversation roles must alternate") }}{% endif %}
+{%- set role = "model" if message.role == "assistant" else message.role %}
+{{- "<start_of_turn>" + role + "\\n" + message.content | trim + "<end_of_turn>\\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<start_of_turn>model\\n" }}{% endif %}""",
+    ),
+    "deepseek-r1": (
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c> <\uff5cUser\uff5c> <\uff5cAssistant\uff5c> "
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        """{% set ns = namespace(system="") %}{% for message in messages %}{% if message.role == "system" %}
+{%- set ns.system = message.content %}{% endif %}{% endfor %}{{ bos_token }}{{ ns.system }}{% for message in messages %}
+{%- if message.role == "user" %}{{ "<\uff5cUser\uff5c>" + message.content }}{% endif %}
+{%- if message.role == "assistant" %}{% set content = message.content %}
+{%- if "</think>" in content %}{% set content = content.split("</think>")[-1] %}{% endif %}
+{{- "<\uff5cAssistant\uff5c>" + content + eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ "<\uff5cAssistant\uff5c><think>\\n" }}{% endif %}""",
+    ),
+    "phi3": (
+        "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
+        """{% for message in messages %}{{ "<|" + message.role + "|>\\n" + message.content + "<|end|>\\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant|>\\n" }}{% else %}{{ eos_token }}{% endif %}""",
+    ),
+    "gpt-oss": (
+        "<|endoftext|> <|start|> <|channel|> <|message|> <|end|> <|return|>",
+        """{{- "<|start|>system<|message|>Current date: " + strftime_now("%Y-%m-%d") + "<|end|>" }}
+{%- for message in messages %}
+{%- if message.role == "system" %}
+{{- "<|start|>developer<|message|># Instructions\\n\\n" + message.content + "<|end|>" }}
+{%- elif message.role == "user" %}{{ "<|start|>user<|message|>" + message.content + "<|end|>" }}
+{%- elif message.role == "tool" %}
+{{- "<|start|>tool<|channel|>commentary<|message|>" + message.content | tojson + "<|end|>" }}
+{%- else %}{{ "<|start|>assistant<|channel|>final<|message|>" + message.content }}
+{{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|start|>assistant" }}{% endif %}""",
+    ),
+    "smolvlm": (
+        "<|im_start|> <end_of_utterance>",
+        """<|im_start|>{% for message in messages %}{{ message.role | capitalize }}
+{%- if message.content[0].type == "image" %}{{ ":" }}{% else %}{{ ": " }}{% endif %}{% for part in message.content %}
+{%- if part.type == "text" %}{{ part.text }}{% elif part.type == "image" %}{{ "<image>" }}{% endif %}{% endfor %}
+{{- "<end_of_utterance>\\n" }}{% endfor %}{% if add_generation_prompt %}{{ "Assistant:" }}{% endif %}""",
+    ),
+    "glm4.5": (
+        "<sop> <|system|> <|user|> <|observation|> <|assistant|>",
+        """<sop>{% for message in messages %}{% if message.role == "user" %}{{ "<|user|>\\n" + message.content }}
+{%- elif message.role == "assistant" %}{{ "<|assistant|>" }}{% set content = message.content %}
+{%- if "</think>" in content %}{% set content = content.split("</think>")[-1].lstrip("\\n") %}{% endif %}
+{{- "\\n<think></think>\\n" + content.strip() }}
+{%- elif message.role == "tool" %}{{ "<|observation|>\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
+{%- else %}{{ "<|system|>\\n" + message.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant|>" }}{% endif %}""",
+    ),
+    "command-r": (
+        "<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|END_OF_TURN_TOKEN|>",
+        """{{ bos_token }}{% for message in messages %}{% set content = message.content %}
+{%- set role = {"system": "SYSTEM", "user": "USER", "assistant": "CHATBOT", "tool": "SYSTEM"}[message.role] %}
+{{- "<|START_OF_TURN_TOKEN|><|" + role + "_TOKEN|>" + content.strip() + "<|END_OF_TURN_TOKEN|>" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>" }}{% endif %}""",
+    ),
+    "vicuna": (
+        "<s> </s>",
+        """{% for message in messages %}{% if message.role == "user" %}{{ "USER: " + message.content + " " }}
+{%- elif message.role == "assistant" %}{{ "ASSISTANT: " + message.content + eos_token }}
+{%- else %}{{ message.content + "\\n\\n" }}{% endif %}{% endfor %}{% if add_generation_prompt %}
+{{- "ASSISTANT:" }}{% endif %}""",
+    ),
+}
+"""The special tokens and the template of each; the first token is that of the beginning, the last one the named end."""
+PUBLISHED = {name: template for name, (_, template) in _BUILT_LIKE.items()}
 SPECIAL = {
+    **{template: tuple(special.split()) for special, template in _BUILT_LIKE.values()},
     QWEN3: ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     LLAMA3: ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     ZEPHYR: ("<s>", "</s>"),

@@ -16,7 +16,7 @@ from rallypoint.data.locate import DataSet, check_dataset_path
 from rallypoint.data.prompts import EncodedPrompts, encode_legible, encode_prompts
 from rallypoint.data.rows import encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
-from rallypoint.data.template import TemplateProbe, left_out, special_ids, template_errors
+from rallypoint.data.template import TemplateProbe, cued_text, special_ids
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer
 from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
 
@@ -43,12 +43,12 @@ __all__ = [
     "TemplateProbe",
     "Windows",
     "check_dataset_path",
+    "cued_text",
     "decoder",
     "encode_legible",
     "encode_prompts",
     "encode_rows",
     "is_generator",
-    "left_out",
     "load_conversations",
     "load_dataset",
     "load_tokenizer",
@@ -57,5 +57,4 @@ __all__ = [
     "save_tokenizer",
     "score_digits",
     "special_ids",
-    "template_errors",
 ]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, cast
 from rallypoint.data.dataset import Example
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
-from rallypoint.data.template import MEND_TEMPLATE, left_out, template_errors
-from rallypoint.errors import DataError
+from rallypoint.data.template import cued_text
+from rallypoint.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,28 +165,17 @@ def _without_huge(examples: Sequence[Example], max_prompt_tokens: int, fate: lis
 def _encode(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], problems: Problems
 ) -> Iterator[tuple[Example, tuple[int, ...]]]:
-    def encode(part: Sequence[Example]) -> Iterator[tuple[Example, tuple[int, ...]]]:
-        conversations = [_conversation(example) for example in part]
-        rendered = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
-        texts = cast("list[str]", rendered)
-        rows = cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"])
-        for example, conversation, text, row in zip(part, conversations, texts, rows, strict=True):
-            if (problem := left_out(conversation, text)) is not None:
-                problems.add(f"{example.name}: {problem}; {MEND_TEMPLATE}")
-            else:
-                yield example, tuple(row)
-
     for start in range(0, len(examples), _PROMPTS_PER_CALL):
-        part = examples[start : start + _PROMPTS_PER_CALL]
-        try:
-            yield from encode(part)
-        except template_errors():
-            # One of them does not fit the template; the others of this part are encoded one by one beside it.
-            for example in part:
-                try:
-                    yield from encode([example])
-                except template_errors() as error:
-                    problems.add(f"{example.name}: the prompt does not fit the chat template: {error}")
+        texts, fitting = list[str](), list[Example]()
+        for example in examples[start : start + _PROMPTS_PER_CALL]:
+            try:
+                texts.append(cued_text(tokenizer, _conversation(example)))
+            except ModelError as error:
+                problems.add(f"{example.name}: {error}")
+            else:
+                fitting.append(example)
+        rows = cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+        yield from ((example, tuple(row)) for example, row in zip(fitting, rows, strict=True))
 
 
 def _conversation(example: Example) -> list[dict[str, str]]:

@@ -331,8 +331,14 @@ class _Writer:
                 f"the template's {{% generation %}} leaves out {self._named(last)}, which ends a turn of the "
                 f"assistant: {never}; put {{% endgeneration %}} behind it"
             )
+        if last in self._stops:
+            return (
+                f"the chat template ends a turn of the assistant with {self._named(last)} only if nothing follows, and "
+                f"message {index} has another one behind it: {never}; give what is before the last answer as 'prompt', "
+                "and that alone as 'completion'"
+            )
         said = f"the chat template does not end a turn of the assistant with {self._named(*sorted(self._stops))}"
-        if last is not None and last not in self._stops:
+        if last is not None:
             name = self._named(last)
             return f"{said}, but with {name}: {never}; set model.tokenizer.eos_token={name}"
         return (

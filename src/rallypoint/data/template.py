@@ -35,6 +35,7 @@ _AS_PARTS = (
 )
 """What lets a template that reads lists of parts read text; trim_blocks takes the line break away again."""
 _PROBE = "probe7"
+_CLOSING = re.compile(r"</\w+>")
 MEND_TEMPLATE = "give a template of your own with model.tokenizer.chat_template=FILE"
 
 
@@ -61,8 +62,10 @@ class TemplateProbe:
         tail = whole.rpartition(_PROBE)[2] if whole is not None and _PROBE in whole else ""
         ids = cast("list[int]", tokenizer.encode(tail, add_special_tokens=False)) if tail else []
         cue = "" if text is None or cued is None else _behind(text, cued)
-        names = {str(tokenizer.convert_ids_to_tokens(token)) for token in special}
-        tags = [tag for tag in re.finditer(r"<([A-Za-z]\w*)>", cue) if tag.group() not in names]
+        marks = {str(tokenizer.convert_ids_to_tokens(token)) for token in special}
+        vocabulary = tokenizer.get_vocab()
+        found = re.finditer(r"<([A-Za-z]\w*)>", cue)
+        tags = [tag for tag in found if tag.group() not in marks or f"</{tag.group(1)}>" in vocabulary]
         # What a cue begins with is the mark of the assistant's role.
         opened = [tag.group() for tag in tags if cue[: tag.start()].strip() and f"</{tag.group(1)}>" not in cue]
         return cls(
@@ -139,10 +142,26 @@ def hold_clock(tokenizer: PreTrainedTokenizerBase, now: Callable[[], datetime] =
     return moment
 
 
+def cued_text(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Mapping[str, str]]) -> str:
+    """Return a conversation in the chat template, with the cue for the assistant.
+
+    Raises:
+        ModelError: it does not fit the template, or a message is not in what that writes.
+    """
+    try:
+        text = str(tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False))  # pyright: ignore[reportArgumentType]
+    except template_errors() as error:
+        raise ModelError(f"the messages do not fit the model's chat template: {error}") from error
+    if (problem := left_out(conversation, text)) is not None:
+        raise ModelError(f"{problem}; {MEND_TEMPLATE}")
+    return text
+
+
 def left_out(conversation: Sequence[Mapping[str, str]], text: str) -> str | None:
     """Return what a text in the chat template has lost of its messages, in words; None if nothing.
 
-    Blanks do not count, nor does what precedes the last word of an answer: many templates leave out its reasoning.
+    Blanks do not count, nor does what precedes the last word of an answer: many templates leave out its reasoning. What
+    a tool says may be written in JSON.
 
     >>> left_out([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}], "<user>2 +  2")
     "the chat template leaves out the text of message 0 (system), 'Be brief.'"
@@ -150,8 +169,9 @@ def left_out(conversation: Sequence[Mapping[str, str]], text: str) -> str | None
     dense = ""
     for index, message in enumerate(conversation):
         said = message["content"].strip()
-        said = said.split()[-1] if said and message["role"] == "assistant" else said
-        if said in text:
+        if message["role"] == "assistant":
+            said = "".join(_CLOSING.split(said)[-1].split()[-1:])
+        if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
             continue
         dense = dense or "".join(text.split())
         if "".join(said.split()) not in dense:

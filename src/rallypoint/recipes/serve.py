@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Literal
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.data import load_tokenizer
+from rallypoint.data import TemplateProbe, load_tokenizer
 from rallypoint.errors import CheckpointError, GenerationError, ModelError, ServingError
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
-from rallypoint.recipes.model_limits import RowLimits, stop_tokens
+from rallypoint.recipes.model_limits import RowLimits, check_ids, stop_tokens
 from rallypoint.recipes.use import Trained
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, is_loopback, make_app
 
@@ -89,8 +89,11 @@ class Serving:
         tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code, for_chat=False)
         self._can_chat = tokenizer.chat_template is not None
         codec = Codec(tokenizer)
+        model = trained.load(self._dtype).model
+        num_ids = RowLimits.of(model.config).num_ids
+        check_ids(trained.path, TemplateProbe.of(tokenizer).ids, tokenizer, num_ids)
         engine = NativeEngine(
-            trained.load(self._dtype).model,
+            model,
             max_rows=options.max_concurrency,
             cache_tokens=options.cache_tokens,
             mode="exact" if options.exact else "fast",
@@ -108,7 +111,7 @@ class Serving:
             engine=engine,
             bridge=Bridge(self._thread, max_concurrency=options.max_concurrency),
             codec=codec,
-            stop_tokens=stop_tokens(trained.model_path, tokenizer, RowLimits.of(engine.model.config).num_ids),
+            stop_tokens=stop_tokens(trained.model_path, tokenizer, num_ids),
             max_logprobs=options.max_logprobs,
         )
         access = Access(

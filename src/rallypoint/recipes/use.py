@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from rallypoint.data import (
     EncodedPrompts,
     Example,
     TemplateProbe,
+    cued_text,
     decoder,
     encode_prompts,
     load_dataset,
@@ -340,9 +342,8 @@ class Conversation:
     def _fitting_ids(self) -> list[int]:
         """Return the conversation as token ids; its oldest turns are forgotten when it is too long to answer."""
         while True:
-            ids: list[int] = self._tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
-                self._messages, add_generation_prompt=True, return_dict=False
-            )
+            text = cued_text(self._tokenizer, self._messages)
+            ids = cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
             if len(ids) + min(self._params.max_new_tokens, self._max_positions // 2) <= self._max_positions:
                 return ids
             if len(self._messages) == 1:

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import decoder, template_errors
-from rallypoint.errors import EndpointError
+from rallypoint.data import cued_text, decoder
+from rallypoint.errors import EndpointError, ModelError
 
 TokenIds: TypeAlias = tuple[int, ...]
 
@@ -39,26 +39,22 @@ class Codec:
         """Return a conversation, as roles and texts, in the chat template, with the cue for the assistant.
 
         Raises:
-            EndpointError: there is no template, it has no place for these messages, or they have far more characters
-                than so many tokens.
+            EndpointError: there is no template, it has no place for these messages or leaves one out, or they have far
+                more characters than so many tokens.
         """
         if self._tokenizer.chat_template is None:
             raise EndpointError(400, "this model has no chat template; ask /v1/completions", param="messages")
         conversation = [{"role": role, "content": text} for role, text in messages]
 
         def encode() -> TokenIds:
-            # Templates may leave out much of what was said.
-            text = str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+            text = cued_text(self._tokenizer, conversation)
             self._check_length(len(text), max_tokens, "messages")
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
         try:
             return await self._run(encode)
-        except EndpointError:
-            raise
-        except template_errors() as error:
-            message = f"the messages do not fit the model's chat template: {error}"
-            raise EndpointError(400, message, param="messages") from None
+        except ModelError as error:
+            raise EndpointError(400, str(error), param="messages") from None
 
     async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> TokenIds:
         """Return a text, by default with what the tokenizer puts around it, such as a token for the beginning.

@@ -1,10 +1,11 @@
 """What a run adds to a chat template, and what it must know of one."""
 
 import json
+import re
 from datetime import datetime
 
 import pytest
-from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer
+from chat_templates import LLAMA3, PUBLISHED, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +20,7 @@ from rallypoint.data import (
     load_tokenizer,
     save_tokenizer,
 )
-from rallypoint.data.template import complete_template, hold_clock
+from rallypoint.data.template import check_template, complete_template, cued_text, hold_clock, take_texts
 from rallypoint.errors import DataError, ModelError
 
 START = "<|im_start|>"
@@ -126,6 +127,71 @@ def test_a_message_that_the_template_leaves_out_is_an_error_with_its_row():
         encode_rows(tokenizer, rows, stop_tokens=[tokenizer.eos_token_id], max_row_tokens=99)
 
 
+SYSTEM, ASKED, TOOL = ("system", "Be 'brief'."), ("user", 'say "x"\n ok'), ("tool", '{"x": "<b>\n"}')
+ANSWERED = ("assistant", "<think>\nhm\n</think>\n\nb c")
+REFUSED = {  # what a template says of messages that it has no place for
+    ("gemma2", SYSTEM): "System role not supported",
+    ("gemma2", TOOL): "roles must alternate",
+    ("llama2", TOOL): "roles must alternate",
+    ("deepseek-r1", TOOL): r"leaves out the text of message 2 \(tool\)",
+}
+NOT_TRAINED = {  # what is said of a conversation whose turns cannot be found, or would not end
+    "qwen3-2507-thinking": "written in another way when an answer is asked for",
+    "deepseek-r1": "written in another way when an answer is asked for",
+    "glm4.5": "does not end a turn of the assistant with",
+    "gpt-oss": "'<|return|>' only if nothing follows, and message 1 has another one behind it",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_templates_like_those_of_published_models_keep_what_is_said_or_are_refused_by_name(name):
+    tokenizer = make_chat_tokenizer(PUBLISHED[name])
+    take_texts(tokenizer)
+    check_template(tokenizer, name)
+    assert (hold_clock(tokenizer) is not None) == (name in ("llama3.1", "gpt-oss"))
+    probe = TemplateProbe.of(tokenizer)
+    assert probe.end == (None if name == "glm4.5" else tokenizer.eos_token_id)
+    assert probe.opened == ("<think>" if name in ("qwen3-2507-thinking", "deepseek-r1") else None)
+    conversations = {
+        ASKED: (ASKED,),
+        SYSTEM: (SYSTEM, ASKED),
+        ANSWERED: (("user", "a"), ANSWERED, ASKED),
+        TOOL: (("user", "a"), ("assistant", "b"), TOOL, ("assistant", "c"), ASKED),
+    }
+    for kind, messages in conversations.items():
+        prompt = tuple(Message(*message) for message in messages)
+        example, asked = (
+            Example("row", "", prompt, "", None, {}),
+            [{"role": m.role, "content": m.content} for m in prompt],
+        )
+        if refusal := REFUSED.get((name, kind)):
+            with pytest.raises(ModelError, match=refusal):
+                cued_text(tokenizer, asked)
+            with pytest.raises(DataError, match=f"row: .*{refusal}"):
+                encode_prompts(tokenizer, [example], max_prompt_tokens=999)
+            continue
+        (ids,) = encode_prompts(tokenizer, [example], max_prompt_tokens=999).token_ids
+        assert tokenizer.decode(ids) == cued_text(tokenizer, asked)
+        rows = Conversations(("row",), ((Conversation((*prompt, Message("assistant", "done")), len(prompt)),),))
+        if (name in NOT_TRAINED and name != "gpt-oss") or (name, kind) == ("mistral-v0.3", SYSTEM):
+            continue
+        encoded = encode_rows(tokenizer, rows, stop_tokens=[tokenizer.eos_token_id], max_row_tokens=999)
+        assert encoded.tokens[: len(ids)].tolist() == list(ids)
+        assert not encoded.is_trained[: len(ids)].any()
+        assert encoded.is_trained[len(ids) :].all()
+        trained = tokenizer.decode(encoded.tokens[len(ids) :])
+        assert re.fullmatch(rf".*\bdone ?{re.escape(tokenizer.eos_token)}", trained, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", NOT_TRAINED)
+def test_conversations_that_a_template_cannot_train_are_refused_with_the_reason(name):
+    tokenizer = make_chat_tokenizer(PUBLISHED[name])
+    messages = tuple(Message(*one) for one in (("user", "a"), ("assistant", "b"), ASKED, ("assistant", "done")))
+    rows = Conversations(("row",), ((Conversation(messages),),))
+    with pytest.raises(DataError, match=re.escape(NOT_TRAINED[name])):
+        encode_rows(tokenizer, rows, stop_tokens=[tokenizer.eos_token_id], max_row_tokens=999)
+
+
 @pytest.mark.parametrize("template", [QWEN3, LLAMA3, ZEPHYR], ids=["qwen3", "llama3", "zephyr"])
 def test_the_probe_finds_what_ends_a_turn_whatever_the_tokenizer_calls_its_end(template):
     for eos in (SPECIAL[template][-1], SPECIAL[template][0]):
@@ -141,6 +207,9 @@ def test_the_probe_finds_the_tag_that_a_cue_leaves_open():
     assert TemplateProbe.of(tokenizer).opened is None
     assert TemplateProbe.of(tokenizer_with(CHATML.replace("<think>\n", "<think>\n\n</think>\n"))).opened is None
     assert TemplateProbe.of(tokenizer_with("{{ messages[0].content }}<assistant>")).opened is None, "that is a role"
+    hidden = tokenizer_with(CHATML)
+    hidden.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    assert TemplateProbe.of(hidden).opened == "<think>", "also if text is decoded without it"
 
 
 @pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.WordPiece(cleanup=True)], ids=["fuse", "word pieces"])

@@ -260,7 +260,7 @@ def test_prompts_that_the_template_refuses_are_named_and_the_others_are_not():
     examples = [example(f"a:{row}", ("tool" if row in (3, 8) else "user", "1")) for row in range(10)]
     with pytest.raises(DataError, match="2 problems") as raised:
         encode_prompts(TOKENIZER, examples, max_prompt_tokens=9)
-    assert "a:3: the prompt does not fit the chat template" in str(raised.value)
+    assert "a:3: the messages do not fit the model's chat template" in str(raised.value)
     assert "a:8" in str(raised.value)
 
 
@@ -268,7 +268,7 @@ def test_prompts_that_the_template_refuses_are_named_and_the_others_are_not():
 def test_whatever_a_template_raises_is_named_with_its_prompt(template):
     tokenizer = make_digits_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match="a:0: the prompt does not fit the chat template"):
+    with pytest.raises(DataError, match="a:0: the messages do not fit the model's chat template"):
         encode_prompts(tokenizer, [example("a:0", ("user", "12"))], max_prompt_tokens=9)
 
 

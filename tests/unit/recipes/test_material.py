@@ -57,6 +57,22 @@ def test_an_id_that_the_embedding_lacks_is_refused_only_where_it_is_read(folder,
             use()
 
 
+def test_a_turn_that_the_template_refuses_or_leaves_out_is_an_error_of_the_chat(folder, tmp_path):
+    file = tmp_path / "chat_template.jinja"
+    talk = Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=2, seed=0)
+    assert "".join(talk.ask("12")) is not None
+    file.write_text("{{ raise_exception('one question only') if messages[1:] }}" + (whole := file.read_text()))
+    limited = Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=2, seed=0)
+    "".join(limited.ask("1"))
+    with pytest.raises(ModelError, match="do not fit the model's chat template: one question only"):
+        "".join(limited.ask("2"))
+    file.write_text(whole.replace("in messages", "in messages[-1:]"))
+    forgetful = Conversation(Trained(folder, None), temperature=1.0, max_response_tokens=2, seed=0)
+    "".join(forgetful.ask("1"))
+    with pytest.raises(ModelError, match=r"leaves out the text of message 0 \(user\), '1'"):
+        "".join(forgetful.ask("2"))
+
+
 def test_a_response_that_nothing_could_end_is_refused(folder):
     with pytest.raises(ModelError, match=r"no response could end: the ids that end one are \[0"):
         stop_tokens(folder, load_tokenizer(folder), 0)

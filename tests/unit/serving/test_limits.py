@@ -165,10 +165,14 @@ def test_a_text_far_longer_than_so_many_tokens_is_refused_before_it_is_encoded(s
     assert ask("x").status == 200
 
 
-def test_what_a_template_leaves_out_does_not_count(serve, tokenizer):
+def test_a_message_that_the_template_leaves_out_is_refused_and_named(serve, tokenizer):
     forgetful = copy.copy(tokenizer)
-    forgetful.chat_template = "{%- for message in messages -%}{{- message.content.split('|')[-1] -}}{%- endfor -%}"
-    assert serve(tokenizer=forgetful).client.chat("hm" * 30_000 + "|x").status == 200
+    forgetful.chat_template = tokenizer.chat_template.replace("in messages", "in messages if message.role != 'system'")
+    client = serve(tokenizer=forgetful).client
+    asked = client.post("chat/completions", {"messages": [{"role": "system", "content": "Be brief."}, USER]})
+    assert (asked.status, asked.error["param"]) == (400, "messages")
+    assert "the chat template leaves out the text of message 0 (system), 'Be brief.'" in asked.error["message"]
+    assert client.chat("x").status == 200
 
 
 def test_a_slash_at_the_end_of_a_path_is_named_and_nobody_is_sent_elsewhere(serve):
