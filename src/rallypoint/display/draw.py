@@ -1,6 +1,6 @@
 """Draws a run's learning curve while the run goes on, in a process of its own.
 
-    python -m rallypoint.display.draw METRICS PNG TITLE
+    python -m rallypoint.display.draw RUN
 
 A picture takes a second or two, mostly for importing matplotlib. This process has the lowest priority, so that it takes
 hardly any time from a busy machine; and no error of it reaches the run.
@@ -26,14 +26,12 @@ class CurveAsItGoes:
 
     def __init__(
         self,
-        metrics: Path,
-        png: Path,
-        title: str,
+        run: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[list[str]], subprocess.Popen[bytes]] | None = None,
     ) -> None:
-        self._command = [sys.executable, "-P", "-m", "rallypoint.display.draw", str(metrics), str(png), title]
+        self._command = [sys.executable, "-P", "-m", "rallypoint.display.draw", str(run)]
         self._clock, self._start = clock, start or _start
         self._due = clock() + FIRST_S
         self._drawing: subprocess.Popen[bytes] | None = None
@@ -61,12 +59,13 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
-def main(metrics: str, png: str, title: str) -> None:
+def main(run: str) -> None:
     """Draw once."""
     os.nice(19)
     from rallypoint.display.curve import save_curve
+    from rallypoint.run.folder import RunFolder
 
-    save_curve(Path(metrics), Path(png), title)
+    save_curve(RunFolder(Path(run)))
 
 
 if __name__ == "__main__":

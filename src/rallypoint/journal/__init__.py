@@ -6,7 +6,7 @@ place in which two runs part.
 Must not know: roles, torch, Ray, or who reads it.
 """
 
-from rallypoint.journal.diff import Change, Difference, changes, first_difference
+from rallypoint.journal.diff import Change, Difference, changes, config_changes, first_difference
 from rallypoint.journal.events import (
     CheckpointSaved,
     Event,
@@ -35,6 +35,7 @@ __all__ = [
     "StepDone",
     "Validated",
     "changes",
+    "config_changes",
     "first_difference",
     "fold",
     "read_journal",

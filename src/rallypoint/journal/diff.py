@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from rallypoint.journal.events import RunBegan
 from rallypoint.journal.state import RunState
 
 _LEARNED = ("actor/grad_norm", "critic/grad_norm", "actor/loss", "critic/loss")
@@ -46,7 +47,12 @@ def changes(a: RunState, b: RunState) -> tuple[list[Change], list[Change], list[
         *_changed(ours.software, theirs.software),
         *_changed({"machine": ours.machine}, {"machine": theirs.machine}),
     ]
-    return list(_changed(ours.config, theirs.config)), list(_changed(_files(a), _files(b))), around
+    return config_changes(ours, theirs), list(_changed(_files(a), _files(b))), around
+
+
+def config_changes(a: RunBegan, b: RunBegan) -> list[Change]:
+    """Return the keys that differ in the configs of two starts."""
+    return list(_changed(a.config, b.config))
 
 
 def _files(state: RunState) -> dict[str, object]:

@@ -10,14 +10,14 @@ supersedes what earlier starts did after step 20.
 >>> killed.step, killed.is_ended
 (3, False)
 >>> again = fold([began, *done, dataclasses.replace(began, first=2), RunEnded(how="stopped")])
->>> again.step, again.is_ended, again.num_starts
-(2, True, 2)
+>>> again.step, again.is_ended, again.num_starts, [start.first for start in again.starts]
+(2, True, 2, [0, 2])
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rallypoint.journal.events import CheckpointSaved, Event, InputsRead, RunBegan, RunEnded, Said, StepDone, Validated
 
@@ -31,6 +31,8 @@ class RunState:
     inputs: InputsRead | None = None
     """The files that it read."""
     num_starts: int = 0
+    starts: Sequence[RunBegan] = ()
+    """Starts that count, oldest first: those that no later one has superseded whole."""
     steps: Mapping[int, StepDone] = dataclasses.field(default_factory=dict[int, StepDone])
     """Steps that count, by number."""
     validations: Mapping[int, Validated] = dataclasses.field(default_factory=dict[int, Validated])
@@ -52,11 +54,13 @@ class RunState:
 def fold(events: Iterable[Event]) -> RunState:
     """Return the state that events make, oldest first."""
     began, inputs, ended, num_starts = None, None, None, 0
+    starts = list[RunBegan]()
     steps, validations, checkpoints = dict[int, StepDone](), dict[int, Validated](), dict[int, CheckpointSaved]()
     for event in events:
         match event:
             case RunBegan(first=first):
                 began, inputs, ended, num_starts = event, None, None, num_starts + 1
+                starts = [*(one for one in starts if one.first < first), event]
                 for done in (steps, validations, checkpoints):
                     for step in [step for step in done if step > first or not first]:
                         del done[step]
@@ -72,4 +76,4 @@ def fold(events: Iterable[Event]) -> RunState:
                 ended = event
             case Said():
                 pass
-    return RunState(began, inputs, num_starts, steps, validations, checkpoints, ended)
+    return RunState(began, inputs, num_starts, starts, steps, validations, checkpoints, ended)

@@ -113,8 +113,7 @@ class Run:
         Raises:
             RunFolderError: matplotlib is missing.
         """
-        folder = RunFolder(self.folder)
-        drawn = save_curve(folder.metrics, folder.curve, self.folder.name)
+        drawn = save_curve(RunFolder(self.folder))
         if drawn is None:
             raise RunFolderError(f"no picture: {why_no_plot()}")
         return Picture(drawn)

@@ -25,7 +25,7 @@ def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]
 def draw(folder: RunFolder) -> tuple[Path | None, str]:
     """Draw the learning curve; return its file, or None and the reason: a picture must not end a run."""
     try:
-        drawn = save_curve(folder.metrics, folder.curve, folder.path.name)
+        drawn = save_curve(folder)
         return drawn, "" if drawn else why_no_plot()
     except Exception as error:  # noqa: BLE001 - of whatever draws: the run is done
         return None, f"{type(error).__name__}: {first_line(error)}"

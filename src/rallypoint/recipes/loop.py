@@ -245,7 +245,7 @@ class _Run:
 
     async def steps(self, first: int) -> bool:
         """Do the steps after step `first`; return whether all were done."""
-        curve = CurveAsItGoes(self.folder.metrics, self.folder.curve, self.folder.path.name)
+        curve = CurveAsItGoes(self.folder.path)
         try:
             hurry = self.setup.placement.runtime.hurry
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:

@@ -7,9 +7,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from rallypoint.checkpoint import MANIFEST, checkpoint_name
 from rallypoint.display import save_curve
+from rallypoint.display.curve import draw_curve, limits
+from rallypoint.journal import Journal, RunBegan
 from rallypoint.run import MetricsLog, Summary
+from rallypoint.run.folder import RunFolder
 
 
 def write_run(path: Path, num_steps: int, scale: float = 1.0) -> Path:
@@ -36,22 +41,89 @@ def write_run(path: Path, num_steps: int, scale: float = 1.0) -> Path:
 
 @pytest.mark.parametrize(("num_steps", "scale"), [(0, 1.0), (1, 1.0), (2, -50.0), (100, 1.0)])
 def test_a_curve_is_a_picture_for_a_run_of_any_length(tmp_path: Path, num_steps: int, scale: float) -> None:
-    metrics = write_run(tmp_path / "metrics.jsonl", num_steps, scale)
+    run = RunFolder(tmp_path / "digits $x · ppo")
+    run.path.mkdir()
+    write_run(run.metrics, num_steps, scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        picture = save_curve(metrics, tmp_path / "curve.png", "digits $x · ppo")
-    assert picture is not None
-    assert picture == tmp_path / "curve.png"
-    data = picture.read_bytes()
+        picture = save_curve(run)
+    assert picture == run.curve
+    data = run.curve.read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", data[16:24])
     assert width > height > 500
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(run.path.glob("*.part"))
 
 
 def test_an_empty_file_gives_a_picture_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    assert save_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "x") is not None
+    run = RunFolder(tmp_path)
+    run.metrics.touch()
+    assert [text.get_text() for text in draw_curve(run).axes[0].texts] == ["no steps yet"]
+
+
+def write_resumed_run(run: RunFolder, phases: tuple[str, ...] = ("rollout", "learn")) -> None:
+    """Twelve steps: resumed after 4 with another lr, after 8 as it was; and a start after 6 that 4 has superseded."""
+    times = {f"time_s/{phase}": 1.0 for phase in phases}
+    with MetricsLog(run.metrics, clock=lambda: 0.0) as log:
+        for step in range(1, 13):
+            log.write(step, {"reward/mean": 0.1 * step, **times})
+            if step % 2 == 0:
+                log.write(step, {"validation/score": math.nan if step == 6 else 0.9 - abs(step - 9) / 10})
+    with Journal(run.journal) as journal:
+        for first, rate in ((0, 1e-3), (6, 1e-2), (4, 1e-4), (8, 1e-4)):
+            config = {"actor.optimizer.lr": rate, "trainer.runs_dir": f"runs{first}"}
+            journal.append(RunBegan(first=first, config=config, software={}, machine=""))
+    for step in (4, 6, 8, 12):
+        saved = run.checkpoints / checkpoint_name(step)
+        saved.mkdir(parents=True)
+        (saved / MANIFEST).touch()
+
+
+def test_resumes_changes_of_the_config_and_the_best_checkpoint_are_marked(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    write_resumed_run(run)
+    figure = draw_curve(run)
+    lines = {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].lines}
+    assert lines["best checkpoint"] == [8]
+    assert lines["config changed"] == [4.5, 4.5]
+    assert lines["resumed"] == [8.5, 8.5]
+    words = [text.get_text() for text in figure.texts]
+    assert "resumed after step 4 with actor.optimizer.lr 0.001 → 0.0001" in words
+    assert any("1 validation without a number" in text for text in words)
+
+
+def test_all_words_of_a_picture_are_inside_of_it_and_do_not_cover_the_axes(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    write_resumed_run(run, (*"abcdefg", "a phase of a recipe with a very long name"))
+    figure = draw_curve(run)
+    FigureCanvasAgg(figure).draw()
+    paper = figure.bbox
+    main, *_, times = figure.axes
+    legends = [axes.get_legend().get_window_extent() for axes in (main, times)]
+    for box in (*(text.get_window_extent() for text in figure.texts), *legends):
+        assert paper.x0 <= box.x0 <= box.x1 <= paper.x1
+        assert paper.y0 <= box.y0 <= box.y1 <= paper.y1
+    assert not any(legend.overlaps(axes.bbox) for legend, axes in zip(legends, (main, times), strict=True))
+    assert len(times.get_legend().get_texts()) == 8
+    assert main.bbox.width > 0.9 * paper.width
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.4, 0.45, 0.5], (0.395, 0.505)),  # fills the picture
+        ([0.499, 0.501], (0.445, 0.555)),  # noise: a fifth of its height as an axis, at least
+        ([0.1, 0.9], (0.0, 0.945)),
+        ([0.0, 0.0], (0.0, 1.0)),
+        ([-50.0, -45.0, math.nan], (-53.0, -42.0)),
+        ([-0.2, 0.3], None),
+        ([], (0.0, 1.0)),
+    ],
+)
+def test_a_narrow_band_fills_the_axis_and_noise_does_not(
+    values: list[float], expected: tuple[float, float] | None
+) -> None:
+    assert limits(values) == (expected and pytest.approx(expected, abs=6e-3))
 
 
 def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> None:
@@ -61,7 +133,8 @@ def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> 
         "from pathlib import Path\n"
         "from rallypoint.display import save_curve\n"
         "from rallypoint.run import why_no_plot\n"
-        "print(save_curve(Path('metrics.jsonl'), Path('curve.png'), 'x'), why_no_plot())"
+        "from rallypoint.run.folder import RunFolder\n"
+        "print(save_curve(RunFolder(Path())), why_no_plot())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("None it needs the package matplotlib, which is not installed")

@@ -32,10 +32,10 @@ class Studio:
 
     def __init__(self) -> None:
         self.now, self.drawings = 0.0, list[Drawing]()
-        self.curve = CurveAsItGoes(Path("m"), Path("p"), "t", clock=lambda: self.now, start=self.start)
+        self.curve = CurveAsItGoes(Path("m"), clock=lambda: self.now, start=self.start)
 
     def start(self, command: list[str]) -> Drawing:
-        assert command[-3:] == ["m", "p", "t"]
+        assert command[-1:] == ["m"]
         self.drawings.append(Drawing())
         return self.drawings[-1]
 
@@ -74,7 +74,7 @@ def test_no_process_to_draw_with_is_no_reason_to_end():
         raise BlockingIOError
 
     now = [0.0]
-    curve = CurveAsItGoes(Path("m"), Path("p"), "t", clock=lambda: now[0], start=start)
+    curve = CurveAsItGoes(Path("m"), clock=lambda: now[0], start=start)
     now[0] = 2 * FIRST_S
     curve.refresh()
     curve.close()
@@ -88,7 +88,7 @@ def test_the_process_draws_a_run_that_goes_on(is_damaged: bool, tmp_path: Path):
         log.write(1, {"reward/mean": 0.5, "time_s/rollout": 1.0})
     if is_damaged:
         metrics.write_text("{\n" + metrics.read_text())
-    command = [sys.executable, "-m", "rallypoint.display.draw", str(metrics), str(png), "run"]
+    command = [sys.executable, "-m", "rallypoint.display.draw", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode != 0) == is_damaged
     assert png.is_file() != is_damaged
